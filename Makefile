@@ -1,0 +1,46 @@
+# The two commands: `make demo` and `make test`. Each does all its own set-up in .venv.
+
+PYTHON ?= python3
+# PyTorch is installed first and by itself, so that nothing else chooses a build of it.
+# Give another one with `make TORCH="torch==2.12.0" demo`.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint types unit install dev clean
+
+demo: install
+	@$(BIN)/python examples/demo.py
+
+test: lint types unit
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: dev
+	$(BIN)/mypy
+
+unit: dev
+	$(BIN)/python -m pytest
+
+install: .venv/.installed
+dev: .venv/.dev
+
+.venv/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Octavo needs Python 3.11 or newer; set PYTHON=.")'
+	$(PYTHON) -m venv .venv
+	$(PIP) $(TORCH)
+	@touch $@
+
+.venv/.installed: .venv/.torch $(NATIVE)
+	$(PIP) -e .
+	@touch $@
+
+.venv/.dev: .venv/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist

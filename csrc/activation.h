@@ -1,0 +1,56 @@
+// Elementwise functions: every element goes through the same instructions, in a tail or not.
+#pragma once
+#include "norm.h"
+#include "vmath.h"
+
+OCTAVO_BEGIN
+
+constexpr int64_t kPiece = 1024;  // elements a task handles
+
+void gated(const GatedArgs& a) {
+  const int64_t pieces = ceil_div(a.dim, kPiece);
+  parallel_for(a.rows * pieces, a.rows * a.dim / W * 16, [&](int64_t task) {
+    const int64_t row = task / pieces, start = task % pieces * kPiece;
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      const T* gate = static_cast<const T*>(a.x) + row * a.x_stride + start;
+      const T* up = gate + a.dim;
+      T* out = static_cast<T*>(a.out) + row * a.dim + start;
+      auto apply = [&](auto f) {
+        for_lanes(min(kPiece, a.dim - start), [&](int64_t i, int n) {
+          store(out + i, round_to(f(load(gate + i, n)), T{}) * load(up + i, n), n);
+        });
+      };
+      switch (a.kind) {
+        case Gated::silu: return apply([](vf x) { return silu(x); });
+        case Gated::gelu: return apply([](vf x) { return gelu(x); });
+        case Gated::gelu_tanh: return apply([](vf x) { return gelu_tanh(x); });
+      }
+    });
+  });
+}
+
+void unary(const UnaryArgs& a) {
+  parallel_for(ceil_div(a.count, kPiece), a.count / W * 16, [&](int64_t task) {
+    const int64_t start = task * kPiece, count = min(kPiece, a.count - start);
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      const T* x = static_cast<const T*>(a.x) + start;
+      T* out = static_cast<T*>(a.out) + start;
+      auto apply = [&](auto f) {
+        for_lanes(count, [&](int64_t i, int n) { store(out + i, f(load(x + i, n)), n); });
+      };
+      switch (a.kind) {
+        case Unary::exp: return apply([](vf x) { return exp(x); });
+        case Unary::log: return apply([](vf x) { return log(x); });
+        case Unary::tanh: return apply([](vf x) { return tanh(x); });
+        case Unary::erf: return apply([](vf x) { return erf(x); });
+        case Unary::gelu: return apply([](vf x) { return gelu(x); });
+        case Unary::gelu_tanh: return apply([](vf x) { return gelu_tanh(x); });
+        case Unary::soft_cap: return apply([&](vf x) { return soft_cap(x, a.param); });
+      }
+    });
+  });
+}
+
+OCTAVO_END

@@ -1,0 +1,122 @@
+#include "dispatch.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace octavo {
+
+#if defined(__x86_64__)
+namespace avx512_bf16 {
+extern const KernelTable table;
+}
+namespace avx512 {
+extern const KernelTable table;
+}
+namespace avx2 {
+extern const KernelTable table;
+}
+#endif
+namespace portable {
+extern const KernelTable table;
+}
+
+static std::vector<const KernelTable*> find_available() {
+  std::vector<const KernelTable*> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::table);
+  if (has_avx512) found.push_back(&avx512::table);
+  if (has_avx2) found.push_back(&avx2::table);
+#endif
+  found.push_back(&portable::table);
+  return found;
+}
+
+static const std::vector<const KernelTable*>& available() {
+  static const std::vector<const KernelTable*> tables = find_available();
+  return tables;
+}
+
+static const KernelTable*& chosen() {
+  static const KernelTable* table = available().front();
+  return table;
+}
+
+const KernelTable& kernels() { return *chosen(); }
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const KernelTable* table : available()) names.push_back(table->isa);
+  return names;
+}
+
+bool set_isa(const std::string& name) {
+  for (const KernelTable* table : available())
+    if (name == table->isa) {
+      chosen() = table;
+      return true;
+    }
+  return false;
+}
+
+static int threads = 0;
+
+void set_num_threads(int n) { threads = n; }
+
+int num_threads() { return threads > 0 ? threads : omp_get_max_threads(); }
+
+void* scratch(size_t bytes) {
+  struct Buffer {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Buffer() { std::free(data); }
+  };
+  thread_local Buffer buffer;
+  if (buffer.size < bytes) {
+    const size_t size = (bytes + 63) / 64 * 64;
+    std::free(buffer.data);
+    buffer.data = std::aligned_alloc(64, size);
+    buffer.size = buffer.data ? size : 0;
+    if (!buffer.data) throw std::bad_alloc();
+  }
+  return buffer.data;
+}
+
+void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,
+           int64_t* indices) {
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads()) if (rows > 1)
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = x + row * x_stride;
+    using Entry = std::pair<float, int64_t>;
+    auto before = [](const Entry& a, const Entry& b) {
+      return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    std::vector<Entry> heap;  // the worst of the k best on top
+    heap.reserve(k);
+    for (int64_t i = 0; i < dim; i++) {
+      const float v = from[i] == from[i] ? from[i] : -__builtin_inff();
+      if (int64_t(heap.size()) < k) {
+        heap.emplace_back(v, i);
+        std::push_heap(heap.begin(), heap.end(), before);
+      } else if (k > 0 && v > heap.front().first) {  // an equal one comes later: it loses
+        std::pop_heap(heap.begin(), heap.end(), before);
+        heap.back() = {v, i};
+        std::push_heap(heap.begin(), heap.end(), before);
+      }
+    }
+    std::sort_heap(heap.begin(), heap.end(), before);
+    for (int64_t i = 0; i < k; i++) {
+      values[row * k + i] = heap[i].first;
+      indices[row * k + i] = heap[i].second;
+    }
+  }
+}
+
+}  // namespace octavo

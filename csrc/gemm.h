@@ -1,0 +1,185 @@
+// out = x * weight^T + bias with weights packed once.
+//
+// A packed weight is a list of panels of kPanel outputs (the last one padded with zeros). Within a
+// panel K runs slowest, so that a product streams through memory; bfloat16 keeps two steps of K side
+// by side, as the AVX-512 dot product wants them and as a shift and a mask can undo:
+//   float32, float16: [n / kPanel][k][kPanel]      bfloat16: [n / kPanel][ceil(k / 2)][kPanel][2]
+//
+// Every output is accumulated in float32 along K from first to last, whatever m is. K is cut into
+// blocks for the caches only: the accumulators are put away and fetched again, which changes no bit.
+#pragma once
+#include "simd.h"
+
+OCTAVO_BEGIN
+
+constexpr int kVectors = 4;  // accumulators side by side
+constexpr int kPanel = kVectors * W;
+constexpr int kRows = W == 16 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
+constexpr int kRowBlock = 96;  // rows of x that go through one panel together
+
+// How a panel of storage type T meets x. `A`: what x is read as; `kStep`: the steps of K in one go.
+template <class T>
+struct Panel {
+  using A = float;
+  static constexpr int kStep = 1;
+  static constexpr int kBlock = 512;
+  template <int R>
+  static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const T* w) {
+    vf b[kVectors];
+    UNROLL for (int j = 0; j < kVectors; j++) b[j] = load(w + j * W);
+    UNROLL for (int i = 0; i < R; i++)
+      UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = fma(x[i * stride], b[j], acc[i][j]);
+  }
+};
+
+template <>
+struct Panel<bf16> {
+  static constexpr int kStep = 2;
+  static constexpr int kBlock = 1024;
+#if defined(__AVX512BF16__)
+  using A = bf16;
+  template <int R>
+  static INLINE void step(vf (&acc)[R][kVectors], const bf16* x, int64_t stride, const bf16* w) {
+    UNROLL for (int i = 0; i < R; i++) {
+      __m512bh a = (__m512bh)_mm512_set1_epi32(load_raw<int>(x + i * stride));
+      UNROLL for (int j = 0; j < kVectors; j++)
+        acc[i][j] = (vf)_mm512_dpbf16_ps((__m512)acc[i][j], a,
+                                         (__m512bh)_mm512_loadu_si512(w + 2 * j * W));
+    }
+  }
+#else
+  using A = float;
+  template <int R>
+  static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const bf16* w) {
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+      vf b[kVectors];
+      UNROLL for (int j = 0; j < kVectors; j++) {
+        vu pair = load_raw<vu>(w + 2 * j * W);
+        b[j] = (vf)(odd ? pair & 0xffff0000u : pair << 16);
+      }
+      UNROLL for (int i = 0; i < R; i++)
+        UNROLL for (int j = 0; j < kVectors; j++)
+          acc[i][j] = fma(x[i * stride + odd], b[j], acc[i][j]);
+    }
+  }
+#endif
+};
+
+// c[R][kPanel] += x[R][k] * w[k][kPanel]
+template <class T, int R>
+void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, float* c) {
+  using A = typename Panel<T>::A;
+  constexpr int step = Panel<T>::kStep;
+  vf acc[R][kVectors];
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = load(c + i * kPanel + j * W);
+  int64_t p = 0;
+  for (; p + step <= k; p += step, w += step * kPanel)
+    Panel<T>::template step<R>(acc, x + p, stride, w);
+  if (p < k) {  // an odd last step: the weights have a zero there, x has nothing
+    A rest[R][step] = {};
+    for (int i = 0; i < R; i++) rest[i][0] = x[p + i * stride];
+    Panel<T>::template step<R>(acc, rest[0], step, w);
+  }
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < kVectors; j++) store(c + i * kPanel + j * W, acc[i][j]);
+}
+
+template <class T, int R>
+INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t stride, const T* w,
+                          int64_t k, float* c) {
+  if (rows == R) return micro_kernel<T, R>(x, stride, w, k, c);
+  if constexpr (R > 1) micro_kernels<T, R - 1>(rows, x, stride, w, k, c);
+}
+
+template <class T, class O>
+void write_rows(const float* c, const T* bias, O* out, int64_t stride, int64_t rows, int64_t cols) {
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < cols; j += W) {
+      int n = int(min<int64_t>(W, cols - j));
+      vf v = load(c + i * kPanel + j);
+      if (bias) v += load(bias + j, n);
+      store(out + i * stride + j, v, n);
+    }
+}
+
+// Rows of x as they are needed: x itself, or float32 copies.
+template <class A, class T>
+void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0, int64_t m) {
+  const int64_t panels = ceil_div(a.n, kPanel), blocks = ceil_div(m, kRowBlock);
+  const int64_t panel_k = ceil_div(a.k, Panel<T>::kStep) * Panel<T>::kStep;
+  const T* weight = static_cast<const T*>(a.weight);
+  const T* bias = static_cast<const T*>(a.bias);
+  parallel_for(panels * blocks, panels * m * a.k / 16, [&](int64_t task) {
+    const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
+    const int64_t col = task % panels * kPanel;
+    const T* w = weight + col * panel_k;
+    alignas(64) float c[kRowBlock * kPanel];
+    memset(c, 0, rows * kPanel * sizeof(float));
+    for (int64_t k = 0; k < a.k; k += Panel<T>::kBlock) {
+      const int64_t depth = min<int64_t>(Panel<T>::kBlock, a.k - k);
+      for (int64_t i = 0; i < rows; i += kRows)
+        micro_kernels<T, kRows>(int(min<int64_t>(kRows, rows - i)), x + (first + i) * x_stride + k,
+                                x_stride, w + k * kPanel, depth, c + i * kPanel);
+    }
+    with_type(a.out_dtype, [&](auto o) {
+      auto* out = static_cast<decltype(o)*>(a.out) + (row0 + first) * a.out_stride + col;
+      write_rows(c, bias ? bias + col : nullptr, out, a.out_stride, rows,
+                 min<int64_t>(kPanel, a.n - col));
+    });
+  });
+}
+
+template <class T>
+INLINE void linear_typed(const LinearArgs& a, T) {
+  const T* x = static_cast<const T*>(a.x);
+  if constexpr (std::is_same_v<T, typename Panel<T>::A>) {
+    linear_rows<T, T>(a, x, a.x_stride, 0, a.m);
+  } else {
+    // The processor has no product for T: float32 copies of the rows, some at a time.
+    constexpr int64_t some = 2 * kRowBlock;
+    float* copy = static_cast<float*>(scratch(min(a.m, some) * a.k * sizeof(float)));
+    for (int64_t row0 = 0; row0 < a.m; row0 += some) {
+      const int64_t m = min(some, a.m - row0);
+      parallel_for(m, m * a.k / W, [&](int64_t i) {
+        const T* from = x + (row0 + i) * a.x_stride;
+        for (int64_t k = 0; k < a.k; k += W) {
+          int n = int(min<int64_t>(W, a.k - k));
+          store(copy + i * a.k + k, load(from + k, n), n);
+        }
+      });
+      linear_rows<float, T>(a, copy, a.k, row0, m);
+    }
+  }
+}
+
+void linear(const LinearArgs& a) {
+  with_type(a.dtype, [&](auto t) { linear_typed(a, t); });
+}
+
+template <class T>
+INLINE void pack_typed(const PackArgs& a, T) {
+  constexpr int step = Panel<T>::kStep;
+  const int64_t panel_k = ceil_div(a.k, step) * step;
+  const int64_t end = a.row0 + a.rows;
+  const int64_t first = a.row0 / kPanel, panels = ceil_div(end, kPanel) - first;
+  parallel_for(panels, panels * panel_k, [&](int64_t task) {
+    const int64_t col = (first + task) * kPanel;
+    T* panel = static_cast<T*>(a.dst) + col * panel_k;
+    const int64_t from = max(col, a.row0), to = min(col + kPanel, end);
+    const int64_t zeros = to == a.n ? col + kPanel : to;  // padding goes with the last row
+    for (int64_t k0 = 0; k0 < panel_k; k0 += 64)
+      for (int64_t n = from; n < zeros; n++) {
+        const T* row = static_cast<const T*>(a.src) + (n - a.row0) * a.src_stride;
+        for (int64_t k = k0; k < min(k0 + 64, panel_k); k++)
+          panel[k / step * step * kPanel + (n - col) * step + k % step] =
+              n < to && k < a.k ? row[k] : T{};
+      }
+  });
+}
+
+void pack_weight(const PackArgs& a) {
+  with_type(a.dtype, [&](auto t) { pack_typed(a, t); });
+}
+
+OCTAVO_END

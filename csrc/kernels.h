@@ -1,0 +1,159 @@
+// What every instruction-set variant of the kernels offers: plain structs of pointers and sizes,
+// and one table of functions. No torch, no Python: a recorded list of (function, arguments) can be
+// replayed from any thread.
+//
+// Common rules. Strides count elements. Everything accumulates in float32. A result depends on its
+// own row only: never on the other rows of a call, on their number, or on the number of threads.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo {
+
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+// Storage types of the two 16-bit formats: bits only, the arithmetic is in simd.h.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+enum class Gated : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+enum class Unary : int { exp = 0, log = 1, tanh = 2, erf = 3, gelu = 4, gelu_tanh = 5, soft_cap = 6 };
+
+struct PackArgs {
+  const void* src;  // [rows, k]
+  int64_t src_stride;
+  void* dst;  // the whole packed weight
+  int64_t row0, rows;  // which of its n rows these are
+  int64_t n, k;
+  DType dtype;
+};
+
+struct LinearArgs {
+  const void* x;  // [m, k]
+  int64_t x_stride;
+  const void* weight;  // packed, of x's dtype
+  const void* bias;  // [n] of x's dtype, or null
+  void* out;  // [m, n]
+  int64_t out_stride;
+  int64_t m, n, k;
+  DType dtype, out_dtype;
+};
+
+struct NormArgs {
+  const void* x;  // [rows, heads, dim]
+  int64_t x_stride, x_head_stride;
+  const void* residual;  // [rows, dim], dense, or null: added to x first
+  void* residual_out;  // [rows, dim]: the sum
+  const void* weight;  // [dim]
+  const void* bias;  // [dim] or null; layer_norm only
+  void* out;  // [rows, heads, dim]
+  int64_t out_stride, out_head_stride;
+  int64_t rows, heads, dim;
+  float eps, weight_offset;
+  DType dtype;
+};
+
+struct GatedArgs {
+  const void* x;  // [rows, 2 * dim]: gate, then up
+  int64_t x_stride;
+  void* out;  // [rows, dim], dense
+  int64_t rows, dim;
+  Gated kind;
+  DType dtype;
+};
+
+struct UnaryArgs {
+  const void* x;
+  void* out;
+  int64_t count;
+  float param;  // soft_cap: the cap
+  Unary kind;
+  DType dtype;
+};
+
+struct RotaryArgs {
+  const int64_t* positions;  // [tokens]
+  void* query;  // [tokens, heads, >= rotary_dim], changed in place
+  int64_t query_stride, query_head_stride, query_heads;
+  void* key;  // the same for keys
+  int64_t key_stride, key_head_stride, key_heads;
+  const float* cos_sin;  // [max_position, rotary_dim]: cosines, then sines
+  int64_t tokens, rotary_dim;
+  bool is_neox;
+  DType dtype;
+};
+
+struct SoftmaxArgs {
+  const float* x;  // [rows, dim]
+  int64_t x_stride;
+  float* out;  // [rows, dim], dense
+  int64_t rows, dim;
+  bool log;
+};
+
+struct ArgmaxArgs {
+  const float* x;  // [rows, dim]
+  int64_t x_stride;
+  int64_t* out;  // [rows]
+  int64_t rows, dim;
+};
+
+struct WriteKvArgs {
+  const void* key;  // [tokens, kv_heads, head_size]
+  int64_t key_stride, key_head_stride;
+  const void* value;
+  int64_t value_stride, value_head_stride;
+  void* kv_cache;
+  const int64_t* slot_mapping;  // [tokens]; negative: do not write
+  int64_t tokens, kv_heads, head_size, block_size;
+  DType dtype;
+};
+
+struct AttentionArgs {
+  const void* query;  // [tokens, heads, head_size]
+  int64_t query_stride, query_head_stride;
+  void* out;  // the same shape
+  int64_t out_stride, out_head_stride;
+  const void* kv_cache;
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int32_t* seq_lens;  // [num_reqs]
+  const int32_t* block_table;  // [num_reqs, *]
+  int64_t block_table_stride;
+  int64_t num_reqs, heads, kv_heads, head_size, block_size;
+  int64_t window;  // positions visible, the query's own included; 0: all
+  float scale, soft_cap;  // soft_cap 0: none
+  const float* alibi_slopes;  // [heads] or null
+  DType dtype;
+};
+
+struct KernelTable {
+  const char* isa;
+  int panel;  // columns in a panel of a packed weight
+  void (*pack_weight)(const PackArgs&);
+  void (*linear)(const LinearArgs&);
+  void (*rms_norm)(const NormArgs&);
+  void (*layer_norm)(const NormArgs&);
+  void (*gated)(const GatedArgs&);
+  void (*unary)(const UnaryArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*softmax)(const SoftmaxArgs&);
+  void (*argmax)(const ArgmaxArgs&);
+  void (*write_kv)(const WriteKvArgs&);
+  void (*attention)(const AttentionArgs&);
+};
+
+constexpr int kMaxHeadSize = 512;
+
+// Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
+int num_threads();  // how many threads a kernel may use
+void* scratch(size_t bytes);  // a buffer of the calling thread, 64-byte aligned, kept for the next call
+
+// The k largest of each row, largest first, the lower index first among equals; NaN counts as -inf.
+void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,
+           int64_t* indices);
+
+}  // namespace octavo

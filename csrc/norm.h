@@ -1,0 +1,83 @@
+// RMSNorm and LayerNorm, row by row, with Hugging Face's roundings.
+#pragma once
+#include "simd.h"
+
+OCTAVO_BEGIN
+
+// Calls f(start, lanes) for each vector of a row of n.
+template <class F>
+INLINE void for_lanes(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) f(i, W);
+  if (i < n) f(i, int(n - i));
+}
+
+template <class F>
+INLINE void norm_rows(const NormArgs& a, F f) {
+  parallel_for(a.rows * a.heads, a.rows * a.heads * ceil_div(a.dim, W) * 4, [&](int64_t task) {
+    const int64_t row = task / a.heads, head = task % a.heads;
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      f(t, static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_head_stride,
+        static_cast<T*>(a.out) + row * a.out_stride + head * a.out_head_stride, row);
+    });
+  });
+}
+
+template <class T>
+INLINE float mean_square(const T* x, int64_t dim) {
+  vf sum{};
+  for_lanes(dim, [&](int64_t i, int n) {
+    vf v = load(x + i, n);
+    sum = fma(v, v, sum);
+  });
+  return reduce_sum(sum) / float(dim);
+}
+
+void rms_norm(const NormArgs& a) {
+  norm_rows(a, [&](auto t, auto* x, auto* out, int64_t row) {
+    using T = decltype(t);
+    const T* w = static_cast<const T*>(a.weight);
+    const T* from = x;
+    if (a.residual) {
+      const T* residual = static_cast<const T*>(a.residual) + row * a.dim;
+      T* sum = static_cast<T*>(a.residual_out) + row * a.dim;
+      for_lanes(a.dim, [&](int64_t i, int n) {
+        store(sum + i, load(x + i, n) + load(residual + i, n), n);
+      });
+      from = sum;
+    }
+    const float scale = 1.0f / sqrtf(mean_square(from, a.dim) + a.eps);
+    for_lanes(a.dim, [&](int64_t i, int n) {
+      vf v = load(from + i, n) * scale, weight = load(w + i, n);
+      // Llama rounds before it multiplies, Gemma multiplies by (1 + weight) in float32
+      v = a.weight_offset == 0.0f ? round_to(v, t) * weight : v * (weight + a.weight_offset);
+      store(out + i, v, n);
+    });
+  });
+}
+
+void layer_norm(const NormArgs& a) {
+  norm_rows(a, [&](auto t, auto* x, auto* out, int64_t) {
+    using T = decltype(t);
+    const T* w = static_cast<const T*>(a.weight);
+    const T* bias = static_cast<const T*>(a.bias);
+    vf sum{};
+    for_lanes(a.dim, [&](int64_t i, int n) { sum += load(x + i, n); });
+    const float mean = reduce_sum(sum) / float(a.dim);
+    vf squares{};
+    for_lanes(a.dim, [&](int64_t i, int n) {
+      vf v = load(x + i, n) - mean;
+      v = lanes() < float(n) ? v : vf{};
+      squares = fma(v, v, squares);
+    });
+    const float scale = 1.0f / sqrtf(reduce_sum(squares) / float(a.dim) + a.eps);
+    for_lanes(a.dim, [&](int64_t i, int n) {
+      vf v = (load(x + i, n) - mean) * scale * load(w + i, n);
+      if (bias) v += load(bias + i, n);
+      store(out + i, v, n);
+    });
+  });
+}
+
+OCTAVO_END

@@ -1,0 +1,206 @@
+// Vectors of W float32 lanes for the instruction set this file is compiled for, through the vector
+// extensions of GCC and Clang; intrinsics only where those have no word for it.
+//
+// Order is a promise here: the build turns off contraction (-ffp-contract=off), so a multiply and an
+// add become one instruction only where fma() says so, alike in every loop and in every tail.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#include "kernels.h"
+
+// All names below are local to one variant: nothing compiled for AVX-512 may be picked by the linker
+// for a lesser processor. For the same reason the kernels use no templates of the standard library.
+#define OCTAVO_BEGIN           \
+  namespace octavo {           \
+  namespace OCTAVO_ISA {       \
+  namespace {
+#define OCTAVO_END \
+  }                \
+  }                \
+  }
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+OCTAVO_BEGIN
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+template <class T>
+INLINE T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+INLINE T max(T a, T b) {
+  return a < b ? b : a;
+}
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// a in every lane (adding -0 would lose the sign of a zero, subtracting +0 does not)
+INLINE vf splat(float a) { return a - vf{}; }
+INLINE vi splat_int(int32_t a) { return a - vi{}; }
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+INLINE vf fma(float a, vf b, vf c) { return fma(splat(a), b, c); }
+
+// The larger of two, lane by lane; where either is NaN, b.
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+INLINE vf lanes() {
+  vf v;
+  for (int i = 0; i < W; i++) v[i] = float(i);
+  return v;
+}
+
+// Lanes folded in halves: one order for every sum in the engine.
+INLINE float reduce_sum(vf v) {
+  float a[W];
+  memcpy(a, &v, sizeof a);
+  UNROLL for (int h = W / 2; h > 0; h /= 2)
+    UNROLL for (int i = 0; i < h; i++) a[i] += a[i + h];
+  return a[0];
+}
+INLINE float reduce_max(vf v) {
+  float a[W];
+  memcpy(a, &v, sizeof a);
+  UNROLL for (int h = W / 2; h > 0; h /= 2)
+    UNROLL for (int i = 0; i < h; i++) a[i] = a[i] > a[i + h] ? a[i] : a[i + h];
+  return a[0];
+}
+
+// ---- bits of the 16-bit formats <-> float32, W at a time ----
+
+INLINE vf widen(vh h, bf16) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+INLINE vh narrow(vf v, bf16) {  // to nearest, ties to even
+  vu u = (vu)v;
+  vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  vu quiet = vu{} + 0x7fc0u;
+  return __builtin_convertvector((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, vh);
+}
+
+INLINE vf widen(vh h, f16) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps((__m128i)h);
+#else
+  vu u = __builtin_convertvector(h, vu);
+  vu sign = (u & 0x8000u) << 16, body = (u & 0x7fffu) << 13;
+  vf scaled = (vf)body * 0x1p112f;  // exact: also makes subnormals normal
+  vu magnitude = body >= (0x7c00u << 13) ? body | 0x7f800000u : (vu)scaled;
+  return (vf)(magnitude | sign);
+#endif
+}
+
+INLINE vh narrow(vf v, f16) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  vu u = (vu)v, sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  // Normal results: round the mantissa in place. Subnormal ones: adding 0.5 puts the result's last
+  // bit at the last bit of the sum, so that the addition itself rounds.
+  vu normal = (a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13;
+  vu small = (vu)((vf)a + 0.5f) - 0x3f000000u;
+  vu r = a < 0x38800000u ? small : normal;
+  r = a >= 0x477ff000u ? vu{} + 0x7c00u : r;  // 65520 and up round to infinity
+  r = a > 0x7f800000u ? vu{} + 0x7e00u : r;
+  return __builtin_convertvector(r | sign, vh);
+#endif
+}
+
+// ---- loads and stores: T is float, bf16 or f16; n < W lanes for a tail, the others read as zero ----
+
+template <class V>
+INLINE V load_raw(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+INLINE vf load(const float* p) { return load_raw<vf>(p); }
+template <class T>
+INLINE vf load(const T* p) {
+  return widen(load_raw<vh>(p), T{});
+}
+INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+template <class T>
+INLINE void store(T* p, vf v) {
+  vh h = narrow(v, T{});
+  memcpy(p, &h, sizeof h);
+}
+template <class T>
+INLINE vf load(const T* p, int n) {
+  if (n >= W) return load(p);
+  T a[W] = {};
+  for (int i = 0; i < n; i++) a[i] = p[i];
+  return load(a);
+}
+template <class T>
+INLINE void store(T* p, vf v, int n) {
+  if (n >= W) return store(p, v);
+  T a[W];
+  store(a, v);
+  for (int i = 0; i < n; i++) p[i] = a[i];
+}
+
+// v as it would be after a store as T and a load
+INLINE vf round_to(vf v, float) { return v; }
+template <class T>
+INLINE vf round_to(vf v, T) {
+  return widen(narrow(v, T{}), T{});
+}
+
+// Calls f with a value of the C++ type of a dtype.
+template <class F>
+INLINE void with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f32: return f(float{});
+    case DType::bf16: return f(bf16{});
+    case DType::f16: return f(f16{});
+  }
+}
+
+// f(0) ... f(n - 1) on the threads of the process; `cost` is about the number of vector operations in
+// all: work too small to share stays on the caller's thread.
+template <class F>
+inline void parallel_for(int64_t n, int64_t cost, F f) {
+  int threads = cost < 4000 ? 1 : int(min<int64_t>(n, num_threads()));
+  if (threads <= 1) {
+    for (int64_t i = 0; i < n; i++) f(i);
+    return;
+  }
+  int64_t chunk = max<int64_t>(1, n / (threads * 8));
+#pragma omp parallel for schedule(dynamic, chunk) num_threads(threads)
+  for (int64_t i = 0; i < n; i++) f(i);
+}
+
+OCTAVO_END

@@ -1,0 +1,49 @@
+// What sampling needs of a row of float32 logits.
+#pragma once
+#include "norm.h"
+#include "vmath.h"
+
+OCTAVO_BEGIN
+
+INLINE float row_max(const float* x, int64_t dim) {  // NaN is passed over
+  vf m = splat(-INFINITY);
+  for_lanes(dim, [&](int64_t i, int n) {
+    vf v = load(x + i, n);
+    v = lanes() < float(n) ? v : m;
+    m = vmax(v, m);
+  });
+  return reduce_max(m);
+}
+
+void softmax(const SoftmaxArgs& a) {
+  parallel_for(a.rows, a.rows * a.dim / W * 16, [&](int64_t row) {
+    const float* x = a.x + row * a.x_stride;
+    float* out = a.out + row * a.dim;
+    const float m = row_max(x, a.dim);
+    vf sum{};
+    for_lanes(a.dim, [&](int64_t i, int n) {
+      vf e = exp(load(x + i, n) - m);
+      e = lanes() < float(n) ? e : vf{};
+      if (!a.log) store(out + i, e, n);
+      sum += e;
+    });
+    const vf total = splat(reduce_sum(sum));
+    const float log_total = log(total)[0];
+    for_lanes(a.dim, [&](int64_t i, int n) {
+      vf v = a.log ? load(x + i, n) - m - log_total : load(out + i, n) / total;
+      store(out + i, v, n);
+    });
+  });
+}
+
+void argmax(const ArgmaxArgs& a) {
+  parallel_for(a.rows, a.rows * a.dim / W * 4, [&](int64_t row) {
+    const float* x = a.x + row * a.x_stride;
+    const float m = row_max(x, a.dim);
+    int64_t i = 0;
+    while (i < a.dim && x[i] != m) i++;
+    a.out[row] = i < a.dim ? i : 0;  // nothing but NaN
+  });
+}
+
+OCTAVO_END

@@ -1,0 +1,124 @@
+"""The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`), 0 for none.
+
+Import torch first: the extension then shares torch's OpenMP threads.
+"""
+
+def isa() -> str: ...
+def panel() -> int: ...
+def available_isas() -> list[str]: ...
+def set_isa(name: str, /) -> None: ...
+def set_num_threads(n: int, /) -> None: ...
+def num_threads() -> int: ...
+def pack_weight(
+    src: int, src_stride: int, dst: int, row0: int, rows: int, n: int, k: int, dtype: int, /
+) -> None: ...
+def linear(
+    x: int,
+    x_stride: int,
+    weight: int,
+    bias: int,
+    out: int,
+    out_stride: int,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: int,
+    out_dtype: int,
+    /,
+) -> None: ...
+def rms_norm(
+    x: int,
+    x_stride: int,
+    x_head_stride: int,
+    residual: int,
+    residual_out: int,
+    weight: int,
+    out: int,
+    out_stride: int,
+    out_head_stride: int,
+    rows: int,
+    heads: int,
+    dim: int,
+    eps: float,
+    weight_offset: float,
+    dtype: int,
+    /,
+) -> None: ...
+def layer_norm(
+    x: int,
+    x_stride: int,
+    weight: int,
+    bias: int,
+    out: int,
+    rows: int,
+    dim: int,
+    eps: float,
+    dtype: int,
+    /,
+) -> None: ...
+def gated(
+    kind: int, x: int, x_stride: int, out: int, rows: int, dim: int, dtype: int, /
+) -> None: ...
+def unary(kind: int, x: int, out: int, count: int, param: float, dtype: int, /) -> None: ...
+def rotary(
+    positions: int,
+    query: int,
+    query_stride: int,
+    query_head_stride: int,
+    query_heads: int,
+    key: int,
+    key_stride: int,
+    key_head_stride: int,
+    key_heads: int,
+    cos_sin: int,
+    tokens: int,
+    rotary_dim: int,
+    is_neox: bool,
+    dtype: int,
+    /,
+) -> None: ...
+def softmax(x: int, x_stride: int, out: int, rows: int, dim: int, log: bool, /) -> None: ...
+def argmax(x: int, x_stride: int, out: int, rows: int, dim: int, /) -> None: ...
+def top_k(
+    x: int, x_stride: int, rows: int, dim: int, k: int, values: int, indices: int, /
+) -> None: ...
+def write_kv(
+    key: int,
+    key_stride: int,
+    key_head_stride: int,
+    value: int,
+    value_stride: int,
+    value_head_stride: int,
+    kv_cache: int,
+    slot_mapping: int,
+    tokens: int,
+    kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: int,
+    /,
+) -> None: ...
+def attention(
+    query: int,
+    query_stride: int,
+    query_head_stride: int,
+    out: int,
+    out_stride: int,
+    out_head_stride: int,
+    kv_cache: int,
+    query_start_loc: int,
+    seq_lens: int,
+    block_table: int,
+    block_table_stride: int,
+    num_reqs: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    block_size: int,
+    window: int,
+    scale: float,
+    soft_cap: float,
+    alibi_slopes: int,
+    dtype: int,
+    /,
+) -> None: ...

@@ -1,0 +1,147 @@
+"""The attention interface, and how a backend is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+
+
+@dataclass
+class AttentionMetadata:
+    """What one step computes, for one group of layers that share a block table.
+
+    Filled by the model runner, a new one each step. Tensors live on the device. Tokens of one
+    request are neighbours: request r owns tokens [query_start_loc[r], query_start_loc[r + 1]).
+
+    Attributes:
+        num_reqs: requests in the step (R).
+        num_tokens: tokens in the step (T).
+        max_query_len: most tokens of one request.
+        max_seq_len: longest context.
+        query_start_loc: int32 [R + 1].
+        seq_lens: int32 [R], each request's context with this step's tokens: its i-th token of the
+            step has position seq_len - query_len + i.
+        block_table: int32 [R, at least the blocks of max_seq_len]; entries before a sliding window
+            and beyond seq_len are not read.
+        slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset;
+            -1: nowhere.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Addresses of query_start_loc, seq_lens, block_table, and the last one's row stride."""
+        for tensor in (self.query_start_loc, self.seq_lens, self.block_table):
+            assert tensor.dtype == torch.int32
+            assert tensor.stride(-1) == 1
+        assert self.query_start_loc.shape[0] == self.num_reqs + 1
+        return (
+            self.query_start_loc.data_ptr(),
+            self.seq_lens.data_ptr(),
+            self.block_table.data_ptr(),
+            self.block_table.stride(0),
+        )
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over a paged KV cache.
+
+    The cache of a layer is one dense tensor of the model's dtype and of `kv_cache_shape`. Its first
+    dimension counts blocks; how a block is laid out is the backend's own business.
+    """
+
+    name: str
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache, keys and values together.
+
+        Raises:
+            ConfigError: for a block size or head size that the backend cannot do.
+        """
+        ...
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Stores keys and values [T, KVH, D] (any strides of tokens and heads) in their slots."""
+        ...
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Attends; this step's keys and values must have been written.
+
+        A token at position p sees positions max(0, p - sliding_window + 1) to p. The logit of a
+        position is soft_cap(scale * q.k) + slope * (position - p).
+
+        Args:
+            query: [T, H, D]; head h reads KV head h * KVH // H.
+            kv_cache: the layer's cache.
+            metadata: the step.
+            out: [T, H, D], written. Query and out may have any strides of tokens and heads.
+            scale: of the logits.
+            sliding_window: positions visible, the token's own included; None: all.
+            logits_soft_cap: cap * tanh(logit / cap); None: no cap (Gemma 2).
+            alibi_slopes: float32 [H]; None: no bias (Press et al., "Train Short, Test Long").
+        """
+        ...
+
+    def copy_blocks(
+        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copies whole blocks within each cache; sources are read before anything is written."""
+        ...
+
+
+def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+    """`AttentionBackend.copy_blocks` for caches whose first dimension counts blocks."""
+    if not src_dst_pairs:
+        return
+    src, dst = torch.tensor(src_dst_pairs).unbind(1)
+    for kv_cache in kv_caches:
+        kv_cache[dst.to(kv_cache.device)] = kv_cache[src.to(kv_cache.device)]
+
+
+def get_attention_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend called `name`; "auto" takes the best for the device.
+
+    Raises:
+        ConfigError: for an unknown name, or a backend that cannot work on the device.
+    """
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" else "reference"
+    if name == "cpu":
+        if device.type != "cpu":
+            raise ConfigError(f"attention_backend=cpu does not work on {device}; use auto.")
+        from octavo.attention.cpu import CPUAttention
+
+        return CPUAttention()
+    if name == "reference":
+        from octavo.attention.reference import ReferenceAttention
+
+        return ReferenceAttention()
+    raise ConfigError(f"attention_backend={name!r} is unknown; choose auto, cpu or reference.")

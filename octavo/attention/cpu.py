@@ -1,0 +1,128 @@
+"""Attention by the C++ kernel in csrc/attention.h, which describes layout and algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo import _native
+from octavo.attention.base import AttentionMetadata, copy_blocks
+from octavo.errors import ConfigError
+from octavo.kernels.native import DTYPE_CODES
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+"""Block sizes that the kernel takes: they fit its tiles of 64 positions."""
+
+MAX_HEAD_SIZE = 512
+"""Largest head size; sizes are multiples of 8. kMaxHeadSize in csrc/kernels.h."""
+
+
+class CPUAttention:
+    """`AttentionBackend` for the CPU; see there for meaning.
+
+    A token's result is the same bits whether it is decoded alone, in a batch, or in a chunk of any
+    size, and however many threads share the work.
+    """
+
+    name = "cpu"
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """[num_blocks, 2, num_kv_heads, block_size, head_size] by size; keys lie turned inside."""
+        if block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size={block_size}: attention on the CPU takes {BLOCK_SIZES}.")
+        if head_size % 8 or not 0 < head_size <= MAX_HEAD_SIZE:
+            raise ConfigError(
+                f"head_size={head_size}: attention on the CPU takes multiples of 8 "
+                f"up to {MAX_HEAD_SIZE}; use attention_backend=reference."
+            )
+        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Copies each key across its block's turned layout, each value as it is."""
+        tokens, kv_heads, head_size = key.shape
+        assert value.shape == key.shape
+        assert slot_mapping.shape == (tokens,)
+        assert key.dtype == value.dtype == kv_cache.dtype
+        assert kv_cache.is_contiguous()
+        assert key.stride(2) == value.stride(2) == 1
+        assert slot_mapping.is_contiguous()
+        assert slot_mapping.dtype == torch.int64
+        assert kv_cache.shape[2] == kv_heads
+        assert kv_cache.shape[4] == head_size
+        _native.write_kv(
+            key.data_ptr(),
+            key.stride(0),
+            key.stride(1),
+            value.data_ptr(),
+            value.stride(0),
+            value.stride(1),
+            kv_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            tokens,
+            kv_heads,
+            head_size,
+            kv_cache.shape[3],
+            DTYPE_CODES[key.dtype],
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """One call for prefill chunks and decode rows alike."""
+        _, heads, head_size = query.shape
+        _, _, kv_heads, block_size, _ = kv_cache.shape
+        assert query.shape == out.shape
+        assert query.stride(2) == out.stride(2) == 1
+        assert query.dtype == out.dtype == kv_cache.dtype
+        assert kv_cache.is_contiguous()
+        assert kv_cache.shape[4] == head_size
+        assert heads % kv_heads == 0
+        assert sliding_window is None or sliding_window > 0
+        slopes = 0
+        if alibi_slopes is not None:
+            assert alibi_slopes.dtype == torch.float32
+            assert alibi_slopes.shape == (heads,)
+            slopes = alibi_slopes.data_ptr()
+        query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses
+        _native.attention(
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            kv_cache.data_ptr(),
+            query_start_loc,
+            seq_lens,
+            block_table,
+            block_table_stride,
+            metadata.num_reqs,
+            heads,
+            kv_heads,
+            head_size,
+            block_size,
+            sliding_window or 0,
+            scale,
+            logits_soft_cap or 0.0,
+            slopes,
+            DTYPE_CODES[query.dtype],
+        )
+
+    def copy_blocks(
+        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """By indexing: the first dimension counts blocks."""
+        copy_blocks(kv_caches, src_dst_pairs)

@@ -1,0 +1,77 @@
+"""Attention in plain torch: the truth in tests, and for devices without a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionMetadata, copy_blocks
+
+
+class ReferenceAttention:
+    """`AttentionBackend` by torch, one request at a time; see there for meaning."""
+
+    name = "reference"
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """By indexing."""
+        block_size = kv_cache.shape[2]
+        wanted = slot_mapping >= 0
+        slots = slot_mapping[wanted]
+        kv_cache[slots // block_size, 0, slots % block_size] = key[wanted]
+        kv_cache[slots // block_size, 1, slots % block_size] = value[wanted]
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """A full matrix of logits for each request, in float32 or better."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        block_size, group = kv_cache.shape[2], query.shape[1] // kv_cache.shape[3]
+        starts = metadata.query_start_loc.tolist()
+        for r, seq_len in enumerate(metadata.seq_lens.tolist()):
+            tokens = slice(starts[r], starts[r + 1])
+            query_len = starts[r + 1] - starts[r]
+            if query_len == 0:
+                continue
+            first = 0
+            if sliding_window is not None:
+                first = max(0, seq_len - query_len - sliding_window + 1)
+            keys_at = torch.arange(first, seq_len, device=query.device)
+            blocks = metadata.block_table[r][keys_at // block_size].long()
+            kv = kv_cache[blocks, :, keys_at % block_size].to(wide)
+            key, value = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
+            logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key) * scale
+            if logits_soft_cap is not None:
+                logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+            queries_at = torch.arange(seq_len - query_len, seq_len, device=query.device)
+            distance = keys_at[None] - queries_at[:, None]  # [q, k], 0 for the token itself
+            if alibi_slopes is not None:
+                logits = logits + alibi_slopes.to(wide)[:, None, None] * distance
+            hidden = distance > 0
+            if sliding_window is not None:
+                hidden = hidden | (distance <= -sliding_window)
+            weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
+            out[tokens] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+
+    def copy_blocks(
+        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """By indexing."""
+        copy_blocks(kv_caches, src_dst_pairs)

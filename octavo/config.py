@@ -1,0 +1,371 @@
+"""Octavo's settings: small frozen sections put together into one `EngineConfig`.
+
+Every field carries its default, its doc line and its check in one place; command-line flags and
+the keyword arguments of `LLM` are generated from them. Names and defaults are vLLM's wherever it
+has the thing. Environment variables are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from octavo.errors import ConfigError
+
+BUILTIN_MODEL = "octavo/stories"
+BUILTIN_DRAFT_MODEL = "octavo/stories-draft"
+
+PositiveInt = Annotated[int, Meta(gt=0)]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+S = TypeVar("S", bound="_Section")
+_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections."""
+
+
+class ModelConfig(_Section, frozen=True):
+    """Which model, and how it is read."""
+
+    model: Annotated[
+        str, Meta(description="Model folder, hub id, or octavo/stories (built in).", min_length=1)
+    ] = BUILTIN_MODEL
+    tokenizer: Annotated[
+        str | None, Meta(description="Folder or hub id of the tokenizer; default: the model's.")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, Meta(description="Load no tokenizer: prompts must be token ids, no text comes out.")
+    ] = False
+    trust_remote_code: Annotated[
+        bool, Meta(description="Accept models that ask for code of their own (it is never run).")
+    ] = False
+    dtype: Annotated[
+        Dtype, Meta(description="Type of weights and activations; auto: the checkpoint's.")
+    ] = "auto"
+    seed: Annotated[int, Meta(description="Seed of all that is random.", ge=0)] = 0
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=-1)] | None,
+        Meta(
+            description="Longest prompt plus answer in tokens; default: the model's; -1: what"
+            " fits the memory."
+        ),
+    ] = None
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
+    served_model_name: Annotated[
+        list[str], Meta(description="Names under which the server offers the model.")
+    ] = []
+    max_logprobs: Annotated[
+        int, Meta(description="Most logprobs a request may ask for; -1: no limit.", ge=-1)
+    ] = 20
+    enforce_eager: Annotated[
+        bool, Meta(description="Run every step operation by operation, never as a captured plan.")
+    ] = False
+
+
+class LoadConfig(_Section, frozen=True):
+    """Where weights come from."""
+
+    load_format: Annotated[
+        Literal["auto", "safetensors", "pt", "dummy"],
+        Meta(
+            description="auto and safetensors read safetensors; pt allows PyTorch .bin files"
+            " (pickle); dummy makes random weights."
+        ),
+    ] = "auto"
+    download_dir: Annotated[
+        str | None, Meta(description="Folder for downloads; default: the hub client's cache.")
+    ] = None
+
+
+class CacheConfig(_Section, frozen=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[
+        Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV-cache block.")
+    ] = 16
+    gpu_memory_utilization: Annotated[
+        float, Meta(description="Share of the device's memory the engine may use.", gt=0, le=1)
+    ] = 0.92
+    kv_cache_memory_bytes: Annotated[
+        PositiveInt | None,
+        Meta(description="Bytes for the KV cache (4G, 512M ...); overrides the share."),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        PositiveInt | None, Meta(description="Number of KV-cache blocks, whatever fits.")
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse KV blocks of equal prompt beginnings.")
+    ] = True
+    kv_cache_dtype: Annotated[
+        Literal["auto"], Meta(description="Type of the KV cache; auto: the model's.")
+    ] = "auto"
+
+
+class SchedulerConfig(_Section, frozen=True):
+    """What runs in a step."""
+
+    max_num_batched_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="Token budget of a step; default 2048 for a server, 8192 offline."),
+    ] = None
+    max_num_seqs: Annotated[
+        int, Meta(description="Most requests running at once.", ge=1, le=4096)
+    ] = 256
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        Meta(description="Order of service: by arrival, or by priority, then arrival."),
+    ] = "fcfs"
+    enable_chunked_prefill: Annotated[
+        bool, Meta(description="Split long prompts over several steps.")
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        int, Meta(description="Most prompt tokens of one request in a step; 0: no limit.", ge=0)
+    ] = 0
+    async_scheduling: Annotated[
+        bool, Meta(description="Schedule the next step while the current one computes.")
+    ] = True
+
+
+class DeviceConfig(_Section, frozen=True):
+    """Where and how the model computes."""
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="Device; auto: a GPU if there is one."),
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "reference"],
+        Meta(description="Attention kernels; reference is slow, plain torch."),
+    ] = "auto"
+    num_threads: Annotated[
+        PositiveInt | None,
+        Meta(description="Threads of the CPU kernels; default: the cores given."),
+    ] = None
+
+
+class ServerConfig(_Section, frozen=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
+    port: Annotated[int, Meta(description="Port to listen on.", ge=0, le=65535)] = 8000
+    api_key: Annotated[
+        list[str], Meta(description="Accepted API keys; none: no key is asked for.")
+    ] = []
+    allowed_origins: Annotated[
+        list[str], Meta(description="CORS: origins that may call from a browser.")
+    ] = []
+    ssl_keyfile: Annotated[str | None, Meta(description="TLS private key file.")] = None
+    ssl_certfile: Annotated[str | None, Meta(description="TLS certificate file.")] = None
+    chat_template: Annotated[
+        str | None, Meta(description="Chat template: a file, or the template itself.")
+    ] = None
+    response_role: Annotated[str, Meta(description="Role of the chat answers.")] = "assistant"
+    max_num_queued_reqs: Annotated[
+        int, Meta(description="Most unfinished requests; more get 429. 0: no limit.", ge=0)
+    ] = 1024
+    max_request_bytes: Annotated[
+        int, Meta(description="Largest request body in bytes (8M ...).", ge=1024)
+    ] = 8 * 2**20
+    request_timeout: Annotated[
+        float, Meta(description="Seconds a request may take; 0: no limit.", ge=0)
+    ] = 0.0
+    shutdown_timeout: Annotated[
+        float, Meta(description="Seconds that requests in flight get to finish on SIGTERM.", ge=0)
+    ] = 30.0
+    progress_timeout: Annotated[
+        float,
+        Meta(description="/health fails if runnable requests saw no step for this long (s).", gt=0),
+    ] = 60.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Log lines for people or for machines.")
+    ] = "text"
+    enable_log_requests: Annotated[bool, Meta(description="Log every request.")] = False
+
+
+class EngineConfig(_Section, frozen=True):
+    """All that an engine needs to know; the same for offline use and for a server's engine."""
+
+    model: ModelConfig = ModelConfig()
+    load: LoadConfig = LoadConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: DeviceConfig = DeviceConfig()
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Builds the config from flat names, as `LLM(...)` and the command line give them.
+
+        Raises:
+            ConfigError: for an unknown name, a wrong value, or settings that contradict.
+        """
+        sections = build_sections(cls, kwargs)
+        config = cls(**sections)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Refuses settings that contradict one another."""
+        sched, model = self.scheduler, self.model
+        budget = sched.max_num_batched_tokens
+        if model.max_model_len == 0:
+            raise ConfigError("max_model_len=0 leaves no room; give -1 or more than 0.")
+        if budget is not None and budget < sched.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than max_num_seqs={sched.max_num_seqs}: "
+                "a step could not serve every running request. Raise the first or lower the second."
+            )
+        if (
+            budget is not None
+            and not sched.enable_chunked_prefill
+            and model.max_model_len is not None
+            and budget < model.max_model_len
+        ):
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than max_model_len="
+                f"{model.max_model_len}, so a long prompt would never be scheduled. Raise it, "
+                "lower max_model_len, or leave enable_chunked_prefill on."
+            )
+        if self.cache.kv_cache_memory_bytes and self.cache.num_gpu_blocks_override:
+            raise ConfigError(
+                "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV "
+                "cache; give one of them."
+            )
+        if model.skip_tokenizer_init and model.tokenizer is not None:
+            raise ConfigError("skip_tokenizer_init and tokenizer contradict; give one of them.")
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """One setting, as the command line needs it."""
+
+    section: str
+    name: str
+    type: Any
+    """Type without the Meta annotation; `X | None` where None is allowed."""
+    default: Any
+    doc: str
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def choices(self) -> tuple[Any, ...] | None:
+        """The allowed values, if they are a fixed set."""
+        if typing.get_origin(self.type) is Literal:
+            return typing.get_args(self.type)
+        return None
+
+
+def section_fields(section: type[_Section], section_name: str = "") -> Iterator[ConfigField]:
+    """Lists the settings of one section."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    for info in msgspec.structs.fields(section):
+        hint = hints[info.name]
+        doc = hint.__metadata__[0].description
+        default = (
+            info.default_factory()
+            if info.default_factory is not msgspec.NODEFAULT
+            else info.default
+        )
+        yield ConfigField(section_name, info.name, typing.get_args(hint)[0], default, doc)
+
+
+def config_fields(config: type[EngineConfig] = EngineConfig) -> list[ConfigField]:
+    """Lists the settings of all sections of `config`."""
+    hints = typing.get_type_hints(config)
+    return [f for name, section in hints.items() for f in section_fields(section, name)]
+
+
+def build_sections(config: type[EngineConfig], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Sorts flat settings into the sections of `config` and checks each."""
+    fields = {f.name: f for f in config_fields(config)}
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in kwargs.items():
+        if name not in fields:
+            raise ConfigError(_unknown(name, list(fields)))
+        by_section.setdefault(fields[name].section, {})[name] = value
+    hints = typing.get_type_hints(config)
+    return {name: build_section(hints[name], values) for name, values in by_section.items()}
+
+
+def build_section(section: type[S], values: dict[str, Any]) -> S:
+    """Makes one section from plain values, sizes such as "4G" included.
+
+    Raises:
+        ConfigError: naming the setting, the value and what is allowed.
+    """
+    fields = {f.name: f for f in section_fields(section)}
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise ConfigError(_unknown(name, list(fields)))
+        if name.endswith("_bytes") and isinstance(value, str):
+            value = parse_size(name, value)
+        if fields[name].type == list[str] and isinstance(value, str):
+            value = [value]
+        choices = fields[name].choices
+        if choices is not None and value not in choices:
+            allowed = ", ".join(str(choice) for choice in choices)
+            raise ConfigError(f"{name}={value!r} is not allowed; choose one of {allowed}.")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{name}={_shorten(value)} is not allowed: it is too large.")
+        try:
+            plain[name] = getattr(msgspec.convert({name: value}, section), name)
+        except msgspec.ValidationError as error:
+            reason = str(error).split(" - at `")[0]
+            raise ConfigError(f"{name}={value!r} is not allowed: {reason}.") from None
+    return section(**plain)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Reads a number of bytes such as 4096, 512M or 1.5GiB."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{name}={text!r} is no size; write for example 512M or 4G.")
+    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+
+
+def optional_type(hint: Any) -> tuple[Any, bool]:
+    """Splits `X | None` into X, without its Meta annotation, and whether None is allowed."""
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if optional:
+        hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
+    if typing.get_origin(hint) is Annotated:
+        hint = typing.get_args(hint)[0]
+    return hint, optional
+
+
+def hub_offline() -> bool:
+    """Whether the hub must not be asked (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def api_keys_from_environment() -> list[str]:
+    """The key in OCTAVO_API_KEY, if there is one."""
+    key = os.environ.get("OCTAVO_API_KEY")
+    return [key] if key else []
+
+
+def _shorten(value: int) -> str:
+    return f"{'-' if value < 0 else ''}(about 2**{value.bit_length()})"
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"There is no setting called {name!r}{hint}"

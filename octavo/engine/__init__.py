@@ -1,0 +1,1 @@
+"""The engine: from requests to steps to outputs."""

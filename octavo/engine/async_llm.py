@@ -1,0 +1,229 @@
+"""The engine's asyncio front end: takes requests, keeps their records, streams their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.core_client import AsyncMPClient
+from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
+from octavo.engine.memory_plan import resolve_max_model_len
+from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.errors import EngineDeadError
+from octavo.messages import SchedulerStats
+from octavo.metrics import EngineMetrics
+from octavo.models.hub import resolve_model
+from octavo.models.spec import ModelSpec
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SERVER_BATCHED_TOKENS = 2048
+# Longer texts are tokenised on a thread, so that the streams of others go on meanwhile.
+_LONG_TEXT = 20_000
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the engine makes progress, and if not, why."""
+
+    ok: bool
+    reason: str
+
+
+class AsyncLLM:
+    """One model behind an asyncio interface; the engine core runs in its own process.
+
+    Made by `start`. All methods belong to the event loop that `start` ran in.
+    """
+
+    def __init__(
+        self, config: EngineConfig, progress_timeout: float, served_name: str | None
+    ) -> None:
+        model = config.model
+        path = resolve_model(
+            model.model,
+            revision=model.revision,
+            download_dir=config.load.download_dir,
+            load_format=config.load.load_format,
+        )
+        self.config = config
+        self.spec = ModelSpec.from_folder(path, trust_remote_code=model.trust_remote_code)
+        # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
+        self.max_model_len = resolve_max_model_len(config, self.spec)
+        self._client = AsyncMPClient(config, path, default_batched_tokens=SERVER_BATCHED_TOKENS)
+        self.tokenizer: Tokenizer | None = None
+        if not model.skip_tokenizer_init:
+            self.tokenizer = Tokenizer.from_folder(
+                resolve_model(model.tokenizer) if model.tokenizer else path
+            )
+        self.metrics = EngineMetrics(served_name or model.model, self.max_model_len)
+        self.stats = SchedulerStats()
+        self.ready = False
+        self._input_processor = self._make_input_processor()
+        self._output_processor = OutputProcessor(self.tokenizer, self.metrics)
+        self._progress_timeout = progress_timeout
+        self._last_progress = time.monotonic()
+        self._dead: EngineDeadError | None = None
+        self._output_task = asyncio.create_task(self._handle_outputs())
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        progress_timeout: float = 60.0,
+        served_name: str | None = None,
+    ) -> AsyncLLM:
+        """Starts the engine process and returns while the model still loads.
+
+        Requests may be made at once; they wait for the model.
+
+        Raises:
+            ConfigError, ModelError, HubError: if config, model folder or download are bad.
+        """
+        return cls(config, progress_timeout, served_name)
+
+    async def wait_ready(self) -> None:
+        """Waits for the model.
+
+        Raises:
+            EngineDeadError: with the root cause, if it cannot be loaded.
+        """
+        await asyncio.shield(self._client.ready)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Live requests; the n answers of a request count n times."""
+        return self._output_processor.num_unfinished_requests
+
+    def health(self) -> Health:
+        """Whether the engine makes progress, not just whether its process lives."""
+        if self._dead is not None:
+            return Health(False, f"the engine is dead: {self._dead}")
+        if not self.ready:
+            return Health(True, "loading the model")
+        stalled = time.monotonic() - self._last_progress
+        if self.num_unfinished_requests and stalled > self._progress_timeout:
+            return Health(False, f"no step for {stalled:.0f} s although requests wait")
+        return Health(True, "ok")
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        add_special_tokens: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Streams the outputs of one request; closing the stream aborts it.
+
+        Args:
+            prompt: text, token ids, or a dict with one of them.
+            sampling_params: what is asked; not changed.
+            request_id: unique among the live requests.
+            cache_salt: scope of the prefix cache.
+            deadline: second of `time.monotonic` after which the request fails.
+            add_special_tokens: whether the tokenizer adds its special tokens to a text.
+
+        Raises:
+            RequestError: if the request is bad or fails.
+            EngineDeadError: if the engine is gone.
+        """
+        if self._dead is not None:
+            raise self._dead
+        arrival_time = time.monotonic()
+
+        def process() -> Any:
+            return self._input_processor.process(
+                request_id,
+                prompt,
+                sampling_params,
+                arrival_time=arrival_time,
+                cache_salt=cache_salt,
+                deadline=deadline,
+                add_special_tokens=add_special_tokens,
+            )
+
+        long = isinstance(prompt, str) and len(prompt) > _LONG_TEXT
+        request, text = await asyncio.to_thread(process) if long else process()
+        queue = RequestOutputCollector(sampling_params.output_kind)
+        if not self._output_processor.has_unfinished_requests():
+            self._last_progress = time.monotonic()
+        finished = False
+        try:
+            for core_request, parent, index in fan_out(
+                request, enable_prefix_caching=self.config.cache.enable_prefix_caching
+            ):
+                self._output_processor.add_request(core_request, text, parent, index, queue)
+                await self._client.add_request(core_request)
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                await self.abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request within one step; unknown ids are ignored."""
+        await self._client.abort_requests(self._output_processor.abort_requests([request_id]))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False if running requests hold blocks."""
+        return bool(await self._client.call_utility("reset_prefix_cache"))
+
+    async def shutdown(self) -> None:
+        """Ends the engine process. May be called twice."""
+        self._output_task.cancel()
+        await asyncio.gather(self._output_task, return_exceptions=True)
+        if self._dead is None:
+            self._die(EngineDeadError("the engine was shut down"))
+        await self._client.shutdown()
+
+    def _make_input_processor(self) -> InputProcessor:
+        return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)
+
+    async def _handle_outputs(self) -> None:
+        self._client.ready.add_done_callback(self._became_ready)
+        try:
+            while True:
+                outputs = await self._client.get_output()
+                self._last_progress = time.monotonic()
+                processed = self._output_processor.process_outputs(
+                    outputs.outputs, outputs.timestamp
+                )
+                await self._client.abort_requests(processed.reqs_to_abort)
+                if outputs.stats is not None:
+                    self.stats = outputs.stats
+                    self.metrics.record_scheduler_stats(outputs.stats)
+        except EngineDeadError as error:
+            self._die(error)
+        except Exception as error:
+            logger.exception("the output handler failed")
+            self._die(EngineDeadError(f"the output handler failed: {error!r}"))
+
+    def _became_ready(self, ready: asyncio.Future[Any]) -> None:
+        if ready.cancelled() or ready.exception() is not None:
+            return
+        info = ready.result()
+        self.ready = True
+        self._last_progress = time.monotonic()
+        if info.max_model_len != self.max_model_len:
+            self.max_model_len = info.max_model_len
+            self._input_processor = self._make_input_processor()
+
+    def _die(self, error: EngineDeadError) -> None:
+        self._dead = error
+        self.ready = False
+        self._client.fail_calls(error)
+        self._output_processor.propagate_error(error)

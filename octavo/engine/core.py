@@ -1,0 +1,163 @@
+"""The engine core: the one place where scheduler, executor and KV cache are put together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.engine.memory_plan import (
+    MemoryPlan,
+    make_memory_plan,
+    resolve_dtype,
+    resolve_max_num_batched_tokens,
+)
+from octavo.errors import RequestError
+from octavo.executor.base import get_executor_class
+from octavo.kv_cache.hashing import make_block_hasher
+from octavo.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from octavo.models.spec import ModelSpec
+from octavo.request import Request, RequestStatus
+from octavo.scheduler.scheduler import Scheduler
+from octavo.worker.setup import WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+_Step = tuple[SchedulerOutput, Future[None], Future[ModelRunnerOutput]]
+
+
+class EngineCore:
+    """Takes checked requests, runs steps, gives token ids.
+
+    Args:
+        config: the settings.
+        model_path: the model's folder.
+        default_batched_tokens: token budget of a step where the config sets none.
+
+    Raises:
+        ConfigError: if the memory does not suffice or settings do not fit the model.
+        ModelError: if the model folder cannot be used.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_path: Path, *, default_batched_tokens: int
+    ) -> None:
+        self.config = config
+        self.spec = ModelSpec.from_folder(
+            model_path, trust_remote_code=config.model.trust_remote_code
+        )
+        budget = resolve_max_num_batched_tokens(
+            config, default_batched_tokens, self.spec.max_model_len
+        )
+        self.plan: MemoryPlan
+        self.plan, kv_cache = make_memory_plan(config, self.spec, max_num_batched_tokens=budget)
+        for line in self.plan.report().splitlines():
+            logger.info("%s", line)
+        self.max_model_len = self.plan.max_model_len
+        self._block_hasher = make_block_hasher(config.cache.block_size)
+        self.scheduler = Scheduler(
+            config.scheduler,
+            kv_cache,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=budget,
+            enable_caching=config.cache.enable_prefix_caching,
+        )
+        started = time.monotonic()
+        self.executor = get_executor_class(config)(
+            WorkerSetup(
+                config=config,
+                spec=self.spec,
+                model_path=model_path,
+                kv_cache=kv_cache,
+                dtype=resolve_dtype(config, self.spec),
+                max_model_len=self.max_model_len,
+                max_num_batched_tokens=budget,
+            )
+        )
+        logger.info("model ready in %.2f s", time.monotonic() - started)
+        # With two steps in flight, the next one is scheduled while the current one computes.
+        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._in_flight: deque[_Step] = deque()
+        self._refused: list[EngineCoreOutput] = []
+
+    def add_request(self, core_request: EngineCoreRequest) -> None:
+        """Queues a request; one that can never be served is answered with an error."""
+        # Without prefix caching only siblings (n > 1) share blocks: they carry a scope.
+        share = self.config.cache.enable_prefix_caching or core_request.cache_salt is not None
+        try:
+            self.scheduler.add_request(
+                Request(core_request, self._block_hasher if share else None)
+            )
+        except RequestError as error:
+            self._refused.append(
+                EngineCoreOutput(
+                    core_request.request_id,
+                    [],
+                    finish_reason=FinishReason.ERROR,
+                    error=error.message,
+                    error_kind=type(error).__name__,
+                )
+            )
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Ends requests, in whatever state they are; unknown ones are ignored."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do or bring anything."""
+        return bool(self._in_flight or self._refused or self.scheduler.has_requests())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request still waits for tokens."""
+        return bool(self._refused) or self.scheduler.has_unfinished_requests()
+
+    def step(self) -> EngineCoreOutputs:
+        """Schedules as far ahead as allowed, then takes in the oldest step's result.
+
+        Raises:
+            Exception: what the workers raised; the engine cannot go on then.
+        """
+        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
+            work = self.scheduler.schedule()
+            forward = self.executor.execute_model(work)
+            self._in_flight.append((work, forward, self.executor.sample_tokens()))
+        outputs, self._refused = self._refused, []
+        if self._in_flight:
+            work, forward, result = self._in_flight.popleft()
+            forward.result()  # its failure is the cause of what sampling would report
+            outputs += self.scheduler.update_from_output(work, result.result())
+        return EngineCoreOutputs(outputs, self.scheduler.make_stats(), time.monotonic())
+
+    def stats(self) -> SchedulerStats:
+        """State and counters of the scheduler."""
+        return self.scheduler.make_stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False if running requests hold blocks."""
+        return self.scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Checks the scheduler's and the cache's books.
+
+        Raises:
+            AssertionError: with what does not add up.
+        """
+        self.scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        """Ends the workers and frees their memory. May be called twice."""
+        self._in_flight.clear()
+        self.executor.shutdown()
+

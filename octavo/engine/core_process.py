@@ -1,0 +1,199 @@
+"""The engine core in a process of its own, behind ZMQ.
+
+Three threads: one takes requests in, one sends outputs, and between them the busy loop schedules
+and computes, so that neither decoding nor sending a message holds up a step. The process gets its
+setup on standard input and keeps reading there: end of file means that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.errors import OctavoError
+from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
+
+logger = logging.getLogger(__name__)
+
+# Kinds of message, sent as the first frame.
+ADD, ABORT, UTILITY, SHUTDOWN = b"A", b"B", b"U", b"S"
+READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
+
+# Seconds between two switches among Python threads: the worker's thread comes back from a native
+# kernel many times a step, and must not wait 5 ms (the default) for a busy input thread each time.
+_SWITCH_INTERVAL = 0.0002
+
+
+class CoreProcessSetup(msgspec.Struct):
+    """What the parent writes to the new process's standard input."""
+
+    config: EngineConfig
+    model_path: str
+    default_batched_tokens: int
+    input_address: str
+    output_address: str
+    log_level: int
+
+
+class CoreReady(msgspec.Struct):
+    """Sent once the model is loaded."""
+
+    max_model_len: int
+    num_blocks: int
+    plan: str
+
+
+class CoreDead(msgspec.Struct):
+    """Sent when the core cannot start or cannot go on."""
+
+    error: str
+    expected: bool
+    """Whether it is one of Octavo's own errors, whose message says what to do."""
+
+
+def main() -> None:
+    """Runs an engine core until told to stop or until the parent is gone."""
+    # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    size = int.from_bytes(sys.stdin.buffer.read(4), "little")
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logging.basicConfig(level=setup.log_level, format="%(levelname)s %(name)s: %(message)s")
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+
+    context = zmq.Context()
+    output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()
+    sender = threading.Thread(
+        target=_send_outputs, args=(context, setup.output_address, output_queue), daemon=True
+    )
+    sender.start()
+    status = 0
+    try:
+        core = EngineCore(
+            setup.config,
+            Path(setup.model_path),
+            default_batched_tokens=setup.default_batched_tokens,
+        )
+        output_queue.put(
+            (READY, CoreReady(core.max_model_len, core.plan.num_blocks, core.plan.report()))
+        )
+        _BusyLoop(core, context, setup.input_address, output_queue).run()
+        core.shutdown()
+    except OctavoError as error:
+        status = 1
+        output_queue.put((DEAD, CoreDead(str(error), expected=True)))
+    except BaseException as error:
+        status = 1
+        logger.exception("the engine core failed")
+        output_queue.put((DEAD, CoreDead(f"{type(error).__name__}: {error}", expected=False)))
+    output_queue.put(None)
+    sender.join(timeout=5)
+    # Threads that wait on sockets or standard input must not keep a finished process alive.
+    os._exit(status)
+
+
+class _BusyLoop:
+    """Turns messages into steps."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        context: zmq.Context[zmq.Socket[bytes]],
+        input_address: str,
+        output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
+    ) -> None:
+        self._core = core
+        self._outputs = output_queue
+        self._inputs: queue.SimpleQueue[tuple[bytes, object]] = queue.SimpleQueue()
+        self._running = True
+        threading.Thread(
+            target=_receive_inputs, args=(context, input_address, self._inputs), daemon=True
+        ).start()
+
+    def run(self) -> None:
+        """Runs until a shutdown message comes."""
+        core, checked = self._core, True
+        while self._running:
+            if core.has_work():
+                checked = False
+                while not self._inputs.empty():
+                    self._handle(*self._inputs.get())
+                self._outputs.put((OUTPUTS, core.step()))
+                continue
+            if not checked:
+                core.check_integrity()  # idle: time to see that the books are right
+                checked = True
+            self._handle(*self._inputs.get())
+
+    def _handle(self, kind: bytes, message: object) -> None:
+        if isinstance(message, EngineCoreRequest):
+            self._core.add_request(message)
+        elif isinstance(message, list):
+            self._core.abort_requests(message)
+        elif isinstance(message, UtilityCall):
+            self._outputs.put((RESULT, self._call(message)))
+        elif kind == SHUTDOWN:
+            self._running = False
+
+    def _call(self, call: UtilityCall) -> UtilityResult:
+        try:
+            if call.method not in {"reset_prefix_cache", "stats", "check_integrity"}:
+                raise ValueError(f"there is no utility method {call.method!r}")
+            value = getattr(self._core, call.method)(*call.args)
+            return UtilityResult(call.call_id, msgspec.to_builtins(value))
+        except Exception as error:
+            return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
+
+
+def _receive_inputs(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    inputs: queue.SimpleQueue[tuple[bytes, object]],
+) -> None:
+    """Input thread: decodes messages while the core computes."""
+    socket = context.socket(zmq.PULL)
+    socket.connect(address)
+    decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
+        ADD: msgspec.msgpack.Decoder(EngineCoreRequest),
+        ABORT: msgspec.msgpack.Decoder(list[str]),
+        UTILITY: msgspec.msgpack.Decoder(UtilityCall),
+    }
+    while True:
+        kind, payload = socket.recv_multipart()
+        inputs.put((kind, decoders[kind].decode(payload) if kind in decoders else None))
+
+
+def _send_outputs(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    outputs: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
+) -> None:
+    """Output thread: encodes and sends; None ends it."""
+    socket = context.socket(zmq.PUSH)
+    socket.connect(address)
+    encoder = msgspec.msgpack.Encoder()
+    while (item := outputs.get()) is not None:
+        socket.send_multipart([item[0], encoder.encode(item[1])])
+    socket.close(linger=2000)
+
+
+def _end_with_parent() -> None:
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""From a caller's prompt and parameters to checked requests for the engine core.
+
+Whatever can be wrong with one request is found here, on arrival, and named with a typed error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+import msgspec
+import numpy as np
+
+from octavo.config import ModelConfig
+from octavo.errors import ContextLengthError, RequestError, UnsupportedError
+from octavo.messages import EngineCoreRequest
+from octavo.sampling_params import SamplingParams
+from octavo.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, object]
+
+
+class SpecLike(Protocol):
+    """What is needed of a `ModelSpec`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the output head."""
+
+    @property
+    def eos_token_ids(self) -> Iterable[int]:
+        """Tokens that end an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParentRequest:
+    """A request with n > 1 answers, each of which is a core request of its own."""
+
+    request_id: str
+    n: int
+
+
+def fan_out(
+    request: EngineCoreRequest, *, enable_prefix_caching: bool = True
+) -> list[tuple[EngineCoreRequest, ParentRequest | None, int]]:
+    """Splits a request into its n core requests: (core request, parent, index).
+
+    With n = 1 this is the request itself without a parent. Child i is called
+    `f"{i}_{request_id}"` and has the seed `seed + i`.
+
+    With prefix caching off a single request gets no cache salt, and siblings get one that belongs
+    to their parent alone: a core hashes blocks if prefix caching is on or the request has a salt,
+    so siblings still share their prompt's blocks.
+    """
+    replace = msgspec.structs.replace
+    params = request.sampling_params
+    if params.n == 1:
+        salt = request.cache_salt if enable_prefix_caching else None
+        return [(replace(request, cache_salt=salt), None, 0)]
+    parent = ParentRequest(request.request_id, params.n)
+    salt = request.cache_salt if enable_prefix_caching else f"parent:{request.request_id}"
+    assert params.seed is not None  # filled in by the input processor
+    children: list[tuple[EngineCoreRequest, ParentRequest | None, int]] = []
+    for i in range(params.n):
+        seed = params.seed + i
+        child = replace(
+            request,
+            request_id=f"{i}_{request.request_id}",
+            sampling_params=replace(params, n=1, seed=seed - 2**64 if seed >= 2**64 else seed),
+            cache_salt=salt,
+        )
+        children.append((child, parent, i))
+    return children
+
+
+class InputProcessor:
+    """Checks and completes requests for one model.
+
+    Args:
+        model_config: `max_logprobs` and `seed` are used.
+        spec: vocabulary size and end-of-sequence ids of the model.
+        tokenizer: None if prompts are token ids only (`skip_tokenizer_init`).
+        max_model_len: most tokens of prompt and answer together.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        spec: SpecLike,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = spec.vocab_size
+        self._max_logprobs = model_config.max_logprobs
+        self._seed = model_config.seed
+        eos = set(spec.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        self._eos_token_ids = sorted(i for i in eos if 0 <= i < spec.vocab_size)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        clip_max_tokens: bool = False,
+        add_special_tokens: bool = True,
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """Makes the core request of a prompt, and returns the prompt's text if it came as text.
+
+        `params` is copied, never changed. `n` stays as it is: see `fan_out`.
+
+        Args:
+            request_id: unique among the live requests.
+            prompt: text, token ids, or a dict with one of "prompt" and "prompt_token_ids".
+            params: what is asked.
+            arrival_time: second of `time.monotonic`.
+            cache_salt: scope of the prefix cache; `params.cache_salt` divides it further.
+            deadline: second of `time.monotonic` after which the request fails.
+            clip_max_tokens: lower `max_tokens` to what fits the context (offline use) instead of
+                refusing the request.
+            add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
+                for a rendered chat template.
+
+        Raises:
+            RequestError: for anything that this model cannot do.
+            ContextLengthError: prompt, or prompt and answer, are too long.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
+        self._check_params(params)
+        _check_unicode("cache_salt", [cache_salt or "", params.cache_salt or ""])
+        text, ids = self._read_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            ids = self._encode(text, params, add_special_tokens)
+        self._check_ids("prompt", ids)
+        ids = self._truncate(ids, params)
+        max_tokens = self._max_tokens(len(ids), params, clip_max_tokens)
+        seed = params.seed if params.seed is not None else self._derive_seed(request_id)
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(self._eos_token_ids)
+        completed = msgspec.structs.replace(
+            params,
+            seed=seed,
+            max_tokens=max_tokens,
+            top_k=0 if params.top_k >= self._vocab_size else params.top_k,
+            stop=list(params.stop),
+            stop_token_ids=list(params.stop_token_ids),
+            all_stop_token_ids=sorted(stop_ids),
+            bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
+        )
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling_params=completed,
+            arrival_time=arrival_time,
+            cache_salt=_join_salts(cache_salt, params.cache_salt),
+            deadline=deadline,
+        )
+        return request, text
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+        """Text and token ids of a prompt, as far as given."""
+        if isinstance(prompt, Mapping):
+            if prompt.get("multi_modal_data"):
+                raise UnsupportedError("multi_modal_data is not supported.", "prompt")
+            text = prompt.get("prompt")
+            ids = prompt.get("prompt_token_ids")
+            if text is None and ids is None:
+                raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'.", "prompt")
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"'prompt' is a {type(text).__name__}, not a text.", "prompt")
+            return text, None if ids is None else _int_list(ids)
+        if isinstance(prompt, str):
+            return prompt, None
+        return None, _int_list(prompt)
+
+    def _encode(self, text: str, params: SamplingParams, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                "No tokenizer is loaded (skip_tokenizer_init); give the prompt as token ids.",
+                "prompt",
+            )
+        # A text far too long is refused before the work of tokenising it. Looking up the longest
+        # token costs something too, so short texts do not get there.
+        if (
+            params.truncate_prompt_tokens is None
+            and tokenizer.has_bytes
+            and len(text) > 16 * self._max_model_len
+            and len(text) > self._max_model_len * tokenizer.max_token_chars
+        ):
+            at_least = len(text) // tokenizer.max_token_chars
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._max_model_len} tokens; your prompt "
+                f"of {len(text)} characters has at least {at_least} tokens. Shorten it.",
+                "prompt",
+            )
+        return tokenizer.encode(text, add_special_tokens)
+
+    def _truncate(self, ids: list[int], params: SamplingParams) -> list[int]:
+        keep = params.truncate_prompt_tokens
+        if keep is not None and keep > self._max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens={keep} is more than the model's context of "
+                f"{self._max_model_len} tokens.",
+                "truncate_prompt_tokens",
+            )
+        if keep == -1:
+            keep = max(1, self._max_model_len - (params.max_tokens or 1))
+        return ids if keep is None else ids[-keep:]
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, clip: bool) -> int:
+        """The length of the answer, once prompt and answer are known to fit."""
+        limit = self._max_model_len
+        if num_prompt_tokens == 0:
+            raise RequestError("The prompt is empty; give at least one token.", "prompt")
+        left = limit - num_prompt_tokens
+        if left < 1:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; your prompt has "
+                f"{num_prompt_tokens} tokens, which leaves no room for an answer. Shorten the "
+                "prompt or set truncate_prompt_tokens.",
+                "prompt",
+            )
+        asked = left if params.max_tokens is None else params.max_tokens
+        if asked > left and not clip:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; you asked for "
+                f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the prompt, {asked} "
+                f"for the answer). Shorten the prompt or set max_tokens to at most {left}.",
+                "max_tokens",
+            )
+        if params.min_tokens > left:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; your prompt has "
+                f"{num_prompt_tokens} tokens, which leaves {left}, fewer than "
+                f"min_tokens={params.min_tokens}.",
+                "min_tokens",
+            )
+        return min(asked, left)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        _check_unicode("stop", params.stop)
+        _check_unicode("bad_words", params.bad_words or [])
+        self._check_num_logprobs("logprobs", params.logprobs)
+        self._check_num_logprobs("prompt_logprobs", params.prompt_logprobs)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise RequestError(
+                f"{name} needs a tokenizer, and none is loaded (skip_tokenizer_init).", name
+            )
+
+    def _check_num_logprobs(self, name: str, asked: int | None) -> None:
+        if asked is None:
+            return
+        highest = self._vocab_size if self._max_logprobs == -1 else self._max_logprobs
+        if (self._vocab_size if asked == -1 else asked) > highest:
+            raise RequestError(
+                f"{name}={asked} is more than this server allows: {highest} (max_logprobs).", name
+            )
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        highest, lowest = max(ids, default=0), min(ids, default=0)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise RequestError(
+                f"{name} holds the token id {wrong}, which is not in this model's vocabulary of "
+                f"{self._vocab_size} tokens.",
+                name,
+            )
+
+    def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word at the start of a text and after a space, as token sequences."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            assert self._tokenizer is not None  # checked before
+            bare = word.lstrip() or word
+            for form in (bare, " " + bare):
+                ids = self._tokenizer.encode(form, add_special_tokens=False)
+                self._check_ids("bad_words", ids)
+                if ids:
+                    sequences[tuple(ids)] = None
+        return [list(ids) for ids in sequences]
+
+    def _derive_seed(self, request_id: str) -> int:
+        """Seed of a request without one: the same request replayed gets the same."""
+        digest = hashlib.blake2b(f"{self._seed}:{request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+def _int_list(ids: object) -> list[int]:
+    """Token ids as a new list of plain ints."""
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
+        listed = list(ids)
+        if set(map(type, listed)) <= {int}:
+            return listed
+        if not any(isinstance(i, bool) for i in listed):
+            try:
+                return [int(operator.index(i)) for i in listed]  # numpy integers
+            except TypeError:
+                pass
+    raise RequestError("A prompt is a text or a list of token ids (integers).", "prompt")
+
+
+def _check_unicode(name: str, texts: Iterable[str]) -> None:
+    """Refuses lone surrogates, which no message could carry."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"{name} is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
+                name,
+                "invalid_unicode",
+            ) from None
+
+
+def _join_salts(scope: str | None, salt: str | None) -> str | None:
+    """One salt of two parts, neither of which can pass for the other."""
+    if not scope and not salt:
+        return None
+    scope = scope or ""
+    return f"{len(scope)}:{scope}{salt or ''}"

@@ -1,0 +1,217 @@
+"""The memory plan: every byte that the engine will hold, computed before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.config import EngineConfig
+from octavo.device import cpu_memory
+from octavo.errors import ConfigError
+from octavo.kv_cache.groups import (
+    KVCacheConfig,
+    bytes_per_block,
+    make_kv_cache_groups,
+    max_blocks_per_request,
+)
+from octavo.models.spec import ModelSpec
+from octavo.sampling.sizes import state_nbytes, workspace_nbytes
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
+# users than the engine.
+DEFAULT_CPU_KV_BYTES = 4 * 2**30
+# Interpreter, torch and the other libraries, measured after import with nothing loaded.
+RUNTIME_NBYTES = 320 * 2**20
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose, and what the KV cache amounts to."""
+
+    limit: int
+    """What the engine may use in all."""
+    runtime: int
+    weights: int
+    activations: int
+    logits: int
+    """Logits and what sampling does with them."""
+    rows: int
+    """Token histories, block tables and sampling state of the running requests."""
+    kv_cache: int
+    num_blocks: int
+    block_size: int
+    block_nbytes: int
+    max_model_len: int
+    blocks_per_request: int
+    """Blocks that one request of `max_model_len` tokens needs at most."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return (
+            self.runtime
+            + self.weights
+            + self.activations
+            + self.logits
+            + self.rows
+            + self.kv_cache
+        )
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of the greatest length fit at once."""
+        return (self.num_blocks - 1) / self.blocks_per_request
+
+    def report(self) -> str:
+        """The plan for people."""
+        mib = 2**20
+        lines = [
+            f"memory plan: {self.total / mib:,.0f} MiB of {self.limit / mib:,.0f} MiB",
+            f"  runtime      {self.runtime / mib:10,.1f} MiB",
+            f"  weights      {self.weights / mib:10,.1f} MiB",
+            f"  activations  {self.activations / mib:10,.1f} MiB",
+            f"  logits       {self.logits / mib:10,.1f} MiB",
+            f"  rows         {self.rows / mib:10,.1f} MiB",
+            f"  KV cache     {self.kv_cache / mib:10,.1f} MiB = {self.num_blocks:,} blocks of "
+            f"{self.block_size} tokens; {self.max_concurrency:.1f} requests of "
+            f"{self.max_model_len:,} tokens",
+        ]
+        return "\n".join(lines)
+
+
+def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    """The type of weights and activations."""
+    return spec.dtype if config.model.dtype == "auto" else config.model.dtype
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """The context length asked for; for -1, the model's, which the plan may shorten.
+
+    Raises:
+        ConfigError: if more is asked for than the model's positions allow.
+    """
+    asked = config.model.max_model_len
+    if asked is None or asked == -1:
+        return spec.max_model_len
+    if asked > spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the {spec.max_model_len} positions of "
+            f"{config.model.model}; lower it or leave it out."
+        )
+    return asked
+
+
+def resolve_max_num_batched_tokens(
+    config: EngineConfig, default: int, max_model_len: int
+) -> int:
+    """The token budget of a step: as set, or `default` raised to what the other settings need."""
+    sched = config.scheduler
+    if sched.max_num_batched_tokens is not None:
+        return sched.max_num_batched_tokens
+    budget = max(default, sched.max_num_seqs)
+    return budget if sched.enable_chunked_prefill else max(budget, max_model_len)
+
+
+def make_memory_plan(
+    config: EngineConfig, spec: ModelSpec, *, max_num_batched_tokens: int
+) -> tuple[MemoryPlan, KVCacheConfig]:
+    """Plans the memory of a CPU engine.
+
+    Raises:
+        ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
+            message names what would.
+    """
+    dtype = resolve_dtype(config, spec)
+    cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
+    max_model_len = resolve_max_model_len(config, spec)
+    groups, group_size = make_kv_cache_groups(spec.layer_windows)
+    block_nbytes = bytes_per_block(
+        group_size, cache.block_size, spec.num_key_value_heads, spec.head_size, DTYPE_BYTES[dtype]
+    )
+
+    def blocks_for(length: int) -> int:
+        return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
+
+    weights = spec.weight_nbytes(dtype)
+    activations = spec.activation_nbytes(max_num_batched_tokens, dtype)
+    # Logits as they come, a processed copy where logprobs are asked for, the sampler's workspace.
+    logits = 2 * 4 * max_num_seqs * spec.vocab_size
+    logits += workspace_nbytes(max_num_seqs, spec.vocab_size)
+    blocks_per_row = -(-max_model_len // cache.block_size)
+    rows = max_num_seqs * 4 * (max_model_len + blocks_per_row * len(groups))
+    rows += state_nbytes(max_num_seqs, spec.vocab_size)
+    _, available = cpu_memory()
+    limit = int(available * cache.gpu_memory_utilization)
+    left = limit - RUNTIME_NBYTES - weights - activations - logits - rows
+    if left < 0:
+        raise ConfigError(
+            f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
+            f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
+            "what is free). Take a smaller model or dtype, or lower max_num_batched_tokens or "
+            "max_num_seqs."
+        )
+    most_useful = max_num_seqs * blocks_for(max_model_len) + 1
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks = cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory_bytes is not None:
+        num_blocks = cache.kv_cache_memory_bytes // block_nbytes
+    else:
+        num_blocks = min(min(left, DEFAULT_CPU_KV_BYTES) // block_nbytes, most_useful)
+    if num_blocks * block_nbytes > left:
+        raise ConfigError(
+            f"A KV cache of {num_blocks * block_nbytes / 2**20:,.0f} MiB does not fit: "
+            f"{left / 2**20:,.0f} MiB are left beside the model. Lower kv_cache_memory_bytes or "
+            "num_gpu_blocks_override."
+        )
+    if blocks_for(max_model_len) > num_blocks - 1:
+        fits = _longest_that_fits(blocks_for, num_blocks - 1, max_model_len)
+        if fits < 1:
+            raise ConfigError(
+                f"The KV cache has {num_blocks} blocks of {block_nbytes} bytes: too few for any "
+                "request. Raise kv_cache_memory_bytes or num_gpu_blocks_override."
+            )
+        if config.model.max_model_len != -1:
+            raise ConfigError(
+                f"The KV cache has {num_blocks} blocks, and one request of max_model_len="
+                f"{max_model_len} needs {blocks_for(max_model_len)} and the one kept free. "
+                f"Set max_model_len={fits} (the largest that fits) or less, or give the cache "
+                f"{(blocks_for(max_model_len) + 1) * block_nbytes / 2**20:,.1f} MiB."
+            )
+        max_model_len = fits
+    plan = MemoryPlan(
+        limit=limit,
+        runtime=RUNTIME_NBYTES,
+        weights=weights,
+        activations=activations,
+        logits=logits,
+        rows=rows,
+        kv_cache=num_blocks * block_nbytes,
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        block_nbytes=block_nbytes,
+        max_model_len=max_model_len,
+        blocks_per_request=blocks_for(max_model_len),
+    )
+    kv_cache = KVCacheConfig(
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        groups=groups,
+        group_size=group_size,
+        bytes_per_block=block_nbytes,
+    )
+    return plan, kv_cache
+
+
+def _longest_that_fits(
+    blocks_for: Callable[[int], int], num_blocks: int, longest: int
+) -> int:
+    """The greatest length up to `longest` that needs at most `num_blocks` blocks."""
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for(middle) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low

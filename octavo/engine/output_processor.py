@@ -1,0 +1,505 @@
+"""From the engine core's tokens to what callers get: text, logprobs, finished answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import octavo.errors
+from octavo.engine.detokenizer import IncrementalDetokenizer
+from octavo.engine.input_processor import ParentRequest
+from octavo.errors import OctavoError, RequestError
+from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
+from octavo.metrics import EngineMetrics
+from octavo.outputs import (
+    CompletionOutput,
+    Logprob,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SampleLogprobs,
+)
+from octavo.sampling_params import RequestOutputKind
+from octavo.tokenizer import Tokenizer
+
+
+class RequestOutputCollector:
+    """Holds one request's outputs until its consumer takes them; at most one merged output.
+
+    Producer and consumer run in the same asyncio event loop.
+    """
+
+    def __init__(self, output_kind: RequestOutputKind) -> None:
+        self._delta = output_kind == RequestOutputKind.DELTA
+        self._output: RequestOutput | Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Adds an output; merges it with one not taken yet. An exception replaces all."""
+        held = self._output
+        if self._delta and isinstance(held, RequestOutput) and isinstance(output, RequestOutput):
+            _merge_deltas(held, output)
+        elif not isinstance(held, Exception):
+            self._output = output
+            self._ready.set()
+
+    async def get(self) -> RequestOutput:
+        """Waits for the next output; raises the exception that was put, if one was."""
+        while (output := self.get_nowait()) is None:
+            await self._ready.wait()
+        return output
+
+    def get_nowait(self) -> RequestOutput | None:
+        """The next output if there is one; raises like `get`."""
+        output, self._output = self._output, None
+        self._ready.clear()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """What one call of `OutputProcessor.process_outputs` brought."""
+
+    request_outputs: list[RequestOutput] = field(default_factory=list)
+    """Outputs of requests without a collector."""
+    reqs_to_abort: list[str] = field(default_factory=list)
+    """Core request ids that the core must stop: a stop text was found, or a sibling failed."""
+    errors: dict[str, OctavoError] = field(default_factory=dict)
+    """Failed requests without a collector, by the caller's request id."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """What all answers to one prompt have in common; n = 1 is a group of one."""
+
+    request_id: str
+    n: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    output_kind: RequestOutputKind
+    queue: RequestOutputCollector | None
+    prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
+    live: dict[str, _RequestState] = field(default_factory=dict)
+    """Unfinished answers by core request id."""
+    num_added: int = 0
+    outputs: dict[int, CompletionOutput] = field(default_factory=dict)
+    """By index: each answer's latest output, or its delta that is not delivered yet."""
+    times: dict[int, RequestMetrics] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return not self.live and self.num_added == self.n
+
+    def make_output(self) -> RequestOutput | None:
+        """The output to deliver after a step, if there is one."""
+        if self.output_kind == RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
+        outputs = self.outputs
+        if self.n > 1:
+            completions = [outputs[index] for index in sorted(outputs)]
+            times = _merge_times(list(self.times.values()))
+        else:
+            completions = list(outputs.values())
+            times = self.times[0]
+        prompt_logprobs = self.prompt_logprobs
+        if self.output_kind == RequestOutputKind.DELTA:
+            outputs.clear()
+            self.prompt_logprobs = None
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            prompt_logprobs,
+            completions,
+            self.finished,
+            self.num_cached_tokens,
+            times,
+        )
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """One live core request."""
+
+    request_id: str
+    index: int
+    group: _Group
+    detokenizer: IncrementalDetokenizer
+    stop_token_ids: list[int]
+    max_tokens: int | None
+    times: RequestMetrics
+    logprobs: SampleLogprobs | None
+    prompt_logprobs: PromptLogprobs | None
+    """Collects until the first token comes; only the first of n answers does it."""
+    cumulative_logprob: float | None
+    num_delivered: int = 0
+    """Tokens in earlier deltas."""
+
+    def hand_over_prompt_logprobs(self) -> None:
+        """The prompt is done: its logprobs go with the next output."""
+        if self.prompt_logprobs is not None:
+            self.group.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+
+    def make_completion(
+        self, reason: FinishReason | None, stop_reason: int | str | None
+    ) -> CompletionOutput:
+        """This answer's part of the next output."""
+        detokenizer, logprobs = self.detokenizer, self.logprobs
+        if self.group.output_kind == RequestOutputKind.DELTA:
+            text = detokenizer.take_text()
+            token_ids = detokenizer.token_ids[self.num_delivered :]
+            self.num_delivered += len(token_ids)
+            if logprobs is not None:
+                self.logprobs = []
+        else:
+            text = detokenizer.text()
+            token_ids = detokenizer.token_ids.copy()
+            logprobs = None if logprobs is None else logprobs.copy()
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            self.cumulative_logprob,
+            logprobs,
+            None if reason is None else str(reason),
+            stop_reason,
+        )
+
+
+class OutputProcessor:
+    """Keeps the front end's record of every live request and turns core outputs into its outputs.
+
+    Args:
+        tokenizer: None if no text is made (`skip_tokenizer_init`).
+        metrics: gets the events of requests, if given.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, metrics: EngineMetrics | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._states: dict[str, _RequestState] = {}
+        self._groups: dict[str, _Group] = {}
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Live core requests; the n answers of a request count n times."""
+        return len(self._states)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._states)
+
+    def add_request(
+        self,
+        core_request: EngineCoreRequest,
+        prompt_text: str | None = None,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """Registers a core request before it is handed to the core.
+
+        Of n > 1 answers all must be registered before the first of them is handed over.
+
+        Args:
+            core_request: a result of `fan_out`.
+            prompt_text: the prompt as text, if it came as text.
+            parent: its parent, if it is one of n > 1 answers; the same queue goes with all.
+            index: which of the parent's answers this is.
+            queue: where outputs go; None: `process_outputs` returns them.
+
+        Raises:
+            RequestError: a request of this id is live already.
+        """
+        request_id, params = core_request.request_id, core_request.sampling_params
+        group_id = request_id if parent is None else parent.request_id
+        group = self._groups.get(group_id)
+        if request_id in self._states or (group is not None and group.num_added == group.n):
+            raise RequestError(f"A request with the id {group_id!r} is running.", "request_id")
+        if group is None:
+            group = self._groups[group_id] = _Group(
+                group_id,
+                1 if parent is None else parent.n,
+                prompt_text,
+                core_request.prompt_token_ids,
+                params.output_kind,
+                queue,
+            )
+        times = RequestMetrics(arrival_time=core_request.arrival_time)
+        state = _RequestState(
+            request_id=request_id,
+            index=index,
+            group=group,
+            detokenizer=IncrementalDetokenizer(
+                self._tokenizer, core_request.prompt_token_ids, params
+            ),
+            stop_token_ids=params.all_stop_token_ids,
+            max_tokens=params.max_tokens,
+            times=times,
+            logprobs=None if params.logprobs is None else [],
+            prompt_logprobs=[None] if params.prompt_logprobs is not None and not index else None,
+            cumulative_logprob=None if params.logprobs is None else 0.0,
+        )
+        self._states[request_id] = state
+        group.live[request_id] = state
+        group.times[index] = times
+        group.num_added += 1
+
+    def process_outputs(
+        self, outputs: list[EngineCoreOutput], timestamp: float
+    ) -> ProcessedOutputs:
+        """Takes in what a step brought.
+
+        Args:
+            outputs: of one `EngineCoreOutputs`; those of unknown (aborted) requests are skipped.
+            timestamp: its `timestamp`, second of `time.monotonic`.
+        """
+        result = ProcessedOutputs()
+        touched: dict[str, _Group] = {}
+        latencies: list[float] = []
+        num_tokens = 0
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is None:
+                continue
+            if output.finish_reason == FinishReason.ERROR:
+                touched.pop(state.group.request_id, None)
+                self._fail(state, _make_error(output), timestamp, result)
+                continue
+            num_new = self._take_in(state, output, timestamp, latencies, result)
+            num_tokens += num_new
+            if num_new or output.finish_reason is not None:
+                touched[state.group.request_id] = state.group
+        for group in touched.values():
+            self._deliver(group, result.request_outputs)
+        if self._metrics is not None:
+            self._metrics.record_inter_token_latencies(latencies)
+            self._metrics.record_generation_tokens(num_tokens)
+        return result
+
+    def abort_requests(
+        self, request_ids: Iterable[str], error: OctavoError | None = None
+    ) -> list[str]:
+        """Ends requests now and returns the core ids that the core must abort.
+
+        A waiting consumer gets `error`, or without one a last output with `finish_reason`
+        "abort". Ids may be a caller's request ids (all n answers end) or core ids; unknown ones
+        are skipped.
+        """
+        now = time.monotonic()
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        aborted: list[str] = []
+        touched: dict[str, _Group] = {}
+        for request_id in request_ids:
+            group = self._groups.get(request_id)
+            states = [] if group is None else list(group.live.values())
+            if group is None and request_id in self._states:
+                states = [self._states[request_id]]
+            for state in states:
+                self._end(state, reason, None, now)
+                aborted.append(state.request_id)
+                touched[state.group.request_id] = state.group
+        for group in touched.values():
+            if error is None:
+                self._deliver(group, [])
+            elif group.queue is not None:
+                group.queue.put(error)
+        return aborted
+
+    def propagate_error(self, error: Exception) -> None:
+        """Fails every live request with `error` (the engine is gone)."""
+        groups = list(self._groups.values())
+        self._states.clear()
+        self._groups.clear()
+        for group in groups:
+            if group.queue is not None:
+                group.queue.put(error)
+
+    def _take_in(
+        self,
+        state: _RequestState,
+        output: EngineCoreOutput,
+        timestamp: float,
+        latencies: list[float],
+        result: ProcessedOutputs,
+    ) -> int:
+        """Takes in one output that is no error; returns the number of tokens it added."""
+        group, times, detokenizer = state.group, state.times, state.detokenizer
+        if output.first_scheduled_time is not None:
+            times.first_scheduled_time = output.first_scheduled_time
+        if output.num_preemptions:
+            times.num_preemptions = output.num_preemptions
+        if output.num_cached_tokens > group.num_cached_tokens:
+            group.num_cached_tokens = output.num_cached_tokens
+        if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
+            state.prompt_logprobs += self._logprob_rows(output.new_prompt_logprobs, None)
+        reason = output.finish_reason
+        stop_text: str | None = None
+        num_new = 0
+        new_token_ids = output.new_token_ids
+        if new_token_ids:
+            if times.last_token_time is not None:
+                latencies.append(timestamp - times.last_token_time)
+            else:
+                times.first_token_time = timestamp
+                state.hand_over_prompt_logprobs()
+                if self._metrics is not None:
+                    self._metrics.record_first_token(
+                        timestamp - times.arrival_time,
+                        len(group.prompt_token_ids),
+                        output.num_cached_tokens,
+                    )
+            times.last_token_time = timestamp
+            num_before = len(detokenizer.token_ids)
+            by_token = reason == FinishReason.STOP and new_token_ids[-1] in state.stop_token_ids
+            stop_text = detokenizer.update(new_token_ids, by_token)
+            num_new = len(detokenizer.token_ids) - num_before
+            if output.new_logprobs is not None and state.logprobs is not None:
+                rows = output.new_logprobs
+                assert state.cumulative_logprob is not None
+                state.logprobs += self._logprob_rows(rows, num_new)
+                for row in rows.logprobs[:num_new]:
+                    state.cumulative_logprob += row[0]
+        if stop_text is not None:
+            if reason is None:
+                result.reqs_to_abort.append(state.request_id)
+            self._end(state, FinishReason.STOP, stop_text, timestamp)
+        elif reason is not None:
+            self._end(state, reason, output.stop_reason, timestamp)
+        elif num_new and group.output_kind != RequestOutputKind.FINAL_ONLY:
+            self._store(state, state.make_completion(None, None))
+        return num_new
+
+    def _end(
+        self,
+        state: _RequestState,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        timestamp: float,
+    ) -> None:
+        """Finishes a live request and forgets it; its last output is stored in the group."""
+        group = state.group
+        state.detokenizer.finish()
+        state.times.finished_time = timestamp
+        state.hand_over_prompt_logprobs()
+        self._store(state, state.make_completion(reason, stop_reason))
+        del self._states[state.request_id]
+        del group.live[state.request_id]
+        if group.finished:
+            del self._groups[group.request_id]
+        if self._metrics is not None:
+            self._metrics.record_finished(
+                reason,
+                state.times,
+                num_prompt_tokens=len(group.prompt_token_ids),
+                num_generation_tokens=len(state.detokenizer.token_ids),
+                max_tokens=state.max_tokens,
+            )
+            if group.finished:
+                self._metrics.record_params_n(group.n)
+
+    def _fail(
+        self, state: _RequestState, error: OctavoError, timestamp: float, result: ProcessedOutputs
+    ) -> None:
+        """Ends a request and its siblings with an error."""
+        group = state.group
+        for sibling in list(group.live.values()):
+            if sibling is not state:
+                result.reqs_to_abort.append(sibling.request_id)
+            self._end(sibling, FinishReason.ERROR, None, timestamp)
+        if group.queue is not None:
+            group.queue.put(error)
+        else:
+            result.errors[group.request_id] = error
+
+    @staticmethod
+    def _store(state: _RequestState, completion: CompletionOutput) -> None:
+        outputs = state.group.outputs
+        held = outputs.get(state.index)
+        if held is not None and state.group.output_kind == RequestOutputKind.DELTA:
+            _merge_completions(held, completion)
+        else:
+            outputs[state.index] = completion
+
+    @staticmethod
+    def _deliver(group: _Group, request_outputs: list[RequestOutput]) -> None:
+        output = group.make_output()
+        if output is None:
+            return
+        if group.queue is not None:
+            group.queue.put(output)
+        else:
+            request_outputs.append(output)
+
+    def _logprob_rows(self, rows: LogprobsLists, num_rows: int | None) -> SampleLogprobs:
+        """The first `num_rows` rows as dicts, the token itself first in each."""
+        text_of = None if self._tokenizer is None else self._tokenizer.token_text
+        dicts: SampleLogprobs = []
+        for token_ids, logprobs, rank in zip(
+            rows.token_ids[:num_rows], rows.logprobs, rows.ranks, strict=False
+        ):
+            row: dict[int, Logprob] = {}
+            for i, token_id in enumerate(token_ids):
+                if token_id not in row:
+                    text = None if text_of is None else text_of(token_id)
+                    # Behind the token itself come the most probable ones, of rank 1, 2 ...
+                    row[token_id] = Logprob(logprobs[i], i or rank, text)
+            dicts.append(row)
+        return dicts
+
+
+def _make_error(output: EngineCoreOutput) -> OctavoError:
+    """The exception that an output with `FinishReason.ERROR` stands for."""
+    kind = getattr(octavo.errors, output.error_kind or "", OctavoError)
+    message = output.error or "The request failed."
+    error = kind(message)
+    assert isinstance(error, OctavoError)
+    return error
+
+
+def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:
+    """Appends a delta to the one before."""
+    held.text += new.text
+    held.token_ids += new.token_ids
+    held.cumulative_logprob = new.cumulative_logprob
+    if held.logprobs is not None and new.logprobs is not None:
+        held.logprobs += new.logprobs
+    held.finish_reason = new.finish_reason
+    held.stop_reason = new.stop_reason
+
+
+def _merge_deltas(held: RequestOutput, new: RequestOutput) -> None:
+    """Appends a request's delta output to the one before."""
+    by_index = {completion.index: completion for completion in held.outputs}
+    for completion in new.outputs:
+        if completion.index in by_index:
+            _merge_completions(by_index[completion.index], completion)
+        else:
+            by_index[completion.index] = completion
+    held.outputs = [by_index[index] for index in sorted(by_index)]
+    if held.prompt_logprobs is None:
+        held.prompt_logprobs = new.prompt_logprobs
+    held.finished = new.finished
+    held.num_cached_tokens = new.num_cached_tokens
+    held.metrics = new.metrics
+
+
+def _merge_times(times: list[RequestMetrics]) -> RequestMetrics:
+    """Times of a request as a whole: from its first answer's start to its last answer's end."""
+    scheduled = [t.first_scheduled_time for t in times if t.first_scheduled_time is not None]
+    first = [t.first_token_time for t in times if t.first_token_time is not None]
+    last = [t.last_token_time for t in times if t.last_token_time is not None]
+    finished = [t.finished_time for t in times if t.finished_time is not None]
+    return RequestMetrics(
+        arrival_time=times[0].arrival_time,
+        first_scheduled_time=min(scheduled, default=None),
+        first_token_time=min(first, default=None),
+        last_token_time=max(last, default=None),
+        finished_time=max(finished) if len(finished) == len(times) else None,
+        num_preemptions=sum(t.num_preemptions for t in times),
+    )

@@ -1,0 +1,101 @@
+"""Every error that Octavo raises on purpose.
+
+The tree::
+
+    OctavoError
+    |-- ConfigError (ValueError)            a setting is wrong; names the field, the value, the fix
+    |-- ModelError                          the model folder cannot be used; names the file
+    |   `-- HubError                        a download failed; says why and what to do
+    |-- RequestError (ValueError)           a request is wrong; carries field, HTTP status and code
+    |   |-- ContextLengthError              prompt (plus answer) does not fit the context
+    |   |-- UnsupportedError                asks for something that does not work yet
+    |   |-- NotFoundError                   unknown model or resource
+    |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
+    |   `-- DeadlineError                   the request's own deadline passed
+    `-- EngineDeadError                     the engine process is gone; says the root cause
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of all of Octavo's own errors."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+
+class ModelError(OctavoError):
+    """A model folder is incomplete, damaged or of a kind that is not supported."""
+
+
+class HubError(ModelError):
+    """A model could not be fetched from the hub."""
+
+
+class RequestError(OctavoError, ValueError):
+    """A request cannot be served as it is; nobody else is affected.
+
+    Args:
+        message: what is wrong and how to mend it.
+        param: name of the offending request field, if there is one.
+        code: OpenAI-style machine-readable code.
+    """
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt and the answer asked for, is longer than the model's context."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class UnsupportedError(RequestError):
+    """The request asks for a feature that this version does not have."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param, "unsupported_parameter")
+
+
+class NotFoundError(RequestError):
+    """The named model or resource does not exist."""
+
+    status = 404
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param, code or "model_not_found")
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is full. `retry_after` is an estimate in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message, None, "queue_full")
+        self.retry_after = retry_after
+
+
+class DeadlineError(RequestError):
+    """The request did not finish before its own deadline."""
+
+    status = 408
+    type = "timeout_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "deadline_ms", "deadline_exceeded")
+
+
+class EngineDeadError(OctavoError):
+    """The engine process ended; the message is the root cause."""

@@ -1,0 +1,1 @@
+"""Executors carry the scheduler's steps to the workers."""

@@ -1,0 +1,41 @@
+"""The executor: what the engine core knows of the machines that compute."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+
+from octavo.config import EngineConfig
+from octavo.messages import ModelRunnerOutput, SchedulerOutput
+from octavo.worker.setup import WorkerSetup
+
+
+class Executor(ABC):
+    """Runs steps in the order in which they are handed in.
+
+    A step is two calls, so that grammar bitmasks can be made while the model computes:
+    `execute_model` (forward pass) and `sample_tokens`. Both return at once with a future.
+    """
+
+    @abstractmethod
+    def __init__(self, setup: WorkerSetup) -> None:
+        """Starts the workers, loads the weights and allocates the KV cache."""
+
+    @abstractmethod
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[None]:
+        """Starts a step's forward pass."""
+
+    @abstractmethod
+    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+        """Samples the tokens of the last step handed to `execute_model`."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the workers and frees their memory. May be called twice."""
+
+
+def get_executor_class(config: EngineConfig) -> type[Executor]:
+    """The executor for a config."""
+    from octavo.executor.uniproc import UniProcExecutor
+
+    return UniProcExecutor

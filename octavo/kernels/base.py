@@ -1,0 +1,173 @@
+"""The table of operations: what every implementation offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, dtype
+
+Gelu = Literal["none", "tanh"]
+"""How GELU is computed: exactly, with erf, or by its tanh approximation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in the form that `linear` of the same table reads fastest.
+
+    Attributes:
+        data: the packed numbers; their layout is the implementation's own business.
+        n: outputs.
+        k: inputs.
+        dtype: of the weight, and so of `linear`'s input.
+        panel: columns that the layout keeps together; 0 for plain rows.
+    """
+
+    data: Tensor
+    n: int
+    k: int
+    dtype: dtype
+    panel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.data.nbytes
+
+
+class Ops(Protocol):
+    """Operations on tensors of one device.
+
+    T is the number of tokens (0 is fine). Tensors are float32, bfloat16 or float16, all tensors of
+    a call alike, unless said otherwise; sums run in float32. Inputs may be views with any row
+    stride as long as the last dimension is dense; results are new, dense tensors unless said
+    otherwise. Shapes and dtypes are asserted, not reported: callers are the engine's own layers.
+    """
+
+    name: str
+
+    def pack_weight(self, weight: Tensor | Sequence[Tensor]) -> PackedWeight:
+        """Packs a weight [N, K], or several [N_i, K] stacked along N (fused projections).
+
+        The result is a copy; the sources are no longer needed.
+        """
+        ...
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        out_dtype: dtype | None = None,
+    ) -> Tensor:
+        """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N]."""
+        ...
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D] (any strides).
+
+        Zhang and Sennrich, "Root Mean Square Layer Normalization". With weight_offset 0, as in
+        Llama: the normed value is rounded to x's dtype, then multiplied by weight [D]. Otherwise,
+        as in Gemma (offset 1): multiplied by weight_offset + weight in float32, rounded once.
+        `out` may be x itself.
+        """
+        ...
+
+    def fused_add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(sum), sum) with sum = x + residual, rounded to their dtype; both [T, D]."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Layer norm of x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization")."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of gate_up [T, 2 I], gate first: [T, I]."""
+        ...
+
+    def gelu_and_mul(self, gate_up: Tensor, approximate: Gelu) -> Tensor:
+        """gelu(gate) * up of gate_up [T, 2 I], gate first: [T, I]."""
+        ...
+
+    def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
+        """GELU of a dense x (Hendrycks and Gimpel)."""
+        ...
+
+    def relu(self, x: Tensor) -> Tensor:
+        """max(x, 0)."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of a dense x (Gemma 2)."""
+        ...
+
+    def exp(self, x: Tensor) -> Tensor:
+        """e ** x of a dense x."""
+        ...
+
+    def log(self, x: Tensor) -> Tensor:
+        """Natural logarithm of a dense x."""
+        ...
+
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool = True,
+    ) -> None:
+        """Turns the first rotary_dim dimensions of each head, in place.
+
+        Su et al., "RoFormer", section 3.4.
+
+        Args:
+            positions: [T] int64, each below max_position.
+            query: [T, H, D], any strides of tokens and heads.
+            key: [T, KVH, D], likewise.
+            cos_sin_cache: float32 [max_position, rotary_dim]: cosines, then sines. rotary_dim is
+                even and at most D.
+            is_neox: pairs are (i, i + rotary_dim / 2); otherwise (2 i, 2 i + 1).
+        """
+        ...
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Softmax of float32 rows [M, V]."""
+        ...
+
+    def log_softmax(self, x: Tensor) -> Tensor:
+        """Logarithm of the softmax of float32 rows [M, V]."""
+        ...
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """Index of the largest of each float32 row [M, V]: int64 [M].
+
+        The lowest among equals; NaN is passed over; 0 where a row holds nothing else.
+        """
+        ...
+
+    def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of each float32 row [M, V], largest first: values, int64 indices [M, k].
+
+        Among equals the lower index comes first; NaN counts as -inf.
+        """
+        ...
+
+    def embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Rows `ids` [T] (int32 or int64) of weight [V, D]: [T, D]."""
+        ...

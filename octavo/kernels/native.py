@@ -1,0 +1,338 @@
+"""The operations by the C++ kernels in csrc/: batch-invariant, for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch  # before octavo._native, so that both share one pool of OpenMP threads
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import _native
+from octavo.kernels.base import Gelu, PackedWeight
+from octavo.kernels.sizes import packed_nbytes
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""DType in csrc/kernels.h."""
+
+# Gated and Unary in csrc/kernels.h
+_SILU, _GATED_GELU = 0, {"none": 1, "tanh": 2}
+_EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
+
+available_isas = _native.available_isas
+"""Instruction sets that this processor has kernels for, best first."""
+
+isa = _native.isa
+"""The one in use."""
+
+set_num_threads = _native.set_num_threads
+"""Threads that a kernel uses; 0, the default: the calling thread's OpenMP setting, which
+`torch.set_num_threads` sets."""
+
+
+def set_isa(name: str) -> None:
+    """Chooses an instruction set. Weights packed before may no longer fit.
+
+    Raises:
+        ValueError: if this processor does not have it.
+    """
+    _native.set_isa(name)
+
+
+def _rows(x: Tensor) -> None:
+    assert x.dim() == 2
+    assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
+
+
+class NativeOps:
+    """`Ops` by the native kernels; see there for shapes and meaning.
+
+    A row's result is the same bits whatever other rows are in the call and however many threads
+    share the work.
+    """
+
+    name = "native"
+
+    def pack_weight(self, weight: Tensor | Sequence[Tensor]) -> PackedWeight:
+        """Packs into panels of columns, see csrc/gemm.h; needs no memory besides the result."""
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        dtype, k = parts[0].dtype, parts[0].shape[1]
+        n = sum(part.shape[0] for part in parts)
+        nbytes = packed_nbytes(n, k, str(dtype).removeprefix("torch."))
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        assert data.data_ptr() % 64 == 0
+        row = 0
+        for part in parts:
+            _rows(part)
+            assert part.dtype == dtype
+            assert part.shape[1] == k
+            _native.pack_weight(
+                part.data_ptr(),
+                part.stride(0),
+                data.data_ptr(),
+                row,
+                part.shape[0],
+                n,
+                k,
+                DTYPE_CODES[dtype],
+            )
+            row += part.shape[0]
+        return PackedWeight(data, n, k, dtype, _native.panel())
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """One accumulation order along K for every T."""
+        _rows(x)
+        assert x.shape[1] == weight.k
+        assert x.dtype == weight.dtype
+        assert weight.panel == _native.panel(), "weight was packed for another instruction set"
+        if bias is not None:
+            assert bias.shape == (weight.n,)
+            assert bias.dtype == x.dtype
+            assert bias.is_contiguous()
+        out = torch.empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
+        _native.linear(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            weight.n,
+            x.shape[0],
+            weight.n,
+            weight.k,
+            DTYPE_CODES[x.dtype],
+            DTYPE_CODES[out.dtype],
+        )
+        return out
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One pass for the sum of squares, one for the result."""
+        if out is None:
+            out = torch.empty(x.shape, dtype=x.dtype)
+        dim = x.shape[-1]
+        assert x.dim() in (2, 3)
+        assert x.stride(-1) == 1
+        assert out.stride(-1) == 1
+        assert weight.shape == (dim,)
+        assert x.dtype == weight.dtype == out.dtype
+        assert out.shape == x.shape
+        assert weight.is_contiguous()
+        heads = x.shape[1] if x.dim() == 3 else 1
+        _native.rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            0,
+            0,
+            weight.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            x.shape[0],
+            heads,
+            dim,
+            eps,
+            weight_offset,
+            DTYPE_CODES[x.dtype],
+        )
+        return out
+
+    def fused_add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """The sum is written and normed while it is in the cache."""
+        _rows(x)
+        rows, dim = x.shape
+        assert residual.shape == x.shape
+        assert residual.is_contiguous()
+        assert weight.is_contiguous()
+        assert weight.shape == (dim,)
+        assert x.dtype == weight.dtype == residual.dtype
+        out, total = torch.empty_like(residual), torch.empty_like(residual)
+        _native.rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            0,
+            residual.data_ptr(),
+            total.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            dim,
+            0,
+            rows,
+            1,
+            dim,
+            eps,
+            weight_offset,
+            DTYPE_CODES[x.dtype],
+        )
+        return out, total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Mean, then variance about it, then the result."""
+        _rows(x)
+        rows, dim = x.shape
+        assert weight.shape == (dim,)
+        assert weight.is_contiguous()
+        assert x.dtype == weight.dtype
+        if bias is not None:
+            assert bias.shape == (dim,)
+            assert bias.is_contiguous()
+            assert x.dtype == bias.dtype
+        out = torch.empty(rows, dim, dtype=x.dtype)
+        _native.layer_norm(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            dim,
+            eps,
+            DTYPE_CODES[x.dtype],
+        )
+        return out
+
+    def _gated(self, kind: int, x: Tensor) -> Tensor:
+        _rows(x)
+        rows, dim = x.shape[0], x.shape[1] // 2
+        assert x.shape[1] == 2 * dim
+        out = torch.empty(rows, dim, dtype=x.dtype)
+        _native.gated(
+            kind, x.data_ptr(), x.stride(0), out.data_ptr(), rows, dim, DTYPE_CODES[x.dtype]
+        )
+        return out
+
+    def _unary(self, kind: int, x: Tensor, param: float = 0.0) -> Tensor:
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        _native.unary(kind, x.data_ptr(), out.data_ptr(), x.numel(), param, DTYPE_CODES[x.dtype])
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) is rounded to the dtype before the product, as Hugging Face does."""
+        return self._gated(_SILU, gate_up)
+
+    def gelu_and_mul(self, gate_up: Tensor, approximate: Gelu) -> Tensor:
+        """gelu(gate) is rounded to the dtype before the product, as Hugging Face does."""
+        return self._gated(_GATED_GELU[approximate], gate_up)
+
+    def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
+        """Computed in float32, rounded once."""
+        return self._unary(_GELU[approximate], x)
+
+    def relu(self, x: Tensor) -> Tensor:
+        """Torch's own: a comparison is exact in any order."""
+        return torch.relu(x)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """Computed in float32, rounded once."""
+        return self._unary(_SOFT_CAP, x, cap)
+
+    def exp(self, x: Tensor) -> Tensor:
+        """Within 2 ulp in float32."""
+        return self._unary(_EXP, x)
+
+    def log(self, x: Tensor) -> Tensor:
+        """Within 2 ulp in float32."""
+        return self._unary(_LOG, x)
+
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool = True,
+    ) -> None:
+        """Computed in float32, rounded once."""
+        tokens, rotary_dim = positions.shape[0], cos_sin_cache.shape[1]
+        assert query.dim() == key.dim() == 3
+        assert query.shape[0] == key.shape[0] == tokens
+        assert query.stride(2) == key.stride(2) == 1
+        assert query.dtype == key.dtype
+        assert rotary_dim % 2 == 0
+        assert rotary_dim <= min(query.shape[2], key.shape[2])
+        assert positions.dtype == torch.int64
+        assert positions.is_contiguous()
+        assert cos_sin_cache.dtype == torch.float32
+        assert cos_sin_cache.is_contiguous()
+        _native.rotary(
+            positions.data_ptr(),
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            query.shape[1],
+            key.data_ptr(),
+            key.stride(0),
+            key.stride(1),
+            key.shape[1],
+            cos_sin_cache.data_ptr(),
+            tokens,
+            rotary_dim,
+            is_neox,
+            DTYPE_CODES[query.dtype],
+        )
+
+    def _softmax(self, x: Tensor, log: bool) -> Tensor:
+        _rows(x)
+        assert x.dtype == torch.float32
+        out = torch.empty(x.shape)
+        _native.softmax(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1], log)
+        return out
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Maximum, sum of exponentials, quotient: each in the order of the row."""
+        return self._softmax(x, log=False)
+
+    def log_softmax(self, x: Tensor) -> Tensor:
+        """Maximum, sum of exponentials, difference: each in the order of the row."""
+        return self._softmax(x, log=True)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """Maximum first, then the first index that has it."""
+        _rows(x)
+        assert x.dtype == torch.float32
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        _native.argmax(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1])
+        return out
+
+    def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """One pass with a heap of k."""
+        _rows(x)
+        assert x.dtype == torch.float32
+        assert 0 <= k <= x.shape[1]
+        values = torch.empty(x.shape[0], k)
+        indices = torch.empty(x.shape[0], k, dtype=torch.int64)
+        _native.top_k(
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            x.shape[1],
+            k,
+            values.data_ptr(),
+            indices.data_ptr(),
+        )
+        return values, indices
+
+    def embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Torch's own: copies are exact."""
+        return F.embedding(ids, weight)

@@ -1,0 +1,1 @@
+"""Bookkeeping of the paged KV cache: which block holds which tokens of which request."""

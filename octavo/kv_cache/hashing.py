@@ -1,0 +1,58 @@
+"""Chained block hashes: equal hash means equal tokens from the very beginning of the prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+
+from octavo.request import BlockHasher, Request
+
+# Whatever else than token ids decides what a block's KV is (an adapter's id, the hashes of media
+# inside the block), for the positions from the second argument up to the third.
+ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """The parent hash of a request's first block.
+
+    The salt enters here only: every later hash depends on it through the chain.
+    """
+    salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode()
+    return hashlib.sha256(b"octavo-kv:" + salt).digest()
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[bytes] = ()) -> bytes:
+    """SHA-256 over the parent's hash, the token ids (int64, little-endian) and the extra keys.
+
+    Parent and tokens have a fixed length and each extra key is preceded by its own, so no two
+    inputs run together.
+    """
+    message = parent + struct.pack(f"<{len(token_ids)}q", *token_ids)
+    for key in extra_keys:
+        message += struct.pack("<q", len(key)) + key
+    return hashlib.sha256(message).digest()
+
+
+def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:
+    """Makes the function that hashes a request's full blocks of known tokens.
+
+    Each call hashes only the blocks that `request.block_hashes` does not have yet, so a request
+    is hashed once, however often tokens are appended to it.
+    """
+
+    def hash_new_blocks(request: Request) -> list[bytes]:
+        tokens = request.all_token_ids
+        hashes = request.block_hashes
+        start = len(hashes) * block_size
+        if len(tokens) - start < block_size:
+            return []
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+        new = []
+        for end in range(start + block_size, len(tokens) + 1, block_size):
+            extra = extra_keys(request, end - block_size, end) if extra_keys is not None else ()
+            parent = hash_block(parent, tokens[end - block_size : end], extra)
+            new.append(parent)
+        return new
+
+    return hash_new_blocks

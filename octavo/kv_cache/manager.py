@@ -1,0 +1,370 @@
+"""Which KV-cache blocks each request has: prefix hits, allocation, copy on write, giving back.
+
+Why a cached block is never overwritten, though steps are scheduled before earlier ones have run
+and blocks are handed out again while a step in flight may still write to them:
+
+1. Steps execute in the order in which they were scheduled, and within a step the model writes the
+   KV of the whole batch before it attends, layer by layer. So a block's content is what the last
+   step scheduled to write it has written.
+2. A block is made known (hashed) when the step that computes its last position is scheduled, and
+   only if all its tokens are known then: no token that a step in flight has yet to sample, no
+   draft. Whoever hits it is scheduled in the same step or later, and reads what was written.
+3. A request writes at its own computed position and beyond. Hashed blocks end at or before the end
+   of the step that made them known, and a rejected draft never takes a request back before its
+   last known token; so no request, in flight or later, writes into its own hashed blocks again.
+4. What a request has in flight beyond its hashed blocks goes to blocks that only it holds. If it
+   ends or is preempted meanwhile, these blocks are unhashed; a new owner is scheduled later, so
+   its writes come later, and it reads only what it wrote or what was known.
+5. A hit that ends inside a block (a prompt that is known to its end: the last token is computed
+   again for its logits) is the one case in which a request would write into a known block. If
+   somebody else uses the block, the request gets a copy. If nobody does, the cache forgets the
+   block and the request takes it over, to make it known again under rule 2. A block that is made
+   known in this very step has no content yet when copies are made, before the step: then the hit
+   is shortened to exclude it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from octavo.kv_cache.block_pool import BlockPool, KVCacheBlock
+from octavo.kv_cache.groups import KVCacheConfig, KVCacheGroup
+from octavo.request import Request
+
+
+@dataclass(slots=True)
+class KVCacheBlocks:
+    """Blocks in order, one list for each group, and the tokens whose KV they hold already."""
+
+    blocks: list[list[KVCacheBlock]]
+    num_tokens: int = 0
+
+
+class _RequestBlocks:
+    """The blocks of one request."""
+
+    __slots__ = ("blocks", "num_cached_blocks", "num_released", "num_slots")
+
+    def __init__(self, num_groups: int) -> None:
+        self.blocks: list[list[KVCacheBlock]] = [[] for _ in range(num_groups)]
+        self.num_released = [0] * num_groups
+        """Blocks at the front that have left the sliding window: null blocks now."""
+        self.num_cached_blocks = 0
+        """Blocks at the front that have been offered to the prefix cache."""
+        self.num_slots = 0
+        """Tokens that the blocks can hold."""
+
+
+class KVCacheManager:
+    """Hands out the blocks of the KV cache.
+
+    Whether a request's blocks are hashed, looked up and shared is decided by the request: it has
+    block hashes or it has none.
+
+    Args:
+        config: shape of the cache.
+        max_model_len: no request has more tokens; bounds the lookahead slots.
+        enable_caching: keep known prefixes after their last user has gone.
+    """
+
+    def __init__(
+        self, config: KVCacheConfig, max_model_len: int, enable_caching: bool = True
+    ) -> None:
+        self.config = config
+        self.max_model_len = max_model_len
+        self.block_size = config.block_size
+        self.groups: Sequence[KVCacheGroup] = config.groups
+        self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching)
+        self.num_queries = 0
+        """Tokens looked up for requests when they were first admitted."""
+        self.num_hits = 0
+        """Tokens found for them."""
+        self._requests: dict[str, _RequestBlocks] = {}
+        # Of the step being scheduled:
+        self._copies: list[tuple[KVCacheBlock, KVCacheBlock]] = []
+        self._made_known: set[int] = set()
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that live requests hold."""
+        return self.pool.num_used_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that live requests hold, 0 to 1."""
+        return self.pool.usage
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """Finds the longest known prefix of a request that holds no blocks.
+
+        Every group must hold it: a full-attention group from the first block on, a sliding-window
+        group the window before its end. It reaches to the last token but one at most, since the
+        last one must be computed for its logits.
+
+        Returns:
+            The blocks (nothing is reserved yet) and the number of tokens in them.
+        """
+        if request.skip_reading_prefix_cache:
+            return KVCacheBlocks([[] for _ in self.groups]), 0
+        hashes = request.block_hashes
+        num_blocks = len(hashes)
+        if num_blocks and self._ends_in_block_without_content(request, num_blocks):
+            num_blocks -= 1
+        # A shorter hit may break what another sliding-window group needs before its end, so all
+        # are asked again until they agree. Full-attention groups only ever lose blocks at the end.
+        agreed = False
+        while num_blocks and not agreed:
+            before = num_blocks
+            for group_id, group in enumerate(self.groups):
+                num_blocks = self._longest_hit(request, group_id, group, num_blocks)
+            agreed = num_blocks == before
+        num_tokens = min(num_blocks * self.block_size, max(0, request.num_tokens - 1))
+        hit = KVCacheBlocks([], num_tokens)
+        for group_id, group in enumerate(self.groups):
+            first = group.first_needed_position(num_tokens) // self.block_size
+            blocks = [self.pool.null_block] * first
+            for block_hash in hashes[first:num_blocks]:
+                block = self.pool.get_cached_block(block_hash, group_id)
+                assert block is not None
+                blocks.append(block)
+            hit.blocks.append(blocks)
+        return hit, num_tokens
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+    ) -> list[list[int]] | None:
+        """Gets a request the slots for its next tokens.
+
+        A request that holds no blocks yet is only taken if all its known tokens fit, not just
+        this step's: else it would be the next to be preempted.
+
+        Args:
+            request: computed up to `num_computed_tokens`.
+            num_new_tokens: tokens to compute in this step, drafts included.
+            new_computed_blocks: for a request that holds no blocks, its known prefix as just
+                found; its tokens come on top of `num_computed_tokens`.
+            num_lookahead_tokens: slots beyond, for drafts that the worker makes itself.
+
+        Returns:
+            Ids of the blocks to append, one list for each group ([] if none), or None with
+            nothing changed if there are not enough free blocks.
+        """
+        held = self._requests.get(request.request_id)
+        start = request.num_computed_tokens
+        end = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        if held is not None:
+            if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
+                return []  # the usual decode step
+            copy_from: list[KVCacheBlock | None] = [None] * len(self.groups)
+            needed = self._num_blocks_needed(held, start, end, end)
+        else:
+            hit = new_computed_blocks or KVCacheBlocks([[] for _ in self.groups])
+            start += hit.num_tokens
+            end = min(end + hit.num_tokens, self.max_model_len)
+            held = _RequestBlocks(len(self.groups))
+            held.blocks = [list(blocks) for blocks in hit.blocks]
+            held.num_released = [
+                group.first_needed_position(start) // self.block_size for group in self.groups
+            ]
+            held.num_cached_blocks = start // self.block_size
+            # Rule 5 of the module's note: a hit that ends inside a block that others use.
+            inside = start % self.block_size > 0
+            copy_from = [
+                blocks[-1] if inside and blocks[-1].ref_cnt > 0 else None for blocks in hit.blocks
+            ]
+            needed = self._num_blocks_needed(held, start, end, max(end, request.num_tokens))
+            needed += sum(block is not None for block in copy_from)
+            needed += sum(
+                block.ref_cnt == 0 for blocks in hit.blocks for block in blocks
+            )  # free now, but not to be handed out
+        if needed > self.pool.num_free_blocks:
+            return None
+
+        if request.request_id not in self._requests:
+            self._take_hit(request, held, start, copy_from)
+        self._release_out_of_window(held, start)
+        num_blocks = -(-end // self.block_size)
+        new_ids = []
+        for blocks in held.blocks:
+            new = self.pool.get_new_blocks(max(0, num_blocks - len(blocks)))
+            blocks += new
+            new_ids.append([block.block_id for block in new])
+        held.num_slots = len(held.blocks[0]) * self.block_size
+        self._cache_full_blocks(request, held, start + num_new_tokens)
+        return new_ids
+
+    def free(self, request: Request) -> None:
+        """Gives back all blocks of a request; its last ones are reused first."""
+        held = self._requests.pop(request.request_id, None)
+        if held is not None:
+            for blocks in held.blocks:
+                self.pool.free_blocks(reversed(blocks))
+
+    def get_block_ids(self, request: Request) -> list[list[int]]:
+        """All blocks of a request in order, one list for each group."""
+        held = self._requests[request.request_id]
+        return [[block.block_id for block in blocks] for blocks in held.blocks]
+
+    def take_blocks_to_copy(self) -> list[tuple[int, int]]:
+        """Ends the scheduling of a step; returns the block copies to make before it.
+
+        The sources may be reused from now on: whoever gets one writes in a later step.
+        """
+        pairs = [(source.block_id, copy.block_id) for source, copy in self._copies]
+        if pairs:
+            self.pool.free_blocks([source for source, _ in self._copies])
+            self._copies = []
+        self._made_known.clear()
+        return pairs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
+        return self.pool.reset_prefix_cache()
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Checks the books against the requests that should hold blocks. O(blocks).
+
+        Raises:
+            AssertionError: with what does not add up.
+        """
+        live = {request.request_id: request for request in requests}
+        if live.keys() != self._requests.keys():
+            raise AssertionError(f"blocks are held by {set(self._requests) ^ set(live)} wrongly")
+        ref_counts = [0] * self.config.num_blocks
+        for source, _ in self._copies:
+            ref_counts[source.block_id] += 1
+        for req_id, held in self._requests.items():
+            self._check_request(live[req_id], held, ref_counts)
+        self.pool.check_integrity(ref_counts)
+
+    def _ends_in_block_without_content(self, request: Request, num_blocks: int) -> bool:
+        """Whether a hit of all blocks would copy from a block that this step has yet to fill."""
+        if not self._made_known or num_blocks * self.block_size < request.num_tokens:
+            return False
+        for group_id in range(len(self.groups)):
+            block = self.pool.get_cached_block(request.block_hashes[num_blocks - 1], group_id)
+            if block is not None and block.block_id in self._made_known:
+                return True
+        return False
+
+    def _longest_hit(
+        self, request: Request, group_id: int, group: KVCacheGroup, num_blocks: int
+    ) -> int:
+        """Blocks of the longest known prefix in one group, `num_blocks` at most."""
+        hashes, lookup = request.block_hashes, self.pool.get_cached_block
+        if group.sliding_window is None:
+            for i in range(num_blocks):
+                if lookup(hashes[i], group_id) is None:
+                    return i
+            return num_blocks
+        end = num_blocks
+        while end:
+            computed = min(end * self.block_size, request.num_tokens - 1)
+            first = group.first_needed_position(computed) // self.block_size
+            missing = next(
+                (i for i in range(end - 1, first - 1, -1) if lookup(hashes[i], group_id) is None),
+                None,
+            )
+            if missing is None:
+                return end
+            end = missing
+        return 0
+
+    def _num_blocks_needed(self, held: _RequestBlocks, start: int, end: int, known: int) -> int:
+        """Blocks to be found in the free queue, net of those that leave a sliding window.
+
+        Args:
+            held: the request's blocks.
+            start: first position to compute.
+            end: end of the slots wanted.
+            known: end of the slots that a full-attention group must have room for.
+        """
+        needed = 0
+        for group_id, group in enumerate(self.groups):
+            blocks = held.blocks[group_id]
+            if group.sliding_window is None:
+                needed += max(0, -(-known // self.block_size) - len(blocks))
+            else:
+                needed += max(0, -(-end // self.block_size) - len(blocks))
+                first = group.first_needed_position(start) // self.block_size
+                needed -= sum(b.ref_cnt == 1 for b in blocks[held.num_released[group_id] : first])
+        return needed
+
+    def _take_hit(
+        self,
+        request: Request,
+        held: _RequestBlocks,
+        start: int,
+        copy_from: list[KVCacheBlock | None],
+    ) -> None:
+        """Reserves the known prefix of a request, as planned by `allocate_slots`."""
+        for blocks in held.blocks:
+            self.pool.touch(blocks)
+        if start % self.block_size:
+            for blocks, source in zip(held.blocks, copy_from, strict=True):
+                if source is None:
+                    self.pool.uncache(blocks[-1])
+                else:
+                    # The reference just taken keeps the source until the step is scheduled.
+                    (copy,) = self.pool.get_new_blocks(1)
+                    self._copies.append((source, copy))
+                    blocks[-1] = copy
+        self._requests[request.request_id] = held
+        looked_up = request.block_hashes and not request.skip_reading_prefix_cache
+        if looked_up and not request.num_preemptions:
+            self.num_queries += request.num_tokens
+            self.num_hits += start
+
+    def _release_out_of_window(self, held: _RequestBlocks, start: int) -> None:
+        """Gives back the blocks that no position from `start` on can see."""
+        for group_id, group in enumerate(self.groups):
+            first = group.first_needed_position(start) // self.block_size
+            released = held.num_released[group_id]
+            if first > released:
+                blocks = held.blocks[group_id]
+                self.pool.free_blocks(blocks[released:first])
+                blocks[released:first] = [self.pool.null_block] * (first - released)
+                held.num_released[group_id] = first
+
+    def _cache_full_blocks(self, request: Request, held: _RequestBlocks, computed: int) -> None:
+        """Makes known the blocks that this step fills (rule 2 of the module's note)."""
+        full = min(len(request.block_hashes), computed // self.block_size)
+        done = held.num_cached_blocks
+        if full <= done:
+            return
+        for group_id, blocks in enumerate(held.blocks):
+            new = self.pool.cache_full_blocks(blocks, request.block_hashes, done, full, group_id)
+            self._made_known.update(block.block_id for block in new)
+        held.num_cached_blocks = full
+
+    def _check_request(self, request: Request, held: _RequestBlocks, ref_counts: list[int]) -> None:
+        """Checks one request's blocks and adds its references to `ref_counts`."""
+        req_id, computed = request.request_id, request.num_computed_tokens
+        if held.num_slots < computed:
+            raise AssertionError(f"{req_id}: {computed} tokens in {held.num_slots} slots")
+        for group_id, group in enumerate(self.groups):
+            blocks = held.blocks[group_id]
+            if len(blocks) * self.block_size != held.num_slots:
+                raise AssertionError(f"{req_id}: group {group_id} has {len(blocks)} blocks")
+            first = group.first_needed_position(computed) // self.block_size
+            for i, block in enumerate(blocks):
+                is_null = block is self.pool.null_block
+                if is_null != (i < held.num_released[group_id]) or (is_null and i >= first):
+                    raise AssertionError(f"{req_id}: block {i} of group {group_id} is {block}")
+                if is_null:
+                    continue
+                ref_counts[block.block_id] += 1
+                if block.block_hash is None:
+                    continue
+                if block.group_id != group_id or block.block_hash != request.block_hashes[i]:
+                    raise AssertionError(f"{req_id}: block {i} is known as something else")
+                if (i + 1) * self.block_size > computed:
+                    raise AssertionError(f"{req_id}: block {i} is known but not full")
+            frontier = computed // self.block_size
+            if frontier < len(blocks) and blocks[frontier].ref_cnt != 1:
+                raise AssertionError(f"{req_id}: the block to write next is {blocks[frontier]}")

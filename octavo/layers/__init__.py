@@ -1,0 +1,1 @@
+"""Layers of a decoder, each a plain object around the operations of `octavo.kernels`."""

@@ -1,0 +1,310 @@
+"""Offline generation: vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from octavo.chat_template import ChatTemplate
+from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
+from octavo.engine.memory_plan import MemoryPlan
+from octavo.engine.output_processor import OutputProcessor, ProcessedOutputs
+from octavo.errors import OctavoError, UnsupportedError
+from octavo.messages import SchedulerStats
+from octavo.models.hub import resolve_model
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+OFFLINE_BATCHED_TOKENS = 8192
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model in this process, for offline use.
+
+    Args:
+        model: folder, hub id, or nothing for the built-in model.
+        **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name.
+
+    Raises:
+        ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+
+    Use it as a context manager, or call `shutdown`, to give its memory back at once.
+    """
+
+    def __init__(self, model: str = BUILTIN_MODEL, **kwargs: Any) -> None:
+        self.config = EngineConfig.from_kwargs(model=model, **kwargs)
+        settings = self.config.model
+        path = resolve_model(
+            model,
+            revision=settings.revision,
+            download_dir=self.config.load.download_dir,
+            load_format=self.config.load.load_format,
+        )
+        self._core = EngineCore(self.config, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS)
+        self._tokenizer: Tokenizer | None = None
+        if not settings.skip_tokenizer_init:
+            self._tokenizer = Tokenizer.from_folder(
+                resolve_model(settings.tokenizer) if settings.tokenizer else path
+            )
+        self._input_processor = InputProcessor(
+            settings, self._core.spec, self._tokenizer, self._core.max_model_len
+        )
+        self._output_processor = OutputProcessor(self._tokenizer)
+        self._request_ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What the engine holds, byte by byte."""
+        return self._core.plan
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generates an answer to each prompt; the answers come in the order of the prompts.
+
+        Args:
+            prompts: one prompt or a list: texts, or dicts with "prompt" or "prompt_token_ids".
+            sampling_params: one for all or one for each; None: the model's own defaults.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            RequestError: if a prompt or parameter is bad; nothing has been generated then.
+        """
+        batch = _as_list(prompts)
+        params = self._params_for(batch, sampling_params)
+        return self._run(batch, params, use_tqdm=use_tqdm, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates the next turn of one conversation or of each of several.
+
+        Raises:
+            RequestError: if a conversation or parameter is bad.
+        """
+        conversations: list[Any] = (
+            [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        )
+        prompts: list[Prompt] = [
+            self.render_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        params = self._params_for(prompts, sampling_params)
+        # The template writes the special tokens itself.
+        return self._run(prompts, params, use_tqdm=use_tqdm, add_special_tokens=False)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """Generates one answer piece by piece: each output holds what is new.
+
+        Raises:
+            RequestError: if the prompt or a parameter is bad, or the request fails.
+        """
+        params = self._params_for([prompt], sampling_params)[0]
+        request_id = self._add(prompt, params, RequestOutputKind.DELTA, add_special_tokens)
+        finished = False
+        try:
+            while not finished:
+                processed = self._step()
+                if request_id in processed.errors:
+                    finished = True
+                    raise processed.errors[request_id]
+                for output in processed.request_outputs:
+                    finished = output.finished
+                    yield output
+        finally:
+            if not finished:
+                self._abort([request_id])
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Raises:
+            UnsupportedError: if the model has no chat template and none is given.
+        """
+        tokenizer = self.get_tokenizer()
+        source = chat_template or tokenizer.chat_template
+        if source is None:
+            raise UnsupportedError(
+                f"{self.config.model.model} has no chat template; pass chat_template or use "
+                "generate with a plain prompt.",
+                "messages",
+            )
+        template = ChatTemplate(source, tokenizer.special_tokens)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            UnsupportedError: if the engine was made with skip_tokenizer_init.
+        """
+        if self._tokenizer is None:
+            raise UnsupportedError(
+                "There is no tokenizer: the engine was made with skip_tokenizer_init=True."
+            )
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults, from its generation_config.json."""
+        return SamplingParams(**self._core.spec.generation_config)
+
+    def stats(self) -> SchedulerStats:
+        """State and counters of the scheduler and the KV cache."""
+        return self._core.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self._core.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Ends the workers and frees their memory. May be called twice."""
+        self._core.shutdown()
+
+    def _params_for(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"There are {len(prompts)} prompts and {len(params)} sampling parameters; give "
+                "one for all or one for each."
+            )
+        return list(params)
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        output_kind: RequestOutputKind,
+        add_special_tokens: bool,
+    ) -> str:
+        request_id = str(next(self._request_ids))
+        request, text = self._input_processor.process(
+            request_id,
+            prompt,
+            params,
+            arrival_time=time.monotonic(),
+            cache_salt=params.cache_salt,
+            clip_max_tokens=True,
+            add_special_tokens=add_special_tokens,
+        )
+        request.sampling_params.output_kind = output_kind
+        for core_request, parent, index in fan_out(
+            request, enable_prefix_caching=self.config.cache.enable_prefix_caching
+        ):
+            self._output_processor.add_request(core_request, text, parent, index)
+            self._core.add_request(core_request)
+        return request_id
+
+    def _step(self) -> ProcessedOutputs:
+        outputs = self._core.step()
+        processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp)
+        self._core.abort_requests(processed.reqs_to_abort)
+        return processed
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        self._core.abort_requests(self._output_processor.abort_requests(request_ids))
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        use_tqdm: bool,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        request_ids: list[str] = []
+        results: dict[str, RequestOutput] = {}
+        try:
+            for prompt, its_params in zip(prompts, params, strict=True):
+                request_ids.append(
+                    self._add(
+                        prompt, its_params, RequestOutputKind.FINAL_ONLY, add_special_tokens
+                    )
+                )
+            with tqdm(total=len(prompts), desc="Processed prompts", disable=not use_tqdm) as bar:
+                while self._output_processor.has_unfinished_requests():
+                    processed = self._step()
+                    for output in processed.request_outputs:
+                        results[output.request_id] = output
+                    for request_id, error in processed.errors.items():
+                        results[request_id] = _failed(request_id, error)
+                    bar.update(len(results) - bar.n)
+        except BaseException:
+            self._abort(request_ids)
+            raise
+        return [results[request_id] for request_id in request_ids]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a string, a dict and a list of token ids are one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # a list of ids: mypy cannot narrow it
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _failed(request_id: str, error: OctavoError) -> RequestOutput:
+    """The output of a request that failed by itself: the others of the batch are not lost."""
+    logger.warning("request %s failed: %s", request_id, error)
+    answer = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+    return RequestOutput(request_id, None, [], None, [answer], finished=True)

@@ -1,0 +1,173 @@
+"""What the parts say to each other: the only place where control plane and data plane meet.
+
+Front end -> engine core: `EngineCoreRequest`, abort and utility calls.
+Scheduler -> worker: `SchedulerOutput`, a plain record of what changed since the last step.
+Worker -> scheduler: `ModelRunnerOutput`. Engine core -> front end: `EngineCoreOutputs`.
+All are msgspec structs, so every one of them can cross a process border.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from octavo.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives OpenAI's word."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One request as the front end hands it to the engine core: checked and tokenised."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    """`seed`, `max_tokens`, `all_stop_token_ids` and `bad_words_token_ids` are filled in."""
+    arrival_time: float
+    """Seconds of `time.monotonic`."""
+    cache_salt: str | None = None
+    """Scope of the prefix cache: only requests with the same salt share blocks."""
+    deadline: float | None = None
+    """`time.monotonic` second after which the request is ended with an error."""
+
+
+class LogprobsLists(msgspec.Struct, array_like=True):
+    """Logprobs of some consecutive positions; the first entry of a row is the token itself.
+
+    Rows may differ in length: `token_ids[i]` and `logprobs[i]` have 1 + k entries.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    ranks: list[int]
+    """1-based rank of the token itself among the whole vocabulary."""
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step brought for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: LogprobsLists | None = None
+    new_prompt_logprobs: LogprobsLists | None = None
+    """Rows for prompt positions in order, starting at position 1, as they get computed."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token, if one of the request's own ended it; None for the end of sequence."""
+    error: str | None = None
+    """What went wrong, with `FinishReason.ERROR`."""
+    error_kind: str | None = None
+    """Name of the error class in `octavo.errors` for `error`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    first_scheduled_time: float | None = None
+    num_preemptions: int = 0
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """State and counters of the scheduler; counters only ever grow."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of KV blocks that live requests hold, 0 to 1."""
+    num_used_blocks: int = 0
+    num_total_blocks: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Tokens found there."""
+    num_preemptions: int = 0
+    num_steps: int = 0
+    """Steps executed since start."""
+    num_scheduled_tokens: int = 0
+    """Tokens computed since start."""
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What the engine core sends after a step."""
+
+    outputs: list[EngineCoreOutput] = []
+    stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    """`time.monotonic` when the step ended."""
+
+
+class NewRequestData(msgspec.Struct, array_like=True):
+    """A request that the worker does not know: new, or resumed after a preemption."""
+
+    req_id: str
+    token_ids: list[int]
+    """Prompt and, if resumed, the tokens generated so far."""
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    block_ids: list[list[int]]
+    """KV blocks in order, one list for each KV-cache group."""
+    num_computed_tokens: int
+
+
+class CachedRequestData(msgspec.Struct, array_like=True):
+    """Requests that the worker holds a row for, as parallel lists."""
+
+    req_ids: list[str] = []
+    new_block_ids: list[list[list[int]] | None] = []
+    """Blocks to append, one list for each KV-cache group; None: no new ones."""
+    num_computed_tokens: list[int] = []
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """One step's work."""
+
+    scheduled_new_reqs: list[NewRequestData] = []
+    scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = {}
+    """Tokens to compute for each request, speculative ones included; in batch order."""
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    """Draft tokens to verify, for the requests that have any."""
+    finished_req_ids: list[str] = []
+    """Requests whose rows the worker gives up before this step: finished or preempted."""
+    blocks_to_copy: list[tuple[int, int]] = []
+    """(source, destination) block ids to copy before this step: copy on write."""
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    """One step's result, in the order of `req_ids`."""
+
+    req_ids: list[str] = []
+    sampled_token_ids: list[list[int]] = []
+    """New tokens of each request; none while its prompt is still being computed."""
+    logprobs: dict[str, LogprobsLists] = {}
+    prompt_logprobs: dict[str, LogprobsLists] = {}
+    draft_token_ids: dict[str, list[int]] = {}
+    """Draft tokens proposed for the next step."""
+    errors: dict[str, str] = {}
+    """Requests that failed by themselves, with the reason; they get no tokens."""
+
+
+class UtilityCall(msgspec.Struct, array_like=True):
+    """A call of one of the engine core's utility methods."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class UtilityResult(msgspec.Struct, array_like=True):
+    """Its answer: a plain value, or what went wrong."""
+
+    call_id: int
+    value: Any = None
+    error: str | None = None

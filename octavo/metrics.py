@@ -1,0 +1,236 @@
+"""Prometheus metrics: vLLM's names and meanings after the prefix `octavo:`.
+
+All times are in seconds. Every metric has the label `model_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from octavo.messages import FinishReason, SchedulerStats
+from octavo.outputs import RequestMetrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of `EngineMetrics.render`."""
+
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_TIME_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_TIME_BUCKETS = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_ITERATION_BUCKETS = tuple(float(2**n) for n in range(15))
+
+
+class EngineMetrics:
+    """The metrics of one served model, in a registry of their own.
+
+    Not thread-safe against itself: one thread records. `render` may be called from any.
+
+    Args:
+        model_name: value of the label `model_name`.
+        max_model_len: upper end of the buckets that count a request's tokens.
+    """
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._last_stats = SchedulerStats()
+        tokens = _buckets_1_2_5(max_model_len)
+
+        self._running = self._gauge("num_requests_running", "Requests that are being computed.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be computed.")
+        self._kv_usage = self._gauge(
+            "kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it."
+        )
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix cache."
+        )
+        self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
+        self._iteration_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens computed in a step.", _ITERATION_BUCKETS
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
+        self._prompt_tokens_cached = self._counter(
+            "prompt_tokens_cached", "Prompt tokens that the prefix cache had."
+        )
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
+        )
+        self._itl = self._histogram(
+            "inter_token_latency_seconds", "Time between outputs.", _TOKEN_TIME_BUCKETS
+        )
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of a request's tokens after the first.",
+            _TOKEN_TIME_BUCKETS,
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to end.", _REQUEST_TIME_BUCKETS
+        )
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "Arrival to first step.", _REQUEST_TIME_BUCKETS
+        )
+        self._prefill_time = self._histogram(
+            "request_prefill_time_seconds", "First step to first token.", _REQUEST_TIME_BUCKETS
+        )
+        self._decode_time = self._histogram(
+            "request_decode_time_seconds", "First token to last token.", _REQUEST_TIME_BUCKETS
+        )
+        self._inference_time = self._histogram(
+            "request_inference_time_seconds", "First step to last token.", _REQUEST_TIME_BUCKETS
+        )
+        self._request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", tokens
+        )
+        self._request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", tokens
+        )
+        self._params_n = self._histogram("request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
+        self._params_max_tokens = self._histogram(
+            "request_params_max_tokens", "The parameter max_tokens.", tokens
+        )
+        success = Counter(
+            "octavo:request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._success = {reason: success.labels(model_name, str(reason)) for reason in FinishReason}
+        self._aborted = self._counter(
+            "requests_aborted", "Requests that the client gave up or the server took back."
+        )
+        self._rejections = Counter(
+            "octavo:admission_rejections",
+            "Requests refused on arrival, by reason.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+
+    def record_scheduler_stats(self, stats: SchedulerStats) -> None:
+        """Takes in the scheduler's state after a step.
+
+        Its counters start at zero again when an engine is restarted; the metrics go on growing.
+        """
+        self._running.set(stats.num_running_reqs)
+        self._waiting.set(stats.num_waiting_reqs)
+        self._kv_usage.set(stats.kv_cache_usage)
+        if stats.num_steps < self._last_stats.num_steps:
+            self.engine_restarted()
+        last, self._last_stats = self._last_stats, stats
+        self._prefix_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
+        self._prefix_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
+        self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        if stats.num_steps > last.num_steps:
+            self._iteration_tokens.observe(
+                (stats.num_scheduled_tokens - last.num_scheduled_tokens)
+                / (stats.num_steps - last.num_steps)
+            )
+
+    def engine_restarted(self) -> None:
+        """The next stats come from a new engine, whose counters start at zero."""
+        self._last_stats = SchedulerStats()
+
+    def record_first_token(
+        self, time_to_first_token: float, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """A request got its first token: its prompt is done."""
+        self._ttft.observe(time_to_first_token)
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_tokens_cached.inc(num_cached_tokens)
+
+    def record_inter_token_latencies(self, latencies: Sequence[float]) -> None:
+        """Requests got further tokens; how long each had waited since its last ones."""
+        observe = self._itl.observe
+        for latency in latencies:
+            observe(latency)
+
+    def record_generation_tokens(self, num_tokens: int) -> None:
+        """So many tokens were generated."""
+        self._generation_tokens.inc(num_tokens)
+
+    def record_finished(
+        self,
+        reason: FinishReason,
+        times: RequestMetrics,
+        *,
+        num_prompt_tokens: int,
+        num_generation_tokens: int,
+        max_tokens: int | None,
+    ) -> None:
+        """A core request ended (each of n answers is one)."""
+        self._success[reason].inc()
+        if reason == FinishReason.ABORT:
+            self._aborted.inc()
+        self._request_prompt_tokens.observe(num_prompt_tokens)
+        self._request_generation_tokens.observe(num_generation_tokens)
+        if max_tokens is not None:
+            self._params_max_tokens.observe(max_tokens)
+        if times.finished_time is not None:
+            self._e2e.observe(times.finished_time - times.arrival_time)
+        if times.first_scheduled_time is None:
+            return
+        self._queue_time.observe(times.first_scheduled_time - times.arrival_time)
+        if times.first_token_time is None or times.last_token_time is None:
+            return
+        decode_time = times.last_token_time - times.first_token_time
+        self._prefill_time.observe(times.first_token_time - times.first_scheduled_time)
+        self._decode_time.observe(decode_time)
+        self._inference_time.observe(times.last_token_time - times.first_scheduled_time)
+        if num_generation_tokens > 1:
+            self._tpot.observe(decode_time / (num_generation_tokens - 1))
+
+    def record_params_n(self, n: int) -> None:
+        """A caller's request with n answers ended."""
+        self._params_n.observe(n)
+
+    def record_rejection(self, reason: str) -> None:
+        """A request was refused on arrival, for example because of "queue_full"."""
+        self._rejections.labels(self._model_name, reason).inc()
+
+    def set_cache_config_info(self, info: Mapping[str, object]) -> None:
+        """Shows the KV cache's settings as labels of `cache_config_info`; to be called once."""
+        Gauge(
+            "octavo:cache_config_info",
+            "Settings of the KV cache, as labels.",
+            ["model_name", *info],
+            registry=self._registry,
+        ).labels(self._model_name, *map(str, info.values())).set(1)
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, doc: str) -> Gauge:
+        metric = Gauge(f"octavo:{name}", doc, ["model_name"], registry=self._registry)
+        return metric.labels(self._model_name)
+
+    def _counter(self, name: str, doc: str) -> Counter:
+        metric = Counter(f"octavo:{name}", doc, ["model_name"], registry=self._registry)
+        return metric.labels(self._model_name)
+
+    def _histogram(self, name: str, doc: str, buckets: Sequence[float]) -> Histogram:
+        metric = Histogram(
+            f"octavo:{name}", doc, ["model_name"], registry=self._registry, buckets=buckets
+        )
+        return metric.labels(self._model_name)
+
+
+def _buckets_1_2_5(highest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to `highest`."""
+    buckets: list[float] = []
+    power = 1
+    while power <= highest:
+        buckets += [float(m * power) for m in (1, 2, 5) if m * power <= highest]
+        power *= 10
+    return tuple(buckets)

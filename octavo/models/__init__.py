@@ -1,0 +1,1 @@
+"""Models: what a folder holds (spec, registry), how it is fetched and loaded, and the decoder."""

@@ -1,0 +1,142 @@
+"""Typed reading of a Hugging Face JSON file, with errors that name file, field and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ModelError
+
+
+class ConfigJson:
+    """A JSON object of a model folder. A field that is null counts as absent.
+
+    Every getter takes one or more names of the field, the first that is present wins, and raises
+    `ModelError` if the field is absent and has no default, or has a value of the wrong kind.
+    """
+
+    def __init__(self, data: dict[str, Any], where: str) -> None:
+        self._data = data
+        self.where = where
+        """File, and object within it, for error messages."""
+
+    @classmethod
+    def load(cls, path: Path) -> ConfigJson:
+        """Reads a file.
+
+        Raises:
+            ModelError: if it is missing or not a JSON object.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(
+                f"{path} is missing: a model is a folder with config.json, weights and tokenizer."
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
+        if not isinstance(data, dict):
+            raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}.")
+        return cls(data, str(path))
+
+    def error(self, name: str, expected: str) -> ModelError:
+        """The error to raise for a field whose value is wrong or not supported."""
+        return ModelError(
+            f"{self.where}: {name}={self._data.get(name)!r} is not supported; {expected}."
+        )
+
+    def get(self, *names: str) -> Any:
+        """The plain value, or None."""
+        for name in names:
+            if self._data.get(name) is not None:
+                return self._data[name]
+        return None
+
+    def values(self) -> list[Any]:
+        """The plain values of all fields."""
+        return list(self._data.values())
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._data.get(name) is not None
+
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self._required(names, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(self._present(names), f"it must be a whole number >= {least}")
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._required(names, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value - value != 0:
+            raise self.error(self._present(names), "it must be a finite number")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A finite number, or None where absent."""
+        return self.number(name) if self.has(name) else None
+
+    def optional_integer(self, name: str, least: int = 0) -> int | None:
+        """A whole number, or None where absent."""
+        return self.integer(name, least=least) if self.has(name) else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A truth value."""
+        value = self._required((name,), default)
+        if not isinstance(value, bool):
+            raise self.error(name, "it must be true or false")
+        return value
+
+    def choice(self, name: str, allowed: dict[str, str], default: str | None = None) -> str:
+        """A text that is one of the keys of `allowed`; returns what it stands for."""
+        value = self._required((name,), default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(name, "supported: " + ", ".join(allowed))
+        return allowed[value]
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` numbers."""
+        value = self._required((name,), None)
+        if (
+            not isinstance(value, list)
+            or len(value) != length
+            or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
+        ):
+            raise self.error(name, f"it must be a list of {length} numbers")
+        return tuple(float(v) for v in value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """Token ids: one, a list of them, or none where absent."""
+        value = self.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise self.error(name, "it must be a token id or a list of token ids")
+        return tuple(ids)
+
+    def section(self, name: str) -> ConfigJson:
+        """A nested object; empty where absent."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, "it must be an object")
+        return ConfigJson(value or {}, f"{self.where}: {name}")
+
+    def refuse(self, name: str, neutral: object, reason: str) -> None:
+        """Raises unless the field is absent or has the value that switches the feature off."""
+        if self.has(name) and self._data[name] != neutral:
+            raise self.error(name, reason)
+
+    def _present(self, names: tuple[str, ...]) -> str:
+        return next((n for n in names if self.has(n)), names[0])
+
+    def _required(self, names: tuple[str, ...], default: Any) -> Any:
+        value = self.get(*names)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.where}: the field {' or '.join(names)} is missing.")
+        return value

@@ -1,0 +1,137 @@
+"""From a model's name to its folder: built in, local, or downloaded from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_MODEL, hub_offline
+from octavo.errors import HubError, ModelError
+
+_BUILTIN = {
+    name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
+    for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL)
+}
+# Configuration, tokenizer and chat template; weights are added by load format.
+_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]
+_WEIGHTS = {
+    "auto": ["*.safetensors"],
+    "safetensors": ["*.safetensors"],
+    "pt": ["pytorch_model*.bin"],
+    "dummy": [],
+}
+# Other formats of the same weights: folders (onnx/, original/ ...) and Mistral's own single file.
+_IGNORED = ["*/*", "consolidated*"]
+
+
+def resolve_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
+) -> Path:
+    """The folder of a model.
+
+    A built-in name or a local folder never causes network traffic. With HF_HUB_OFFLINE set, or
+    without a network, a copy downloaded earlier is used.
+
+    Args:
+        model: octavo/stories, octavo/stories-draft, a folder, or a hub id such as org/name.
+        revision: branch, tag or commit on the hub.
+        download_dir: folder for downloads; default: the hub client's cache.
+        load_format: which weight files are wanted: auto, safetensors, pt or dummy (none).
+
+    Raises:
+        ModelError: if a local path is no folder.
+        HubError: if the download fails, with the reason and what to do.
+    """
+    if model in _BUILTIN:
+        if not (_BUILTIN[model] / "config.json").exists():
+            raise ModelError(
+                f"The built-in model {model} is not part of this installation: "
+                f"{_BUILTIN[model]} has no config.json. Install the package again."
+            )
+        return _BUILTIN[model]
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(
+            f"{model} is a file; name the model's folder (config.json, safetensors, tokenizer)."
+        )
+    if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
+        raise ModelError(f"There is no folder {model}.")
+    return _download(model, revision, download_dir, load_format)
+
+
+def _download(
+    repo_id: str, revision: str | None, download_dir: str | None, load_format: str
+) -> Path:
+    # Imported here: a local model needs no hub client.
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    offline = hub_offline()
+    where = f"revision {revision!r} of {repo_id}" if revision else repo_id
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo_id,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=_FILES + _WEIGHTS[load_format],
+            ignore_patterns=_IGNORED,
+            local_files_only=offline,
+        )
+    except errors.HFValidationError:
+        raise HubError(f"{repo_id!r} is neither a folder here nor a hub id (org/name).") from None
+    except errors.GatedRepoError:
+        raise HubError(
+            f"{repo_id} is gated: its owner must grant you access. Ask for it on the model's page, "
+            "then log in with `hf auth login` or set HF_TOKEN."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(
+            f"{repo_id} is neither a folder here nor a model on the hub; check the spelling. "
+            "If it is private, log in with `hf auth login` or set HF_TOKEN."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise HubError(
+            f"{repo_id} has no revision {revision!r}; name a branch, tag or commit of it."
+        ) from None
+    except errors.IncompleteSnapshotError as error:
+        raise HubError(
+            f"The copy of {where} in {error.snapshot_path} is incomplete, and "
+            f"{_unreachable(offline)}; finish the download with a network."
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        cause = "" if error.__cause__ is None else f" ({_first_line(error.__cause__)})"
+        raise HubError(
+            f"{where} has not been downloaded before, and {_unreachable(offline)}{cause}; "
+            "give a folder, or download with a network."
+        ) from None
+    except errors.HfHubHTTPError as error:
+        raise HubError(f"The hub refused {where}: {_first_line(error)}.") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HubError(
+                f"The disk is full while downloading {where}: free space, or choose another "
+                "folder with download_dir or HF_HOME. What is there already is kept."
+            ) from None
+        raise HubError(f"Downloading {where} failed: {_first_line(error)}.") from None
+    except Exception as error:
+        # The client's network library has its own exception tree, which changes between versions.
+        raise HubError(
+            f"Downloading {where} failed: {type(error).__name__}: {_first_line(error)}. Check the "
+            "network and try again: what is there already is kept."
+        ) from error
+    return Path(folder)
+
+
+def _unreachable(offline: bool) -> str:
+    return "HF_HUB_OFFLINE forbids the network" if offline else "the hub cannot be reached"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

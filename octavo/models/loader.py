@@ -1,0 +1,334 @@
+"""From a checkpoint to a `DecoderModel`: read one tensor at a time, pack it, let it go."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo.errors import ModelError
+from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.ops import get_ops
+from octavo.models.config_json import ConfigJson
+from octavo.models.decoder import DecoderModel
+from octavo.models.registry import FAMILIES
+from octavo.models.spec import ModelSpec, read_safetensors_header
+from octavo.models.weights import Source, Weight, model_weights
+
+LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+Progress = Callable[[int, int], None]
+"""Called with (elements loaded, elements in all) after each tensor."""
+
+_MOST_NAMES = 6  # listed in an error message
+_SAFETENSORS_DTYPES = {"F32", "F16", "BF16"}
+_TORCH_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+# Standard deviation 0.02, as models are initialised.
+_DUMMY_BOUND = 0.02 * 3**0.5
+
+
+def load_model(
+    spec: ModelSpec,
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> DecoderModel:
+    """Loads a model folder.
+
+    Names and shapes of all tensors are checked before the first is read. Files are mapped, and
+    each tensor is packed straight from the map, so that memory stays near one copy of the model.
+
+    Args:
+        spec: what the folder holds.
+        path: the folder; not read for dummy weights.
+        dtype: of weights and activations: float32, float16 or bfloat16; weights are converted.
+        device: where to.
+        load_format: auto and safetensors read *.safetensors; pt reads pytorch_model*.bin; dummy
+            makes random weights.
+        seed: of the random weights.
+        max_model_len: rows of the rotary tables; default: the model's context.
+        progress: called as loading goes on.
+
+    Raises:
+        ModelError: for missing, unexpected or wrong-shaped tensors, and damaged files.
+    """
+    ops = get_ops(device)
+    weights = model_weights(spec)
+    checkpoint = _open_checkpoint(spec, Path(path), load_format, seed)
+    checkpoint.check(weights)
+    total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
+    done = 0
+    loaded: dict[str, Tensor | PackedWeight] = {}
+    with torch.inference_mode():
+        for weight in weights:
+            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device)
+            done += weight.shape[0] * _columns(weight.shape)
+            if progress is not None:
+                progress(done, total)
+        return DecoderModel(
+            spec, loaded, ops, device=device, max_model_len=max_model_len or spec.max_model_len
+        )
+
+
+def _columns(shape: tuple[int, ...]) -> int:
+    return shape[1] if len(shape) == 2 else 1
+
+
+def _load(
+    weight: Weight,
+    checkpoint: _Checkpoint,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | PackedWeight:
+    if weight.kind == "linear":
+        # A list, so that no table of operations keeps the mapped file itself.
+        return ops.pack_weight(
+            [_rows(s, checkpoint, weight).to(device, dtype).contiguous() for s in weight.sources]
+        )
+    tensor = torch.empty(weight.shape, dtype=dtype, device=device)
+    row = 0
+    for source in weight.sources:
+        rows = _rows(source, checkpoint, weight)
+        tensor[row : row + rows.shape[0]].copy_(rows)
+        row += rows.shape[0]
+    return tensor
+
+
+def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> Tensor:
+    """A source as the rows that go into a weight."""
+    tensor = checkpoint.read(source, weight)
+    match source.transform:
+        case "none":
+            return tensor
+        case "transpose":
+            return tensor.T
+        case "skip_rows":
+            return tensor[source.shape[0] - weight.shape[0] :]
+        case "by_head":
+            heads = tensor.view(checkpoint.spec.num_attention_heads, 3, -1, *tensor.shape[1:])
+            return heads.transpose(0, 1).reshape(tensor.shape)
+
+
+class _Checkpoint(Protocol):
+    """Where tensors come from."""
+
+    spec: ModelSpec
+
+    def check(self, weights: list[Weight]) -> None:
+        """Compares names, shapes and dtypes with what the model needs."""
+
+    def read(self, source: Source, weight: Weight) -> Tensor:
+        """One tensor of the checkpoint, as it is stored."""
+        ...
+
+
+class _DummyCheckpoint:
+    """Random weights that depend on the seed and on a tensor's name, so ties stay tied."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self.spec = spec
+        self.seed = seed
+
+    def check(self, weights: list[Weight]) -> None:
+        """Nothing can be wrong."""
+
+    def read(self, source: Source, weight: Weight) -> Tensor:
+        """Norms are 1, the rest is uniform with standard deviation 0.02."""
+        if weight.kind == "norm":
+            return torch.full(source.shape, 1.0 - self.spec.norm_weight_offset)
+        generator = torch.Generator()
+        generator.manual_seed(zlib.crc32(source.name.encode(), self.seed & 0xFFFFFFFF))
+        tensor = torch.empty(source.shape)
+        return tensor.uniform_(-_DUMMY_BOUND, _DUMMY_BOUND, generator=generator)
+
+
+class _FileCheckpoint:
+    """What safetensors and PyTorch files have in common."""
+
+    def __init__(self, spec: ModelSpec, folder: Path) -> None:
+        self.spec = spec
+        self.folder = folder
+        self.family = FAMILIES[spec.architecture]
+        self.files: dict[str, Path] = {}
+        """Tensor name -> file."""
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str | None]:
+        """Shape, and the dtype if it is one that cannot be read."""
+        raise NotImplementedError
+
+    def stored_name(self, name: str) -> str | None:
+        """The name under which a tensor is stored; bare models lack the family's prefix."""
+        for candidate in (name, name.removeprefix(self.family.prefix)):
+            if candidate in self.files:
+                return candidate
+        return None
+
+    def check(self, weights: list[Weight]) -> None:
+        """Compares names, shapes and dtypes with what the model needs.
+
+        Raises:
+            ModelError: naming the tensors.
+        """
+        sources = [source for weight in weights for source in weight.sources]
+        missing = [s.name for s in sources if self.stored_name(s.name) is None]
+        if missing:
+            raise ModelError(
+                f"{self.folder} lacks {len(missing)} tensors of {self.spec.architecture}: "
+                f"{_some(missing)}. The download may be incomplete, or config.json belongs to "
+                "another checkpoint."
+            )
+        used = {self.stored_name(s.name) for s in sources}
+        ignored = list(self.family.ignored)
+        if self.spec.tie_word_embeddings:
+            ignored.append(re.escape(f"{self.family.names['lm_head']}.weight"))
+        extra = [
+            name
+            for name in self.files
+            if name not in used and not any(re.fullmatch(pattern, name) for pattern in ignored)
+        ]
+        if extra:
+            raise ModelError(
+                f"{self.folder} holds {len(extra)} tensors that {self.spec.architecture} with this "
+                f"config.json does not have: {_some(extra)}."
+            )
+        for source in sources:
+            name = self.stored_name(source.name)
+            assert name is not None
+            shape, wrong_dtype = self.describe(name)
+            if shape != source.shape:
+                raise ModelError(
+                    f"{self.files[name]}: {name} has shape {list(shape)}, but config.json asks for "
+                    f"{list(source.shape)}."
+                )
+            if wrong_dtype is not None:
+                raise ModelError(
+                    f"{self.files[name]}: {name} has type {wrong_dtype}; supported: float32, "
+                    "float16, bfloat16."
+                )
+
+
+class _SafetensorsCheckpoint(_FileCheckpoint):
+    def __init__(self, spec: ModelSpec, folder: Path) -> None:
+        super().__init__(spec, folder)
+        self.headers: dict[str, Any] = {}
+        self.open_files: dict[Path, Any] = {}
+        files = _list_files(folder, "model.safetensors.index.json", "*.safetensors")
+        if not files:
+            if any(folder.glob("*.bin")):
+                raise ModelError(
+                    f"{folder} holds PyTorch .bin files and no safetensors. They are pickles, "
+                    "which can run code when they are read; load_format=pt reads them all the "
+                    "same, with torch's restricted unpickler."
+                )
+            raise ModelError(f"{folder} holds no *.safetensors files.")
+        for file in files:
+            header = read_safetensors_header(file)
+            header.pop("__metadata__", None)
+            self.headers.update(header)
+            self.files.update(dict.fromkeys(header, file))
+            try:
+                self.open_files[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{file} is damaged or cut off ({error}); fetch the file again."
+                ) from None
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str | None]:
+        """From the header."""
+        entry = self.headers[name]
+        dtype = entry["dtype"]
+        return tuple(entry["shape"]), None if dtype in _SAFETENSORS_DTYPES else dtype
+
+    def read(self, source: Source, weight: Weight) -> Tensor:
+        """A view of the mapped file."""
+        name = self.stored_name(source.name)
+        assert name is not None
+        tensor: Tensor = self.open_files[self.files[name]].get_tensor(name)
+        return tensor
+
+
+class _TorchCheckpoint(_FileCheckpoint):
+    def __init__(self, spec: ModelSpec, folder: Path) -> None:
+        super().__init__(spec, folder)
+        self.tensors: dict[str, Tensor] = {}
+        files = _list_files(folder, "pytorch_model.bin.index.json", "pytorch_model*.bin")
+        if not files:
+            raise ModelError(f"{folder} holds no pytorch_model*.bin files.")
+        for file in files:
+            try:
+                # Files older than torch 1.6 are no zip archives and cannot be mapped.
+                state = torch.load(
+                    file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+                )
+            except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else "empty"
+                raise ModelError(
+                    f"{file} is damaged, cut off, or holds more than tensors ({reason})."
+                ) from None
+            if not isinstance(state, dict) or not all(
+                isinstance(t, Tensor) for t in state.values()
+            ):
+                raise ModelError(f"{file} must hold a dictionary of tensors.")
+            self.tensors.update(state)
+            self.files.update(dict.fromkeys(state, file))
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str | None]:
+        """From the tensor."""
+        tensor = self.tensors[name]
+        wrong = None if tensor.dtype in _TORCH_DTYPES else str(tensor.dtype)
+        return tuple(tensor.shape), wrong
+
+    def read(self, source: Source, weight: Weight) -> Tensor:
+        """The tensor."""
+        name = self.stored_name(source.name)
+        assert name is not None
+        return self.tensors[name]
+
+
+def _open_checkpoint(
+    spec: ModelSpec, folder: Path, load_format: LoadFormat, seed: int
+) -> _Checkpoint:
+    match load_format:
+        case "dummy":
+            return _DummyCheckpoint(spec, seed)
+        case "pt":
+            return _TorchCheckpoint(spec, folder)
+        case "auto" | "safetensors":
+            return _SafetensorsCheckpoint(spec, folder)
+
+
+def _list_files(folder: Path, index: str, pattern: str) -> list[Path]:
+    """The weight files that the index names, or without one all that fit the pattern."""
+    if not (folder / index).exists():
+        return [
+            file
+            for file in sorted(folder.glob(pattern))
+            if not file.name.startswith(("consolidated", "adapter_"))
+        ]
+    weight_map = ConfigJson.load(folder / index).section("weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder / index} names files that are not there: {_some(missing)}. "
+            "Fetch the model again."
+        )
+    return [folder / name for name in names]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -1,0 +1,176 @@
+"""What a model folder holds, read without torch: architecture, sizes, positions, memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo.errors import ModelError
+from octavo.layers.rope_spec import RopeSpec
+
+DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only model, complete: what drives the decoder and what the engine plans with.
+
+    The defaults are Llama's.
+    """
+
+    architecture: str
+    """Name in config.json's `architectures`, e.g. LlamaForCausalLM."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    layer_windows: tuple[int | None, ...]
+    """For each layer how many positions a token sees, itself included; None: all."""
+    max_model_len: int
+    """Longest context in tokens, rope scaling considered."""
+    eos_token_ids: tuple[int, ...]
+    """Union of config.json's and generation_config.json's, in that order."""
+    bos_token_id: int | None
+    dtype: str
+    """Type of the checkpoint: "float32", "float16" or "bfloat16"."""
+    generation_config: dict[str, float | int] = field(default_factory=dict)
+    """The model's default sampling parameters: temperature, top_p, top_k, min_p,
+    repetition_penalty, max_tokens, where generation_config.json has them."""
+
+    embed_size: int = 0
+    """Width of the embedding; projected to hidden_size where it differs (OPT-350m)."""
+    embed_scale: float | None = None
+    """Factor on the embedding (Gemma)."""
+    embed_norm: bool = False
+    """LayerNorm after the embedding (BLOOM)."""
+    tie_word_embeddings: bool = False
+    positions: Literal["rope", "learned", "alibi"] = "rope"
+    ropes: tuple[RopeSpec, ...] = ()
+    layer_ropes: tuple[int, ...] = ()
+    """For each layer its index in `ropes`; empty without rotary positions."""
+    num_learned_positions: int = 0
+    learned_position_offset: int = 0
+    """Row of the position table that belongs to position 0 (OPT)."""
+    alibi_slopes: tuple[float, ...] = ()
+    """One for each head; empty without ALiBi."""
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_weight_offset: float = 0.0
+    """Added to the weights of the RMS norms (Gemma: 1)."""
+    norm_bias: bool = False
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norm before each block, after the residual is added, or before and after the block."""
+    final_norm: bool = True
+
+    layer_scales: tuple[float, ...] = ()
+    """Factor on the attention scores of each layer."""
+    qkv_bias: bool = False
+    qkv_clip: float | None = None
+    """Queries, keys and values are cut to [-qkv_clip, qkv_clip] (MPT)."""
+    qk_norm: bool = False
+    """RMS norm over each head of queries and keys (Qwen3, Gemma 3)."""
+    o_bias: bool = False
+    attn_logit_softcap: float | None = None
+    final_logit_softcap: float | None = None
+
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated_mlp: bool = True
+    mlp_bias: bool = False
+
+    @classmethod
+    def from_folder(cls, path: Path | str, *, trust_remote_code: bool = False) -> ModelSpec:
+        """Reads config.json and generation_config.json of a Hugging Face model folder.
+
+        Args:
+            path: the folder.
+            trust_remote_code: accept a config that names code of its own (`auto_map`). The code
+                is never run: the model is computed by Octavo's own decoder.
+
+        Raises:
+            ModelError: naming file, field, value and what is supported.
+        """
+        from octavo.models.registry import read_spec
+
+        return read_spec(Path(path), trust_remote_code=trust_remote_code)
+
+    def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
+        """Bytes of the loaded model: packed weights, embeddings, vectors, position tables.
+
+        Args:
+            dtype: "float32", "float16" or "bfloat16".
+            max_model_len: rows of the rotary tables; default: the model's.
+        """
+        from octavo.models.weights import Weight, model_weights
+
+        def nbytes(weight: Weight) -> int:
+            if weight.kind == "linear":
+                return _packed_nbytes(weight.shape[0], weight.shape[1], dtype)
+            return math.prod(weight.shape) * DTYPE_NBYTES[dtype]
+
+        tables = sum(4 * (max_model_len or self.max_model_len) * r.rotary_dim for r in self.ropes)
+        return sum(nbytes(w) for w in model_weights(self)) + tables + 4 * len(self.alibi_slopes)
+
+    def activation_nbytes(self, num_tokens: int, dtype: str) -> int:
+        """Upper bound of the memory that a forward pass holds beside weights and KV cache.
+
+        Counts the widest moment of a layer: the residual stream, the block's input and what the
+        block holds at once. Logits are not part of it.
+
+        Args:
+            num_tokens: tokens of the step.
+            dtype: "float32", "float16" or "bfloat16".
+        """
+        hidden, inner = self.hidden_size, self.intermediate_size
+        query = self.num_attention_heads * self.head_size
+        key = self.num_key_value_heads * self.head_size
+        qkv = (query + 2 * key) + (query + key if self.qk_norm else 0)
+        attention = qkv + query + hidden
+        mlp = (3 if self.gated_mlp else 2) * inner
+        per_token = 3 * hidden + max(attention, mlp, 2 * hidden, mlp // 2 + hidden)
+        return num_tokens * (per_token * DTYPE_NBYTES[dtype] + 16)
+
+
+def _packed_nbytes(n: int, k: int, dtype: str) -> int:
+    from octavo.kernels.sizes import packed_nbytes
+
+    return packed_nbytes(n, k, dtype)
+
+
+def checkpoint_dtype(folder: Path) -> str:
+    """Type of the weights of a checkpoint whose config names none, from safetensors headers.
+
+    Raises:
+        ModelError: for a damaged header, or a type that is not supported.
+    """
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_safetensors_header(file).items():
+            if name != "__metadata__" and entry["dtype"] in names:
+                return names[entry["dtype"]]
+    return "float32"
+
+
+def read_safetensors_header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: name -> {dtype, shape, data_offsets}.
+
+    Raises:
+        ModelError: if the file is cut off or is no safetensors file.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 2 <= size <= min(100 * 2**20, file.stat().st_size - 8):
+                raise ValueError("the header's length is impossible")
+            header = json.loads(stream.read(size))
+        if not isinstance(header, dict):
+            raise ValueError("the header is no object")
+        return header
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} is damaged or cut off ({error}); fetch the file again.") from None

@@ -1,0 +1,122 @@
+"""A request inside the engine core: its tokens, its progress, its state."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from octavo.messages import EngineCoreRequest, FinishReason
+from octavo.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands. Everything after PREEMPTED is finished."""
+
+    WAITING = 0
+    WAITING_FOR_GRAMMAR = 1
+    WAITING_FOR_REMOTE_KVS = 2
+    RUNNING = 3
+    PREEMPTED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH_CAPPED = 6
+    FINISHED_ABORTED = 7
+    FINISHED_ERROR = 8
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """OpenAI's reason, once finished."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+# (priority, arrival time, number of the request in the order of arrival): unique, ties are fair.
+QueueKey = tuple[int, float, int]
+
+# Hashes of the full blocks of a request's tokens that are not hashed yet, in order.
+BlockHasher = Callable[["Request"], list[bytes]]
+
+
+class Request:
+    """The scheduler's record of one request.
+
+    `num_computed_tokens` catches up with `num_tokens`; that alone drives prefill, chunked prefill,
+    decode and recovery after preemption.
+    """
+
+    def __init__(
+        self, core_request: EngineCoreRequest, block_hasher: BlockHasher | None = None
+    ) -> None:
+        params = core_request.sampling_params
+        self.request_id = core_request.request_id
+        self.sampling_params: SamplingParams = params
+        self.arrival_time = core_request.arrival_time
+        self.priority = params.priority
+        self.deadline = core_request.deadline
+        self.cache_salt = core_request.cache_salt
+        self.num_prompt_tokens = len(core_request.prompt_token_ids)
+        self.all_token_ids: list[int] = list(core_request.prompt_token_ids)
+        assert params.max_tokens is not None  # filled in by the input processor
+        self.max_tokens: int = params.max_tokens
+        self.stop_token_ids = frozenset(params.all_stop_token_ids)
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.error: str | None = None
+        self.error_kind: str | None = None
+        self.num_computed_tokens = 0
+        """Tokens whose KV is in the cache, or will be once the steps in flight have run."""
+        self.num_output_placeholders = 0
+        """Tokens that steps in flight will sample (async scheduling)."""
+        self.spec_token_ids: list[int] = []
+        """Draft tokens to verify in the next step."""
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache when first scheduled."""
+        self.num_preemptions = 0
+        self.first_scheduled_time: float | None = None
+
+        self.queue_key: QueueKey = (self.priority, self.arrival_time, 0)
+        """Order of service, best first; the scheduler sets it by its policy on arrival."""
+        self.num_prompt_logprobs = 0
+        """Prompt logprobs handed out so far (a resumed request computes them again)."""
+
+        self._block_hasher = block_hasher
+        self.block_hashes: list[bytes] = []
+        if block_hasher is not None:
+            self.block_hashes = block_hasher(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Known tokens and the draft tokens to verify."""
+        return len(self.all_token_ids) + len(self.spec_token_ids)
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Prompt logprobs need the prompt computed, not remembered."""
+        return self.sampling_params.prompt_logprobs is not None
+
+    def append_output_token_ids(self, token_ids: list[int]) -> None:
+        """Adds generated tokens and hashes the blocks that they fill."""
+        self.all_token_ids.extend(token_ids)
+        if self._block_hasher is not None:
+            self.block_hashes.extend(self._block_hasher(self))

@@ -1,0 +1,82 @@
+"""What requests do to their logits before a token is chosen. Semantics and order are vLLM's.
+
+Each function changes float32 logits [R, V] in place and touches only the rows, mostly only the
+single logits, that need it. All arithmetic is elementwise, so no row depends on another one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from octavo.sampling.metadata import (
+    AllowedEntries,
+    BiasEntries,
+    LogitEntries,
+    PenaltyEntries,
+    SamplingMetadata,
+)
+from octavo.sampling.sizes import rows_per_chunk
+
+
+def apply_logits_processors(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
+    """Applies all that can change which token is the most probable one."""
+    if metadata.allowed is not None:
+        apply_allowed_token_ids(logits, metadata.allowed)
+    if metadata.banned is not None:
+        apply_banned_token_ids(logits, metadata.banned)
+    if metadata.logit_bias is not None:
+        apply_logit_bias(logits, metadata.logit_bias)
+    if metadata.penalties is not None:
+        apply_penalties(logits, metadata.penalties)
+
+
+def apply_allowed_token_ids(logits: torch.Tensor, allowed: AllowedEntries) -> None:
+    """Leaves only the listed tokens in the restricted rows."""
+    kept = logits[allowed.rows, allowed.token_ids]
+    logits[allowed.restricted_rows] = -math.inf
+    logits[allowed.rows, allowed.token_ids] = kept
+
+
+def apply_banned_token_ids(logits: torch.Tensor, banned: LogitEntries) -> None:
+    """Makes the listed tokens impossible: bad words, and stop tokens before `min_tokens`."""
+    logits[banned.rows, banned.token_ids] = -math.inf
+
+
+def apply_logit_bias(logits: torch.Tensor, bias: BiasEntries) -> None:
+    """Adds each request's `logit_bias`."""
+    logits[bias.rows, bias.token_ids] += bias.values
+
+
+def apply_penalties(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
+    """Repetition, then frequency, then presence penalty.
+
+    Repetition (N. S. Keskar et al., "CTRL", 2019, section 4.1, with Hugging Face's rule for
+    negative logits) looks at prompt and output; the other two, OpenAI's, at the output only.
+    """
+    p = penalties
+    values = logits[p.rows, p.token_ids]
+    values = torch.where(values > 0, values / p.repetition, values * p.repetition)
+    values -= p.frequency * p.output_counts
+    values -= p.presence * (p.output_counts > 0)
+    logits[p.rows, p.token_ids] = values
+
+
+def apply_grammar_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+    """Makes impossible what a grammar does not allow.
+
+    Args:
+        logits: float32 [R, V].
+        bitmask: int32 [G, ceil(V / 32)]; bit b of word w is 1 if token 32 w + b is allowed.
+        rows: int64 [G], the row of the logits for each row of the bitmask.
+    """
+    vocab_size = logits.shape[1]
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    bitmask, rows = bitmask.to(logits.device), rows.to(logits.device)
+    step = rows_per_chunk(vocab_size)
+    for at in range(0, len(rows), step):
+        words, some = bitmask[at : at + step], rows[at : at + step]
+        bits = (words.unsqueeze(-1) >> shifts) & 1
+        denied = bits.view(len(some), -1)[:, :vocab_size] == 0
+        logits[some] = logits[some].masked_fill_(denied, -math.inf)

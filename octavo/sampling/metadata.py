@@ -1,0 +1,88 @@
+"""One step's view of the sampling parameters: what the sampler has to know about each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+NO_LOGPROBS = -2
+"""In `SamplingMetadata.num_logprobs`: the row asks for none (-1 asks for the whole vocabulary)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEntries:
+    """Single logits, as parallel int64 tensors [E] on the logits' device."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BiasEntries(LogitEntries):
+    """Logits to add something to; no logit appears twice."""
+
+    values: torch.Tensor
+    """float32 [E]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyEntries(LogitEntries):
+    """Logits of tokens seen before, of the rows with penalties; no logit appears twice."""
+
+    output_counts: torch.Tensor
+    """float32 [E], how many times the token was generated; 0: it is in the prompt only."""
+    repetition: torch.Tensor
+    """float32 [E], like the next two the row's parameter."""
+    frequency: torch.Tensor
+    presence: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedEntries(LogitEntries):
+    """The only logits to keep in some rows."""
+
+    restricted_rows: torch.Tensor
+    """int64, those rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """The R rows of one step, in the order of the logits. Made by `SamplingState.metadata`.
+
+    The per-row arrays stay on the host, where the branches are decided; None stands for work
+    that no row needs.
+    """
+
+    num_rows: int
+    temperature: NDArray[np.float32]
+    """[R]; 0 is greedy."""
+    top_k: NDArray[np.int64]
+    """[R]; 0 keeps all."""
+    top_p: NDArray[np.float64]
+    """[R]; 1 keeps all."""
+    min_p: NDArray[np.float32]
+    """[R]; 0 keeps all."""
+    seeds: NDArray[np.uint64]
+    """[R], Philox keys."""
+    positions: NDArray[np.int64]
+    """[R], Philox counters: how many tokens the row has generated so far."""
+    num_logprobs: NDArray[np.int64]
+    """[R]; -1: the whole vocabulary, `NO_LOGPROBS`: none asked for."""
+    allowed: AllowedEntries | None = None
+    banned: LogitEntries | None = None
+    """Ends of bad words, and stop tokens of rows that have not reached `min_tokens`."""
+    logit_bias: BiasEntries | None = None
+    penalties: PenaltyEntries | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether any processor has work to do."""
+        return not (
+            self.allowed is None
+            and self.banned is None
+            and self.logit_bias is None
+            and self.penalties is None
+        )

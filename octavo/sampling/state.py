@@ -1,0 +1,300 @@
+"""The sampler's memory: persistent rows for the live requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.errors import RequestError
+from octavo.sampling.metadata import (
+    NO_LOGPROBS,
+    AllowedEntries,
+    BiasEntries,
+    LogitEntries,
+    PenaltyEntries,
+    SamplingMetadata,
+)
+from octavo.sampling_params import SamplingParams
+
+LongArray = NDArray[np.int64]
+T = TypeVar("T")
+
+# Counts of a token: the lowest bit says that it is in the prompt, the others count outputs.
+_IN_PROMPT = 1
+_ONE_OUTPUT = 2
+# Padding of bad words and of the tail of generated tokens; no token is negative.
+_ANY = -1
+_NOTHING_YET = -2
+
+
+@dataclass(slots=True)
+class _BadWords:
+    """A row's bad words, and the end of what it has generated."""
+
+    prefixes: LongArray
+    """[words, longest - 1], all but the last token, padded on the left with `_ANY`."""
+    last: LongArray
+    """[words]"""
+    tail: LongArray
+    """[longest - 1], the last generated tokens, padded on the left with `_NOTHING_YET`."""
+
+    def append(self, token: int) -> None:
+        if len(self.tail):
+            self.tail[:-1] = self.tail[1:]
+            self.tail[-1] = token
+
+    def banned(self) -> LongArray:
+        """The tokens that would complete a bad word."""
+        matches = (self.prefixes == self.tail) | (self.prefixes == _ANY)
+        tokens: LongArray = self.last[matches.all(axis=1)]
+        return tokens
+
+
+class SamplingState:
+    """One row of sampling state for each live request.
+
+    All of it follows from the parameters and the tokens so far: a resumed request is `add_row`
+    with all its tokens. A row that was never added, or was removed, is greedy and plain.
+    The state is on the host; `sizes.state_nbytes` says how large it can grow.
+
+    Args:
+        max_num_rows: how many rows there are.
+        vocab_size: width of the logits.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self, max_num_rows: int, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._temperature = np.zeros(max_num_rows, np.float32)
+        self._top_k = np.zeros(max_num_rows, np.int64)
+        self._top_p = np.ones(max_num_rows, np.float64)
+        self._min_p = np.zeros(max_num_rows, np.float32)
+        self._seeds = np.zeros(max_num_rows, np.uint64)
+        self._num_output_tokens = np.zeros(max_num_rows, np.int64)
+        self._min_tokens = np.zeros(max_num_rows, np.int64)
+        self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
+
+        # Penalties touch only tokens seen before, so the work of a step grows with those and not
+        # with the vocabulary. np.zeros gives untouched pages: nothing is used without penalties.
+        self._has_penalties = np.zeros(max_num_rows, np.bool_)
+        self._repetition = np.ones(max_num_rows, np.float32)
+        self._frequency = np.zeros(max_num_rows, np.float32)
+        self._presence = np.zeros(max_num_rows, np.float32)
+        self._counts = np.zeros((max_num_rows, vocab_size), np.int32)
+        self._seen = np.zeros((max_num_rows, vocab_size), np.int32)
+        """The first `_num_seen` of a row: the token ids with a count, in no special order."""
+        self._num_seen = np.zeros(max_num_rows, np.int64)
+
+        # By row, for the few rows that have them.
+        self._logit_bias: dict[int, tuple[LongArray, NDArray[np.float32]]] = {}
+        self._allowed: dict[int, LongArray] = {}
+        self._stop_ids: dict[int, LongArray] = {}
+        self._bad_words: dict[int, _BadWords] = {}
+
+    def add_row(
+        self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+    ) -> None:
+        """Fills an empty row for a new or resumed request.
+
+        Args:
+            row: which one.
+            params: with `seed` filled in, unless greedy.
+            token_ids: prompt and what was generated so far.
+            num_prompt_tokens: how many of them are the prompt.
+
+        Raises:
+            RequestError: if the parameters name a token outside the vocabulary; the row stays
+                empty.
+        """
+        params.check_vocab(self.vocab_size)
+        if not params.greedy:
+            if params.seed is None:
+                raise RequestError("seed is not set; sampling needs one.", "seed")
+            self._seeds[row] = params.seed % 2**64
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k if params.top_k < self.vocab_size else 0
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._num_output_tokens[row] = len(token_ids) - num_prompt_tokens
+        self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self._repetition[row] = params.repetition_penalty
+        self._frequency[row] = params.frequency_penalty
+        self._presence[row] = params.presence_penalty
+        self._has_penalties[row] = (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+        )
+        if self._has_penalties[row]:
+            self._count_tokens(row, token_ids, num_prompt_tokens)
+        if params.logit_bias:
+            self._logit_bias[row] = (
+                np.fromiter(params.logit_bias.keys(), np.int64),
+                np.fromiter(params.logit_bias.values(), np.float32),
+            )
+        if params.allowed_token_ids is not None:
+            self._allowed[row] = np.unique(np.asarray(params.allowed_token_ids, np.int64))
+        if params.min_tokens > 0:
+            self._min_tokens[row] = params.min_tokens
+            # A stop token outside the vocabulary cannot be generated anyway.
+            stops = [t for t in params.all_stop_token_ids if t < self.vocab_size]
+            if stops:
+                self._stop_ids[row] = np.asarray(stops, np.int64)
+        words = [w for w in params.bad_words_token_ids if w and w[-1] < self.vocab_size]
+        if words:
+            self._bad_words[row] = _make_bad_words(words, token_ids[num_prompt_tokens:])
+
+    def append_token(self, rows: LongArray, tokens: LongArray) -> None:
+        """Records one generated token for each of `rows` (both int64 [R], no row twice)."""
+        self._num_output_tokens[rows] += 1
+        penalised = self._has_penalties[rows]
+        if penalised.any():
+            p_rows, p_tokens = rows[penalised], tokens[penalised]
+            counts = self._counts[p_rows, p_tokens]
+            self._counts[p_rows, p_tokens] = counts + _ONE_OUTPUT
+            new = counts == 0
+            n_rows = p_rows[new]
+            self._seen[n_rows, self._num_seen[n_rows]] = p_tokens[new]
+            self._num_seen[n_rows] += 1
+        if self._bad_words:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                if row in self._bad_words:
+                    self._bad_words[row].append(token)
+
+    def remove_row(self, row: int) -> None:
+        """Empties a row."""
+        seen = self._seen[row, : self._num_seen[row]]
+        self._counts[row, seen] = 0
+        self._num_seen[row] = 0
+        self._has_penalties[row] = False
+        self._temperature[row] = 0.0
+        self._num_output_tokens[row] = 0
+        self._min_tokens[row] = 0
+        self._num_logprobs[row] = NO_LOGPROBS
+        for extras in (self._logit_bias, self._allowed, self._stop_ids, self._bad_words):
+            extras.pop(row, None)
+
+    def metadata(self, rows: LongArray) -> SamplingMetadata:
+        """Gathers what one step needs.
+
+        Args:
+            rows: int64 [R]; `rows[i]` belongs to row i of the logits.
+        """
+        return SamplingMetadata(
+            num_rows=len(rows),
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seeds=self._seeds[rows],
+            positions=self._num_output_tokens[rows],
+            num_logprobs=self._num_logprobs[rows],
+            allowed=self._gather_allowed(rows),
+            banned=self._gather_banned(rows),
+            logit_bias=self._gather_logit_bias(rows),
+            penalties=self._gather_penalties(rows),
+        )
+
+    def _count_tokens(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        tokens = np.asarray(token_ids, np.int64)
+        prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+        counts = self._counts[row]
+        if self._repetition[row] != 1.0:  # the other penalties do not look at the prompt
+            counts[prompt[prompt < self.vocab_size]] = _IN_PROMPT
+        np.add.at(counts, output, _ONE_OUTPUT)
+        seen = np.unique(tokens[tokens < self.vocab_size])
+        seen = seen[counts[seen] > 0]
+        self._seen[row, : len(seen)] = seen
+        self._num_seen[row] = len(seen)
+
+    def _gather_penalties(self, rows: LongArray) -> PenaltyEntries | None:
+        at = np.flatnonzero(self._has_penalties[rows])
+        lengths = self._num_seen[rows[at]]
+        total = int(lengths.sum())
+        if total == 0:
+            return None
+        logits_rows = np.repeat(at, lengths)
+        state_rows = rows[logits_rows]
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        token_ids = self._seen[state_rows, np.arange(total) - starts].astype(np.int64)
+        return PenaltyEntries(
+            rows=self._tensor(logits_rows),
+            token_ids=self._tensor(token_ids),
+            output_counts=self._tensor(
+                (self._counts[state_rows, token_ids] // _ONE_OUTPUT).astype(np.float32)
+            ),
+            repetition=self._tensor(self._repetition[state_rows]),
+            frequency=self._tensor(self._frequency[state_rows]),
+            presence=self._tensor(self._presence[state_rows]),
+        )
+
+    def _gather_logit_bias(self, rows: LongArray) -> BiasEntries | None:
+        found = _find(self._logit_bias, rows)
+        if not found:
+            return None
+        logits_rows, token_ids = _concatenate([(i, ids) for i, (ids, _) in found])
+        values = np.concatenate([values for _, (_, values) in found])
+        return BiasEntries(self._tensor(logits_rows), self._tensor(token_ids), self._tensor(values))
+
+    def _gather_allowed(self, rows: LongArray) -> AllowedEntries | None:
+        found = _find(self._allowed, rows)
+        if not found:
+            return None
+        logits_rows, token_ids = _concatenate(found)
+        restricted = np.asarray([i for i, _ in found], np.int64)
+        return AllowedEntries(
+            self._tensor(logits_rows), self._tensor(token_ids), self._tensor(restricted)
+        )
+
+    def _gather_banned(self, rows: LongArray) -> LogitEntries | None:
+        found = [(i, words.banned()) for i, words in _find(self._bad_words, rows)]
+        if self._stop_ids:
+            too_short = self._num_output_tokens[rows] < self._min_tokens[rows]
+            found += [(i, ids) for i, ids in _find(self._stop_ids, rows) if too_short[i]]
+        logits_rows, token_ids = _concatenate(found)
+        if not len(logits_rows):
+            return None
+        return LogitEntries(self._tensor(logits_rows), self._tensor(token_ids))
+
+    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _make_bad_words(words: list[list[int]], output: Sequence[int]) -> _BadWords:
+    longest = max(len(w) for w in words)
+    prefixes = np.full((len(words), longest - 1), _ANY, np.int64)
+    for i, word in enumerate(words):
+        if len(word) > 1:
+            prefixes[i, longest - len(word) :] = word[:-1]
+    result = _BadWords(
+        prefixes,
+        np.asarray([w[-1] for w in words], np.int64),
+        np.full(longest - 1, _NOTHING_YET, np.int64),
+    )
+    for token in output[max(0, len(output) - longest + 1) :]:
+        result.append(token)
+    return result
+
+
+def _find(extras: dict[int, T], rows: LongArray) -> list[tuple[int, T]]:
+    """The rows of a step that have an entry in `extras`: (index in the step, entry)."""
+    if not extras:
+        return []
+    return [(i, extras[row]) for i, row in enumerate(rows.tolist()) if row in extras]
+
+
+def _concatenate(parts: list[tuple[int, LongArray]]) -> tuple[LongArray, LongArray]:
+    """Flattens (row, token ids) pairs into parallel rows and token ids."""
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    lengths = [len(ids) for _, ids in parts]
+    rows = np.repeat(np.asarray([i for i, _ in parts], np.int64), lengths)
+    return rows, np.concatenate([ids for _, ids in parts])

@@ -1,0 +1,279 @@
+"""What one request asks of the sampler and of the output: vLLM's `SamplingParams`."""
+
+from __future__ import annotations
+
+import enum
+import numbers
+from typing import Any
+
+import msgspec
+
+from octavo.errors import RequestError
+
+# Below this, division by the temperature would overflow float32: such a request is greedy.
+SAMPLING_EPS = 1e-5
+MAX_N = 1024
+# Far beyond any use; keeps the products with logits away from infinity.
+MAX_REPETITION_PENALTY = 1000.0
+MAX_INT = 2**63 - 1
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each output of a request holds."""
+
+    CUMULATIVE = 0
+    """All text and tokens so far."""
+    DELTA = 1
+    """Only what is new since the last output."""
+    FINAL_ONLY = 2
+    """One output, when the request has finished."""
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Parameters of one generation request. Names and defaults are vLLM's.
+
+    Raises:
+        RequestError: on construction, naming the field, the value and the range.
+    """
+
+    n: int = 1
+    """Number of answers to the same prompt."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token already generated; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it was generated; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides (positive) or multiplies (negative) logits of tokens in prompt or output; more than
+    0, at most 1000."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the most probable tokens whose probabilities add up to this; in (0, 1]."""
+    top_k: int = 0
+    """Keep this many most probable tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
+    seed: int | None = None
+    """Seed of this request's random numbers. Without it the engine derives one."""
+    stop: list[str] = msgspec.field(default_factory=list)
+    """Texts that end the answer."""
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    """Tokens that end the answer."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: as many as fit the context."""
+    min_tokens: int = 0
+    """Tokens to generate before a stop token or the end-of-sequence token may be chosen."""
+    logprobs: int | None = None
+    """How many most probable tokens to report for each output token; -1: the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token."""
+    detokenize: bool = True
+    """Turn tokens into text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Accepted for compatibility; the tokenizers used here join special tokens themselves."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop text at the end of the answer."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Whether outputs hold all so far, only what is new, or come once at the end."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of the given token ids; -100 to 100."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens may be generated."""
+    bad_words: list[str] | None = None
+    """Texts whose token sequences may not be generated."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many last prompt tokens; -1: as many as the context allows."""
+    priority: int = 0
+    """Smaller is served earlier (with `scheduling_policy=priority`)."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+    """Filled in by the input processor: `bad_words` as token sequences."""
+    all_stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    """Filled in by the input processor: every token id that ends the answer, EOS included."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        elif self.stop is None:
+            self.stop = []
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(getattr(self, name), bool):
+                setattr(self, name, 1 if getattr(self, name) else None)
+        self._verify()
+        if self.top_k == -1:
+            self.top_k = 0
+        if self.temperature < SAMPLING_EPS:
+            self.temperature = 0.0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuses parameters that name a token the model does not have.
+
+        Raises:
+            RequestError: naming the field and the first such token.
+        """
+        for name in ("allowed_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{name} has token id {token}, but the vocabulary ends at "
+                        f"{vocab_size - 1}.",
+                        name,
+                    )
+
+    def _verify(self) -> None:
+        self._check_int("n", 1, MAX_N)
+        self._check_float("presence_penalty", -2.0, 2.0)
+        self._check_float("frequency_penalty", -2.0, 2.0)
+        self._check_float("repetition_penalty", 0.0, MAX_REPETITION_PENALTY, open_low=True)
+        self._check_float("temperature", 0.0, 100.0)
+        self._check_float("top_p", 0.0, 1.0, open_low=True)
+        self._check_int("top_k", -1, MAX_INT)
+        self._check_float("min_p", 0.0, 1.0)
+        self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
+        self._check_int("max_tokens", 1, MAX_INT, optional=True)
+        self._check_int("min_tokens", 0, MAX_INT)
+        self._check_int("logprobs", -1, MAX_INT, optional=True)
+        self._check_int("prompt_logprobs", -1, MAX_INT, optional=True)
+        self._check_int("truncate_prompt_tokens", -1, MAX_INT, optional=True)
+        self._check_int("priority", -(2**31), 2**31 - 1)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name}={_show(getattr(self, name))} is not true or false.", name
+                )
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens=0 would leave no prompt; use -1 or a positive number.",
+                "truncate_prompt_tokens",
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                "lower min_tokens or raise max_tokens.",
+                "min_tokens",
+            )
+        self._check_texts("stop")
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                "stop texts need detokenize=True; use stop_token_ids instead.", "stop"
+            )
+        if self.bad_words is not None:
+            self._check_texts("bad_words")
+        self._check_token_ids("stop_token_ids")
+        if self.allowed_token_ids is not None:
+            self._check_token_ids("allowed_token_ids")
+            if not self.allowed_token_ids:
+                raise RequestError(
+                    "allowed_token_ids is empty: no token could be chosen.", "allowed_token_ids"
+                )
+        if self.logit_bias is not None:
+            self._check_logit_bias()
+        if self.cache_salt is not None and not (
+            isinstance(self.cache_salt, str) and self.cache_salt
+        ):
+            raise RequestError("cache_salt must be a non-empty string.", "cache_salt")
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise RequestError(
+                f"output_kind={_show(self.output_kind)} is not a RequestOutputKind.", "output_kind"
+            ) from None
+
+    def _check_texts(self, name: str) -> None:
+        value: Any = getattr(self, name)
+        if not isinstance(value, list | tuple) or not all(isinstance(s, str) for s in value):
+            raise RequestError(f"{name} must be a list of strings.", name)
+        if not all(value):
+            raise RequestError(f"{name} holds an empty string; remove it.", name)
+        setattr(self, name, list(value))
+
+    def _check_token_ids(self, name: str) -> None:
+        value: Any = getattr(self, name)
+        if not isinstance(value, list | tuple) or not all(
+            _is_int(t) and 0 <= t < 2**31 for t in value
+        ):
+            raise RequestError(f"{name} must be a list of token ids (integers >= 0).", name)
+        setattr(self, name, [int(t) for t in value])
+
+    def _check_logit_bias(self) -> None:
+        value: Any = self.logit_bias
+        if not isinstance(value, dict):
+            raise RequestError("logit_bias must map token ids to numbers.", "logit_bias")
+        bias: dict[int, float] = {}
+        for token, number in value.items():
+            # JSON has only strings as keys.
+            by_text = isinstance(token, str) and token.isascii() and token.isdecimal()
+            if not ((by_text and len(token) <= 10) or _is_int(token)) or not _is_number(number):
+                raise RequestError(
+                    f"logit_bias has {_show(token)}: {_show(number)}; it maps token ids to "
+                    "numbers.",
+                    "logit_bias",
+                )
+            if not 0 <= int(token) < 2**31 or not -100.0 <= number <= 100.0:
+                raise RequestError(
+                    f"logit_bias has {_show(token)}: {_show(number)}; token ids are >= 0 and "
+                    "values lie in [-100, 100].",
+                    "logit_bias",
+                )
+            bias[int(token)] = float(number)
+        self.logit_bias = bias
+
+    def _check_int(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
+        value: Any = getattr(self, name)
+        if value is None and optional:
+            return
+        if not _is_int(value) or not low <= value <= high:
+            span = f">= {low}" if high == MAX_INT else f"in [{low}, {high}]"
+            raise RequestError(
+                f"{name}={_show(value)} is not allowed; it is an integer {span}.", name
+            )
+        setattr(self, name, int(value))
+
+    def _check_float(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
+        value: Any = getattr(self, name)
+        # Comparisons with NaN are false.
+        above = _is_number(value) and (low < value if open_low else low <= value)
+        if not above or not value <= high:
+            left = "(" if open_low else "["
+            span = f"{left}{low:g}, {high:g}]"
+            raise RequestError(
+                f"{name}={_show(value)} is not allowed; it is a number in {span}.", name
+            )
+        setattr(self, name, float(value))
+
+
+def _is_int(value: object) -> bool:
+    """Whether it is an integer, numpy's included; true and false are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _show(value: object) -> str:
+    """A value for an error message, at a bearable length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "(a huge number)"
+    return text if len(text) <= 80 else text[:77] + "..."

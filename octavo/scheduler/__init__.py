@@ -1,0 +1,1 @@
+"""What runs in each step, and what becomes of its results."""

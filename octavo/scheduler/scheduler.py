@@ -1,0 +1,602 @@
+"""The scheduler: what each step computes, and what becomes of its results.
+
+There is no prefill phase and no decode phase. Each request's `num_computed_tokens` catches up with
+its tokens (drafts to verify included) within one token budget a step; that alone gives continuous
+batching, chunked prefill, prefix hits, speculation and recovery after preemption.
+
+Steps may be scheduled before the results of earlier ones are known (async scheduling). The tokens
+that they will sample count as placeholders: they have positions and slots, but no ids here; the
+worker, which executes steps in order, has the ids when it needs them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from octavo.config import SchedulerConfig
+from octavo.errors import ContextLengthError, RequestError
+from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.messages import (
+    EngineCoreOutput,
+    LogprobsLists,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from octavo.request import Request, RequestStatus
+from octavo.scheduler.queue import RequestQueue, make_queue_key
+
+# Waits that end by `set_ready`; requests in them do not queue.
+_HELD = (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step being scheduled, then in flight."""
+
+    output: SchedulerOutput
+    budget: int
+    """Tokens that may still be added."""
+    preempted: bool = False
+    entries: list[tuple[Request, int, int]] = field(default_factory=list)
+    """(request, first position computed, tokens it samples at most; 0: none), in batch order."""
+
+
+class Scheduler:
+    """Decides what runs, and follows each request from arrival to its end.
+
+    The running requests are kept in the order of service, and requests are scheduled in that
+    order while the last one is preempted if blocks run out. So a request that is preempted has not
+    been scheduled in the same step yet, and the first one always makes progress.
+
+    For each `schedule()` the caller must call `update_from_output` (or `fail_step`), in the same
+    order, with an empty `ModelRunnerOutput` if the step had nothing to compute.
+
+    Args:
+        config: the scheduler's settings.
+        kv_cache_config: shape of the KV cache.
+        max_model_len: most tokens of a request, prompt and output.
+        max_num_batched_tokens: token budget of a step.
+        enable_caching: keep KV blocks of known prefixes after their last user has gone.
+        num_lookahead_tokens: slots beyond a step's tokens that the worker's drafts need.
+        clock: the time in seconds, as requests' `deadline` has it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        enable_caching: bool = True,
+        num_lookahead_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.max_model_len = max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_lookahead_tokens = num_lookahead_tokens
+        self.kv_cache_config = kv_cache_config
+        self.kv_cache_manager = KVCacheManager(kv_cache_config, max_model_len, enable_caching)
+
+        self.requests: dict[str, Request] = {}
+        """All unfinished requests."""
+        self.running: list[Request] = []
+        """Those for which the worker holds a row, in order of service."""
+        self.waiting = RequestQueue()
+        self._held: dict[str, Request] = {}
+        self._in_flight: deque[_Step] = deque()
+        self._finished_req_ids: list[str] = []
+        """Rows to be given up by the worker before the next step."""
+        self._outputs: list[EngineCoreOutput] = []
+        """Outputs that came about outside of a step."""
+        self._clock = clock
+        self._next_deadline = math.inf
+        """No unfinished request has an earlier one."""
+        self._num_arrivals = 0
+        self._num_preemptions = 0
+        self._num_steps = 0
+        self._num_scheduled_tokens = 0
+
+    def add_request(self, request: Request) -> None:
+        """Takes in a request. One whose status is a wait is held until `set_ready`.
+
+        Raises:
+            ContextLengthError: if it can never be served: it does not fit the context, the KV
+                cache, or (without chunked prefill) one step.
+            RequestError: if its id is in use or its prompt is empty.
+        """
+        if request.request_id in self.requests:
+            raise RequestError(f"Request id {request.request_id!r} is in use.", "request_id")
+        self._check_fits(request)
+        # The context is one more limit on the output; from here on there is only one.
+        request.max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        policy = self.config.scheduling_policy
+        request.queue_key = make_queue_key(policy, request, self._num_arrivals)
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        if request.status in _HELD:
+            self._held[request.request_id] = request
+        else:
+            self.waiting.push(request)
+
+    def hold(self, request_id: str, status: RequestStatus) -> None:
+        """Takes a waiting request out of the queue until `set_ready`.
+
+        Args:
+            request_id: a request that waits.
+            status: what it waits for, WAITING_FOR_GRAMMAR or WAITING_FOR_REMOTE_KVS.
+        """
+        request = self.requests[request_id]
+        assert status in _HELD, status
+        self.waiting.remove(request)
+        request.status = status
+        self._held[request_id] = request
+
+    def set_ready(self, request_id: str) -> None:
+        """Ends a request's wait: it goes to its place in the queue. Ignored if it has finished."""
+        request = self._held.pop(request_id, None)
+        if request is not None:
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
+
+    def fail_request(self, request_id: str, message: str, error_kind: str = "RequestError") -> None:
+        """Ends a request, in any state, with an error that goes out with the next outputs.
+
+        Args:
+            request_id: the request; ignored if it has finished.
+            message: what went wrong.
+            error_kind: name of the error class in `octavo.errors`.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._outputs.append(self._fail(request, message, error_kind))
+            self._drop_finished_from_running()
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> None:
+        """Ends requests from outside, in any state; ids of finished ones are ignored.
+
+        Nothing is put out for them, and results of steps in flight are dropped.
+        """
+        assert status.finished, status
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, status)
+        self._drop_finished_from_running()
+
+    def schedule(self) -> SchedulerOutput:
+        """Puts together the next step; it may be empty."""
+        now = self._clock()
+        if now >= self._next_deadline:
+            self._fail_expired(now)
+        output = SchedulerOutput()
+        step = _Step(output, self.max_num_batched_tokens)
+        self._schedule_running(step, now)
+        if not step.preempted:
+            while self.waiting and step.budget and self._admit(step, now, preempt=False):
+                pass
+        output.total_num_scheduled_tokens = self.max_num_batched_tokens - step.budget
+        output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
+        output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+        if step.entries:
+            self._in_flight.append(step)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """Takes in the result of the oldest step in flight.
+
+        A request in `errors` has failed by itself, after the forward pass: the KV of all tokens
+        scheduled in the step is in the cache, as other requests rely on it.
+
+        Returns:
+            What is new for each request, in batch order.
+        """
+        outputs, self._outputs = self._outputs, []
+        if not scheduler_output.num_scheduled_tokens:
+            return outputs
+        step = self._in_flight.popleft()
+        assert step.output is scheduler_output, "steps must be updated in order"
+        self._num_steps += 1
+        self._num_scheduled_tokens += scheduler_output.total_num_scheduled_tokens
+        sampled = model_runner_output.sampled_token_ids
+        index = {req_id: i for i, req_id in enumerate(model_runner_output.req_ids)}
+        errors, drafts = model_runner_output.errors, model_runner_output.draft_token_ids
+        logprobs, prompt_logprobs = (
+            model_runner_output.logprobs,
+            model_runner_output.prompt_logprobs,
+        )
+        any_finished = False
+        for request, start, num_sampled in step.entries:
+            if request.status > RequestStatus.PREEMPTED:
+                continue  # it ended while the step was in flight
+            req_id = request.request_id
+            if req_id in errors:
+                outputs.append(self._fail(request, errors[req_id], "RequestError"))
+                any_finished = True
+                continue
+            tokens: list[int] = []
+            token_logprobs = None
+            finished = None
+            if num_sampled:
+                tokens = sampled[index[req_id]]
+                assert 0 < len(tokens) <= num_sampled, f"{req_id} got {len(tokens)} tokens"
+                request.num_output_placeholders -= num_sampled
+                if request.status == RequestStatus.RUNNING:
+                    # Rejected drafts were computed in vain. (A preempted request starts over.)
+                    request.num_computed_tokens -= num_sampled - len(tokens)
+                    request.spec_token_ids = drafts.get(req_id, [])
+                if logprobs:
+                    token_logprobs = logprobs.get(req_id)
+                finished, count = self._check_stop(request, tokens)
+                if count < len(tokens):
+                    tokens = tokens[:count]
+                    token_logprobs = token_logprobs and _first(token_logprobs, count)
+                request.append_output_token_ids(tokens)
+            new_prompt_logprobs = None
+            if prompt_logprobs and req_id in prompt_logprobs:
+                new_prompt_logprobs = self._take_prompt_logprobs(
+                    request, start, prompt_logprobs[req_id]
+                )
+            if not tokens and new_prompt_logprobs is None:
+                continue
+            if finished is not None:
+                self._finish(request, finished)
+                any_finished = True
+            outputs.append(
+                EngineCoreOutput(
+                    req_id,
+                    tokens,
+                    token_logprobs,
+                    new_prompt_logprobs,
+                    None if finished is None else finished.finish_reason,
+                    request.stop_reason,
+                    None,
+                    None,
+                    request.num_cached_tokens,
+                    request.first_scheduled_time,
+                    request.num_preemptions,
+                )
+            )
+        if any_finished:
+            self._drop_finished_from_running()
+        return outputs
+
+    def fail_step(self, scheduler_output: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
+        """Takes in that the oldest step in flight failed as a whole.
+
+        Its requests fail. What later steps in flight computed may rest on what this one did not:
+        their results will be dropped, and the other running requests start over. The prefix cache
+        is emptied, for it knows blocks that were never filled.
+        """
+        outputs, self._outputs = self._outputs, []
+        if not scheduler_output.num_scheduled_tokens:
+            return outputs
+        step = self._in_flight.popleft()
+        assert step.output is scheduler_output, "steps must be updated in order"
+        for request, _, _ in step.entries:
+            if not request.status.finished:
+                outputs.append(self._fail(request, message, "RequestError"))
+        self._drop_finished_from_running()
+        while self.running:
+            self._preempt(self.running.pop())
+        for later in self._in_flight:
+            for request, _, num_sampled in later.entries:
+                request.num_output_placeholders -= num_sampled
+            later.entries.clear()
+        was_reset = self.kv_cache_manager.reset_prefix_cache()
+        assert was_reset, "blocks are in use though nothing runs"
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request has not ended yet."""
+        return bool(self.requests)
+
+    def has_requests(self) -> bool:
+        """Whether there is anything left to schedule, to tell the worker or to put out."""
+        return bool(self.requests or self._finished_req_ids or self._outputs)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    def make_stats(self) -> SchedulerStats:
+        """State and counters."""
+        manager = self.kv_cache_manager
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting) + len(self._held),
+            kv_cache_usage=manager.usage,
+            num_used_blocks=manager.num_used_blocks,
+            num_total_blocks=manager.pool.num_usable_blocks,
+            prefix_cache_queries=manager.num_queries,
+            prefix_cache_hits=manager.num_hits,
+            num_preemptions=self._num_preemptions,
+            num_steps=self._num_steps,
+            num_scheduled_tokens=self._num_scheduled_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Checks the books of scheduler and KV cache against one another. O(requests + blocks).
+
+        Raises:
+            AssertionError: with what does not add up.
+        """
+        places = [*self.running, *self.waiting, *self._held.values()]
+        if {r.request_id: r for r in places} != self.requests or len(places) != len(self.requests):
+            raise AssertionError("a request is lost, or in two places")
+        placeholders: dict[Request, int] = dict.fromkeys(places, 0)
+        for step in self._in_flight:
+            for request, _, num_sampled in step.entries:
+                if request in placeholders:
+                    placeholders[request] += num_sampled
+        for i, request in enumerate(places):
+            is_running = request.status == RequestStatus.RUNNING
+            if is_running != (i < len(self.running)) or request.status.finished:
+                raise AssertionError(f"{request.request_id} is {request.status!r}")
+            if not is_running and request.num_computed_tokens:
+                raise AssertionError(f"{request.request_id} waits with computed tokens")
+            if request.num_output_placeholders != placeholders[request]:
+                raise AssertionError(f"{request.request_id} misses tokens of steps in flight")
+            if request.num_computed_tokens > request.num_tokens + placeholders[request]:
+                raise AssertionError(f"{request.request_id} is computed beyond its tokens")
+        keys = [request.queue_key for request in self.running]
+        if keys != sorted(keys) or len(keys) > self.config.max_num_seqs:
+            raise AssertionError("too many requests run, or not in order")
+        self.kv_cache_manager.check_integrity(self.running)
+
+    def _check_fits(self, request: Request) -> None:
+        """Refuses a request that could never be served."""
+        prompt = request.num_prompt_tokens
+        if prompt == 0:
+            raise RequestError("The prompt is empty.", "prompt")
+        if prompt >= self.max_model_len:
+            raise ContextLengthError(
+                f"The prompt has {prompt} tokens and at least one is to be generated, but the "
+                f"context holds {self.max_model_len} tokens. Shorten the prompt.",
+                "prompt",
+            )
+        budget = self.max_num_batched_tokens
+        if prompt > budget and not self.config.enable_chunked_prefill:
+            raise ContextLengthError(
+                f"The prompt has {prompt} tokens, but a step takes {budget} and chunked prefill "
+                "is off. Shorten the prompt.",
+                "prompt",
+            )
+        longest = min(prompt + request.max_tokens + self.num_lookahead_tokens, self.max_model_len)
+        needed = max_blocks_per_request(
+            self.kv_cache_config.groups,
+            self.kv_cache_config.block_size,
+            longest,
+            budget + self.num_lookahead_tokens,
+        )
+        usable = self.kv_cache_manager.pool.num_usable_blocks
+        if needed > usable:
+            raise ContextLengthError(
+                f"The prompt of {prompt} tokens and up to {request.max_tokens} more need {needed} "
+                f"KV-cache blocks, but there are {usable}. Shorten the prompt or lower max_tokens.",
+                "max_tokens",
+            )
+
+    def _schedule_running(self, step: _Step, now: float) -> None:
+        """Gives each running request its next tokens, in order of service."""
+        running, output = self.running, step.output
+        allocate_slots = self.kv_cache_manager.allocate_slots
+        cached, lookahead = output.scheduled_cached_reqs, self.num_lookahead_tokens
+        may_overtake = self.config.scheduling_policy == "priority"
+        i = 0
+        while i < len(running) and step.budget:
+            request = running[i]
+            if may_overtake and self.waiting and self.waiting.peek().priority < request.priority:
+                # It enters `running` at or before i, so i still is the next one to look at.
+                may_overtake = self._admit(step, now, preempt=True)
+                i += may_overtake
+                continue
+            total = len(request.all_token_ids) + request.num_output_placeholders
+            num_spec = 0
+            if request.num_output_placeholders:
+                if total >= request.num_prompt_tokens + request.max_tokens:
+                    i += 1  # its last token is in flight
+                    continue
+                if request.spec_token_ids:
+                    i += 1  # how many of its drafts were right must be known first
+                    continue
+            elif request.spec_token_ids:
+                left = request.num_prompt_tokens + request.max_tokens - total
+                num_spec = min(len(request.spec_token_ids), left - 1)
+            start = request.num_computed_tokens
+            num_new = total + num_spec - start
+            if num_new > 1:
+                num_new = min(self._cap(num_new), step.budget)
+                num_spec = max(0, num_new - (total - start))
+            while (new := allocate_slots(request, num_new, None, lookahead)) is None:
+                victim = running.pop()
+                self._preempt(victim)
+                step.preempted = True
+                if victim is request:
+                    return
+            req_id = request.request_id
+            cached.req_ids.append(req_id)
+            cached.new_block_ids.append(new or None)
+            cached.num_computed_tokens.append(start)
+            if num_spec:
+                output.scheduled_spec_decode_tokens[req_id] = request.spec_token_ids[:num_spec]
+            self._add_to_step(step, request, start, num_new, total, num_spec)
+            i += 1
+
+    def _admit(self, step: _Step, now: float, *, preempt: bool) -> bool:
+        """Starts the next waiting request, if there is room for it.
+
+        Args:
+            step: the step being scheduled.
+            now: the time.
+            preempt: make room by preempting running requests of worse priority.
+        """
+        request = self.waiting.peek()
+        if request.num_output_placeholders:
+            return False  # preempted a moment ago; tokens of steps in flight belong to it
+        manager, lookahead = self.kv_cache_manager, self.num_lookahead_tokens
+        whole = not self.config.enable_chunked_prefill
+        while True:
+            hit, start = manager.get_computed_blocks(request)
+            num_new = self._cap(request.num_tokens - start)
+            # Only a preempted request can be longer than a whole budget; it is split all the same.
+            if whole and step.budget < num_new <= self.max_num_batched_tokens:
+                return False
+            num_new = min(num_new, step.budget)
+            has_seat = len(self.running) < self.config.max_num_seqs
+            if has_seat and manager.allocate_slots(request, num_new, hit, lookahead) is not None:
+                break
+            if not preempt or not self.running or self.running[-1].priority <= request.priority:
+                return False
+            self._preempt(self.running.pop())
+            step.preempted = True
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self.running, request, key=_queue_key)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+            request.num_cached_tokens = start
+        step.output.scheduled_new_reqs.append(
+            NewRequestData(
+                request.request_id,
+                request.all_token_ids.copy(),
+                request.num_prompt_tokens,
+                request.sampling_params,
+                manager.get_block_ids(request),
+                start,
+            )
+        )
+        self._add_to_step(step, request, start, num_new, request.num_tokens, 0)
+        return True
+
+    def _cap(self, num_new: int) -> int:
+        """Limits the prompt tokens of one request in a step, if the settings do."""
+        threshold = self.config.long_prefill_token_threshold
+        if 0 < threshold < num_new and self.config.enable_chunked_prefill:
+            return threshold
+        return num_new
+
+    def _add_to_step(
+        self, step: _Step, request: Request, start: int, num_new: int, total: int, num_spec: int
+    ) -> None:
+        """Books `num_new` tokens from `start`; `total` tokens are known or in flight."""
+        request.num_computed_tokens = start + num_new
+        num_sampled = 0
+        if start + num_new >= total:
+            num_sampled = num_spec + 1
+            request.num_output_placeholders += num_sampled
+        step.output.num_scheduled_tokens[request.request_id] = num_new
+        step.entries.append((request, start, num_sampled))
+        step.budget -= num_new
+
+    def _preempt(self, request: Request) -> None:
+        """Puts a request, just taken out of `running`, back to the waiting ones.
+
+        Tokens that steps in flight sample for it stay valid: they depend on its own tokens only.
+        """
+        self.kv_cache_manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.spec_token_ids = []
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._finished_req_ids.append(request.request_id)
+        self.waiting.push(request)
+
+    def _check_stop(self, request: Request, tokens: list[int]) -> tuple[RequestStatus | None, int]:
+        """Whether new tokens end the request, and how many of them belong to its output."""
+        num_output = request.num_output_tokens
+        for count, token in enumerate(tokens, 1):
+            if token in request.stop_token_ids:
+                params = request.sampling_params
+                if num_output + count > params.min_tokens:
+                    if token in params.stop_token_ids:
+                        request.stop_reason = token
+                    return RequestStatus.FINISHED_STOPPED, count
+            if num_output + count >= request.max_tokens:
+                return RequestStatus.FINISHED_LENGTH_CAPPED, count
+        return None, len(tokens)
+
+    def _take_prompt_logprobs(
+        self, request: Request, start: int, rows: LogprobsLists
+    ) -> LogprobsLists | None:
+        """The prompt logprobs that are new.
+
+        The step's first row is for position `start` + 1; a request that was preempted computes
+        again what it has handed out.
+        """
+        known = request.num_prompt_logprobs - start
+        if known >= len(rows.token_ids):
+            return None
+        request.num_prompt_logprobs = start + len(rows.token_ids)
+        if known <= 0:
+            return rows
+        return LogprobsLists(rows.token_ids[known:], rows.logprobs[known:], rows.ranks[known:])
+
+    def _fail_expired(self, now: float) -> None:
+        """Ends the requests whose deadline has passed; a scan only when one may have."""
+        expired = [
+            r for r in self.requests.values() if r.deadline is not None and r.deadline <= now
+        ]
+        for request in expired:
+            message = f"The deadline passed after {request.num_output_tokens} output tokens."
+            self._outputs.append(self._fail(request, message, "DeadlineError"))
+        self._drop_finished_from_running()
+        self._next_deadline = min(
+            (r.deadline for r in self.requests.values() if r.deadline is not None),
+            default=math.inf,
+        )
+
+    def _fail(self, request: Request, message: str, error_kind: str) -> EngineCoreOutput:
+        """Ends a request with an error; returns the output that says so."""
+        request.error, request.error_kind = message, error_kind
+        self._finish(request, RequestStatus.FINISHED_ERROR)
+        return EngineCoreOutput(
+            request.request_id,
+            [],
+            finish_reason=request.status.finish_reason,
+            error=message,
+            error_kind=error_kind,
+            num_cached_tokens=request.num_cached_tokens,
+            first_scheduled_time=request.first_scheduled_time,
+            num_preemptions=request.num_preemptions,
+        )
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """Ends a request; the caller drops it from `running`."""
+        req_id = request.request_id
+        del self.requests[req_id]
+        if request.status == RequestStatus.RUNNING:
+            self.kv_cache_manager.free(request)
+            self._finished_req_ids.append(req_id)
+        elif request.status in _HELD:
+            del self._held[req_id]
+        else:
+            self.waiting.remove(request)
+        request.status = status
+
+    def _drop_finished_from_running(self) -> None:
+        running = RequestStatus.RUNNING
+        self.running = [request for request in self.running if request.status is running]
+
+
+def _queue_key(request: Request) -> tuple[int, float, int]:
+    return request.queue_key
+
+
+def _first(rows: LogprobsLists, count: int) -> LogprobsLists:
+    """The first `count` rows."""
+    return LogprobsLists(rows.token_ids[:count], rows.logprobs[:count], rows.ranks[:count])

@@ -1,0 +1,211 @@
+"""The web application: its addresses, and the small ones of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.errors import NotFoundError
+from octavo.metrics import CONTENT_TYPE
+from octavo.server.chat import create_chat_completion
+from octavo.server.completions import create_completion
+from octavo.server.errors import on_http_exception, show
+from octavo.server.middleware import RequestMiddleware
+from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.state import ServerState, state_of
+from octavo.server.tokenize import detokenize, tokenize
+
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+_SCHEMA_REF = "#/components/schemas/{model}"
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """Makes the application; its lifespan starts and ends the engine."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.start()
+        yield
+        await state.close()
+
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        description="OpenAI-compatible inference server.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        redoc_url=None,
+        exception_handlers={HTTPException: on_http_exception},
+    )
+    app.state.octavo = state
+    # Middleware added later lies further out: CORS answers preflights before keys are asked for.
+    app.add_middleware(RequestMiddleware, state=state)
+    if state.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    get, post = ["GET"], ["POST"]
+    for path, endpoint, methods in (
+        ("/", index, get),
+        ("/health", health, get),
+        ("/ready", ready, get),
+        ("/version", version, get),
+        ("/metrics", metrics, get),
+        ("/v1/models", list_models, get),
+        ("/v1/models/{model:path}", get_model, get),
+        ("/v1/completions", create_completion, post),
+        ("/v1/chat/completions", create_chat_completion, post),
+        ("/tokenize", tokenize, post),
+        ("/detokenize", detokenize, post),
+        ("/reset_prefix_cache", reset_prefix_cache, post),
+    ):
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=methods,
+            response_class=Response,
+            openapi_extra=_request_body(path),
+        )
+    _document_bodies(app)
+    return app
+
+
+async def index(request: Request) -> Response:
+    """What this server is and where it can be asked."""
+    state = state_of(request)
+    return _json(
+        {
+            "name": "octavo",
+            "version": __version__,
+            "models": state.model_names,
+            "endpoints": [
+                f"{method} {route.path}"
+                for route in request.app.routes
+                for method in sorted(route.methods - {"HEAD"})
+            ],
+        }
+    )
+
+
+async def health(request: Request) -> Response:
+    """200 while the server makes progress (loading a model is progress), 503 with the reason."""
+    state = state_of(request)
+    ok, reason = True, "starting"
+    if state.failure is not None:
+        ok, reason = False, str(state.failure)
+    elif state.engine is not None:
+        found = state.engine.health()
+        ok, reason = found.ok, found.reason
+    return _json({"status": "ok" if ok else "unhealthy", "reason": reason}, 200 if ok else 503)
+
+
+async def ready(request: Request) -> Response:
+    """200 if requests will be served at once, 503 while loading or draining."""
+    state = state_of(request)
+    if state.draining:
+        reason = "draining"
+    elif state.failure is not None:
+        reason = str(state.failure)
+    elif state.engine is None or not state.engine.ready:
+        reason = "loading the model"
+    else:
+        return _json({"status": "ready"})
+    return _json({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})
+
+
+async def version(request: Request) -> Response:
+    """The version of Octavo."""
+    return _json({"version": __version__})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    engine = state_of(request).engine
+    return Response(b"" if engine is None else engine.metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def list_models(request: Request) -> Response:
+    """The names under which the model is served."""
+    state = state_of(request)
+    return _json({"object": "list", "data": [_model_card(state, n) for n in state.model_names]})
+
+
+async def get_model(request: Request) -> Response:
+    """One of the served names."""
+    state = state_of(request)
+    name = request.path_params["model"]
+    if name not in state.model_names:
+        raise NotFoundError(
+            f"The model {show(name)} does not exist here; this server has "
+            f"{', '.join(state.model_names)}.",
+            "model",
+        )
+    return _json(_model_card(state, name))
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forgets all cached prefixes; `success` is false while requests hold blocks."""
+    engine = await state_of(request).get_engine()
+    return _json({"success": await engine.reset_prefix_cache()})
+
+
+def _model_card(state: ServerState, name: str) -> dict[str, object]:
+    engine = state.engine
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "octavo",
+        "root": state.engine_config.model.model,
+        "parent": None,
+        # The memory decides it in the end, so it is not known while the model loads.
+        "max_model_len": engine.max_model_len if engine is not None and engine.ready else None,
+        "permission": [],
+    }
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def _request_body(path: str) -> dict[str, Any] | None:
+    """The documentation of a request body: bodies are parsed by `octavo.server.body`."""
+    if path not in _BODIES:
+        return None
+    schema = {"$ref": _SCHEMA_REF.format(model=_BODIES[path].__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _document_bodies(app: FastAPI) -> None:
+    """Adds the request bodies to the OpenAPI description that FastAPI makes."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        description = make()
+        _, bodies = models_json_schema(
+            [(model, "validation") for model in _BODIES.values()], ref_template=_SCHEMA_REF
+        )
+        description.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way

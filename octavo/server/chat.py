@@ -1,0 +1,220 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.chat_template import ChatTemplate
+from octavo.errors import RequestError
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server.errors import show
+from octavo.server.generation import (
+    Generation,
+    Prompt,
+    encode,
+    finite,
+    prompt_logprobs_json,
+    token_text,
+)
+from octavo.server.schema import ChatBody, Message
+
+if TYPE_CHECKING:
+    from octavo.engine.async_llm import AsyncLLM
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Writes the next message of a chat."""
+    return await ChatCompletion.respond(request, ChatBody)
+
+
+def render_messages(
+    template: ChatTemplate,
+    messages: list[Message],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    kwargs: dict[str, Any] | None,
+) -> str:
+    """The prompt text of a chat.
+
+    Args:
+        template: the chat template.
+        messages: the chat so far. "developer" is OpenAI's newer word for "system".
+        add_generation_prompt: begin the answer; default: unless `continue_final_message`.
+        continue_final_message: leave the last message open, so that the answer goes on with it.
+        kwargs: more variables for the template.
+
+    Raises:
+        RequestError: the template refuses the chat.
+    """
+    plain = [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.content,
+            **({} if message.name is None else {"name": message.name}),
+        }
+        for message in messages
+    ]
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    own = {"messages", "add_generation_prompt", "continue_final_message"} & (kwargs or {}).keys()
+    if own:
+        name = min(own)
+        raise RequestError(
+            f"chat_template_kwargs cannot set {show(name)}; give it as a field of the request.",
+            "chat_template_kwargs",
+        )
+    return template.render(
+        plain,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=bool(continue_final_message),
+        **(kwargs or {}),
+    )
+
+
+class ChatCompletion(Generation[ChatBody]):
+    """One request."""
+
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+    prompt_param = "messages"
+
+    def __init__(self, request: Request, body: ChatBody) -> None:
+        super().__init__(request, body)
+        self._started = False
+        last = body.messages[-1]
+        self._role = (
+            last.role if body.continue_final_message else self.state.config.response_role
+        )
+
+    @property
+    def num_prompts(self) -> int:
+        """A chat is one prompt."""
+        return 1
+
+    async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
+        """See `Generation.prepare`."""
+        body = self.body
+        tokenizer = self.state.tokenizer(engine, "messages")
+        limit = self.state.engine_config.model.max_logprobs
+        if body.top_logprobs is not None and 0 <= limit < body.top_logprobs:
+            raise RequestError(
+                f"top_logprobs={body.top_logprobs} is more than this server gives: {limit} "
+                "(--max-logprobs).",
+                "top_logprobs",
+            )
+        defaults = dict(engine.spec.generation_config)
+        max_tokens = body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = body.max_tokens
+        if max_tokens is None:
+            max_tokens = defaults.pop("max_tokens", None)  # type: ignore[assignment]  # an int
+        params = body.sampling_params(
+            # Without a limit the answer may fill the context.
+            {"max_tokens": None, **defaults},
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        prompt = render_messages(
+            self.state.chat_template(tokenizer),
+            body.messages,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+        )
+        # The template writes the special tokens itself.
+        return [prompt], params, bool(body.add_special_tokens)
+
+    def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
+        """See `Generation.choices`."""
+        choices = []
+        for completion in sorted(output.outputs, key=lambda c: c.index):
+            choice: dict[str, object] = {
+                "index": completion.index,
+                "message": {
+                    "role": self._role,
+                    "content": completion.text,
+                    "refusal": None,
+                },
+                "logprobs": self._logprobs(completion),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            if self.body.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+            choices.append(choice)
+        return choices
+
+    def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """See `Generation.extras`."""
+        extras: dict[str, object] = {}
+        if self.body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs_json(outputs[0].prompt_logprobs)
+        if self.body.return_token_ids:
+            extras["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return extras
+
+    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
+        """See `Generation.chunks`."""
+        body = self.body
+        chunks = []
+        if not self._started:
+            self._started = True
+            for number in range(self.n):
+                role: dict[str, object] = {
+                    "index": number,
+                    "delta": {"role": self._role, "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
+                if body.return_token_ids:
+                    role["prompt_token_ids"] = output.prompt_token_ids
+                chunks.append(encode(role))
+        for completion in output.outputs:
+            has_tokens = bool(completion.token_ids)
+            if has_tokens and (body.logprobs or body.return_token_ids):
+                choice: dict[str, object] = {
+                    "index": completion.index,
+                    "delta": {"content": completion.text},
+                    "logprobs": self._logprobs(completion),
+                    "finish_reason": None,
+                }
+                if body.return_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                chunks.append(encode(choice))
+            elif completion.text:
+                chunks.append(
+                    b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+                    % (completion.index, encode(completion.text))
+                )
+            if completion.finish_reason is not None:
+                chunks.append(
+                    b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
+                    % (
+                        completion.index,
+                        encode(completion.finish_reason),
+                        encode(completion.stop_reason),
+                    )
+                )
+        return chunks
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, object] | None:
+        if not self.body.logprobs:
+            return None
+        content = []
+        for token_id, row in zip(completion.token_ids, completion.logprobs or [], strict=True):
+            # The token itself is in the row even if it is not among the most probable ones.
+            best = sorted(row.items(), key=lambda item: -item[1].logprob)
+            top = [self._candidate(t, e) for t, e in best[: self.body.top_logprobs or 0]]
+            content.append({**self._candidate(token_id, row[token_id]), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _candidate(self, token_id: int, entry: Logprob) -> dict[str, object]:
+        text = token_text(token_id, entry, self.tokenizer)
+        data = text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": finite(entry.logprob), "bytes": list(data)}

@@ -1,0 +1,147 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import reprlib
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import OctavoError, RequestError
+
+logger = logging.getLogger(__name__)
+
+# Long enough for every message of ours, short enough that nobody gets a megabyte echoed.
+MAX_MESSAGE_CHARS = 1000
+
+_short = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxlong=40, maxother=60)
+
+
+class AuthenticationError(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "invalid_api_key")
+
+
+class BodyTooLargeError(RequestError):
+    """The request body has more bytes than the server takes."""
+
+    status = 413
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The request body is larger than {limit} bytes, the most this server takes "
+            "(--max-request-bytes).",
+            None,
+            "request_too_large",
+        )
+
+
+class MediaTypeError(RequestError):
+    """The body is not JSON, or is compressed."""
+
+    status = 415
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "unsupported_media_type")
+
+
+class RouteError(RequestError):
+    """No such address (404) or not with this method (405)."""
+
+    def __init__(self, status: int, message: str, allow: str | None = None) -> None:
+        super().__init__(message, None, "not_found" if status == 404 else "method_not_allowed")
+        self.status = status
+        self.allow = allow
+
+
+class UnavailableError(RequestError):
+    """The server is about to stop; another one, or a later try, may answer."""
+
+    status = 503
+    type = "server_error"
+
+    def __init__(self, message: str, retry_after: int = 5) -> None:
+        super().__init__(message, None, "unavailable")
+        self.retry_after = retry_after
+
+
+class ClientDisconnectError(OctavoError):
+    """Nobody waits for the answer any more."""
+
+
+def show(value: object) -> str:
+    """A value from a request, short enough for an error message."""
+    return _short.repr(value)
+
+
+def error_status(error: BaseException) -> int:
+    """The HTTP status that goes with an error."""
+    if isinstance(error, RequestError):
+        return error.status
+    return 503 if isinstance(error, OctavoError) else 500
+
+
+def error_json(error: BaseException) -> bytes:
+    """The JSON body that goes with an error."""
+    if isinstance(error, RequestError):
+        message, kind, param, code = error.message, error.type, error.param, error.code
+    elif isinstance(error, OctavoError):  # the engine could not start, or died
+        message, kind, param, code = str(error), "server_error", None, "engine_unavailable"
+    else:
+        message = "Something went wrong inside the server; its log says what."
+        kind, param, code = "server_error", None, "internal_error"
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[:MAX_MESSAGE_CHARS] + "..."
+    # A message may quote text that UTF-8 cannot express.
+    message = message.encode("utf-8", "replace").decode()
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    )
+
+
+def error_response(error: BaseException) -> Response:
+    """The answer to a request that failed before anything was sent."""
+    headers: dict[str, str] = {}
+    retry_after = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        headers["Retry-After"] = str(retry_after)
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, RouteError) and error.allow:
+        headers["Allow"] = error.allow
+    if isinstance(error, BodyTooLargeError | UnavailableError):
+        headers["Connection"] = "close"
+    status = error_status(error)
+    if status == 408:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would repeat a 408 by themselves
+    return Response(error_json(error), status, headers, "application/json")
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Turns the router's own errors (unknown address, wrong method) into OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        return error_response(
+            RouteError(405, f"{where}: the method is not allowed here; use {allow}.", allow)
+        )
+    if error.status_code == 404:
+        return error_response(
+            RouteError(404, f"{where}: there is nothing here; GET / lists the addresses.")
+        )
+    return error_response(RouteError(error.status_code, f"{where}: {error.detail}"))
+
+
+def log_unexpected(error: BaseException) -> None:
+    """Logs an error that no client caused, with its traceback."""
+    if not isinstance(error, OctavoError | asyncio.CancelledError):
+        logger.error("request failed", exc_info=error)

@@ -1,0 +1,326 @@
+"""What completions and chat completions have in common: running prompts, counting, streaming."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.errors import RequestError, UnsupportedError
+from octavo.outputs import Logprob, PromptLogprobs, RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server.auth import private_salt
+from octavo.server.body import read_model
+from octavo.server.errors import ClientDisconnectError, error_json, log_unexpected
+from octavo.server.middleware import context_of
+from octavo.server.schema import GenerationBody
+from octavo.server.state import ServerState, state_of
+from octavo.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.engine.async_llm import AsyncLLM
+
+B = TypeVar("B", bound=GenerationBody)
+
+Prompt = str | list[int]
+IndexedOutput = tuple[int, RequestOutput]
+
+DONE = b"data: [DONE]\n\n"
+# JSON has no infinity; this is what OpenAI sends for "impossible".
+MIN_LOGPROB = -9999.0
+
+encode = msgspec.json.encode
+
+
+class Generation(ABC, Generic[B]):
+    """One HTTP request for text, from its checked body to the bytes of the answer."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+    prompt_param: str
+    """The field that holds the prompt."""
+
+    def __init__(self, request: Request, body: B) -> None:
+        self.state = state_of(request)
+        self.body = body
+        self.context = context_of(request)
+        if body.request_id is not None:
+            self.context.request_id = body.request_id
+        self.id = f"{self.id_prefix}-{self.context.request_id}"
+        self.deadline = self.state.deadline(self.context.arrival, body.deadline_ms)
+        self.n = 1 if body.n is None else body.n
+        self.usage = Usage()
+        self.tokenizer: Tokenizer | None = None
+        self._envelope: dict[str, object] = {
+            "id": self.id,
+            "object": self.chunk_object_name if body.stream else self.object_name,
+            "created": int(time.time()),
+            "model": body.model or self.state.model_names[0],
+            "system_fingerprint": self.state.system_fingerprint,
+        }
+
+    @classmethod
+    async def respond(cls, request: Request, model: type[B]) -> Response:
+        """Reads and checks the body and answers it, as a stream or at once."""
+        state = state_of(request)
+        body = await read_model(request, model, state.config.max_request_bytes)
+        body.check()
+        state.check_model(body.model)
+        generation = cls(request, body)
+        if body.stream:
+            return EventStream(state, generation.events(), generation.deadline)
+        answer = await state.run(request.receive, generation.answer(), generation.deadline)
+        return Response(encode(answer), media_type="application/json")
+
+    @property
+    @abstractmethod
+    def num_prompts(self) -> int:
+        """Prompts in this request."""
+
+    @abstractmethod
+    async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
+        """Makes prompts, parameters, and whether the tokenizer adds its special tokens.
+
+        Raises:
+            RequestError: the body cannot be turned into a request for this engine.
+        """
+
+    @abstractmethod
+    def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
+        """The finished choices of the prompt `index`."""
+
+    @abstractmethod
+    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
+        """The JSON of the choices of a stream's next chunks."""
+
+    def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """What the answer has beside its choices."""
+        return {}
+
+    async def answer(self) -> dict[str, object]:
+        """The whole answer."""
+        outputs: dict[int, RequestOutput] = {}
+        async with aclosing(self._outputs()) as stream:
+            async for index, output in stream:
+                outputs[index] = output
+        in_order = [outputs[i] for i in sorted(outputs)]
+        return {
+            **self._envelope,
+            "choices": [c for i, output in enumerate(in_order) for c in self.choices(i, output)],
+            "usage": self.usage.to_dict(),
+            **self.extras(in_order),
+        }
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of the answer, without the last one ([DONE])."""
+        options = self.body.stream_options
+        with_usage = options is not None and options.include_usage
+        always = options is not None and options.continuous_usage_stats
+        head = b"data: " + encode(self._envelope)[:-1] + b',"choices":['
+        tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        async with aclosing(self._outputs()) as stream:
+            async for index, output in stream:
+                chunks = self.chunks(index, output)
+                if not chunks:
+                    continue
+                if always:
+                    tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
+                yield b"".join([head + choice + tail for choice in chunks])
+        if with_usage:
+            yield head + b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
+
+    async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
+        """The outputs of all prompts, as they come."""
+        with self.state.admit(self.num_prompts * max(1, self.n), self.prompt_param):
+            engine = await self.state.get_engine()
+            self.tokenizer = engine.tokenizer
+            prompts, params, add_special_tokens = await self.prepare(engine)
+            if params.priority and engine.config.scheduler.scheduling_policy != "priority":
+                raise UnsupportedError(
+                    "priority needs a server that runs with --scheduling-policy priority.",
+                    "priority",
+                )
+            salt = private_salt(self.context.api_key, self.body.cache_salt)
+
+            async def one(index: int) -> AsyncGenerator[IndexedOutput, None]:
+                stream = engine.generate(
+                    prompts[index],
+                    params,
+                    f"{self.id}-{index}-{self.state.next_id()}",
+                    cache_salt=salt,
+                    deadline=self.deadline,
+                    add_special_tokens=add_special_tokens,
+                )
+                async with aclosing(stream):  # closing aborts what has not finished
+                    async for output in stream:
+                        yield index, output
+
+            streams = [one(i) for i in range(len(prompts))]
+            merged = streams[0] if len(streams) == 1 else _merge(streams)
+            try:
+                async with aclosing(merged):
+                    async for index, output in merged:
+                        self.usage.add(index, output)
+                        self.context.prompt_tokens = self.usage.prompt_tokens
+                        self.context.completion_tokens = self.usage.completion_tokens
+                        yield index, output
+            except RequestError as error:
+                if error.param == "prompt":  # the engine knows nothing of chats
+                    error.param = self.prompt_param
+                raise
+
+
+class Usage:
+    """Token counts of one request."""
+
+    def __init__(self, *, count_completions: bool = True) -> None:
+        self._count_completions = count_completions
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self._seen: set[int] = set()
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Counts the new tokens of an output, and its prompt the first time."""
+        if index not in self._seen:
+            self._seen.add(index)
+            self.prompt_tokens += len(output.prompt_token_ids)
+            self.cached_tokens += output.num_cached_tokens
+        if self._count_completions:
+            self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
+
+    def to_dict(self) -> dict[str, object]:
+        """OpenAI's `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    Nothing is sent before the first event is there, so what fails until then still becomes an
+    ordinary error answer. What fails later becomes an event `{"error": ...}`.
+    """
+
+    def __init__(
+        self, state: ServerState, events: AsyncGenerator[bytes, None], deadline: float | None
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._state = state
+        self._events = events
+        self._deadline = deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until they end, fail, or the client goes away."""
+        started = False
+
+        async def start() -> None:
+            nonlocal started
+            started = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+
+        async def pump() -> None:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    if not started:
+                        await start()
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+
+        last = DONE
+        try:
+            await self._state.run(receive, pump(), self._deadline)
+        except ClientDisconnectError:
+            raise
+        except Exception as error:
+            if not started:
+                raise
+            log_unexpected(error)
+            last = b"data: " + error_json(error) + b"\n\n" + DONE
+        if not started:
+            await start()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _merge(
+    streams: list[AsyncGenerator[IndexedOutput, None]],
+) -> AsyncGenerator[IndexedOutput, None]:
+    """Joins streams as their items come; the first error ends all of them."""
+    queue: asyncio.Queue[IndexedOutput | Exception | None] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(stream: AsyncGenerator[IndexedOutput, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        for _ in streams:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def finite(logprob: float) -> float:
+    """A logprob that JSON can express."""
+    return max(logprob, MIN_LOGPROB)
+
+
+def token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | None) -> str:
+    """The text of a candidate token."""
+    if entry is not None and entry.decoded_token is not None:
+        return entry.decoded_token
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def prompt_logprobs_json(rows: PromptLogprobs | None) -> list[object] | None:
+    """vLLM's `prompt_logprobs`: for each position the candidates by token id."""
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            str(token): {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token, entry in row.items()
+        }
+        for row in rows
+    ]
+
+

@@ -1,0 +1,118 @@
+"""Around every request: its id, its key, its errors, its line in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server.auth import OPEN_PATHS
+from octavo.server.errors import (
+    ClientDisconnectError,
+    UnavailableError,
+    error_response,
+    log_unexpected,
+)
+from octavo.server.logging import REQUEST_ID
+from octavo.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that went away; only ever logged."""
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """What is known of one HTTP request beside its body."""
+
+    request_id: str
+    arrival: float
+    """Second of `time.monotonic`."""
+    api_key: str | None = None
+    status: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+def context_of(request: Request) -> RequestContext:
+    """The context that the middleware made for a request."""
+    context = request.scope["octavo"]
+    assert isinstance(context, RequestContext)
+    return context
+
+
+class RequestMiddleware:
+    """Gives each request its id and context, checks its key, and turns errors into answers."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app = app
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        context = RequestContext(_request_id(headers.get("x-request-id")), time.monotonic())
+        scope["octavo"] = context
+        token = REQUEST_ID.set(context.request_id)
+        probe = scope["path"] in OPEN_PATHS
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = context.request_id
+            await send(message)
+
+        self.state.num_active += not probe
+        try:
+            if not probe:
+                given = headers.get("authorization")
+                context.api_key = self.state.api_keys.check(
+                    None if given is None else given.encode("latin-1")
+                )
+                if self.state.draining:
+                    raise UnavailableError("The server is shutting down; try another one.")
+            await self.app(scope, receive, send_with_id)
+        except ClientDisconnectError:
+            context.status = CLIENT_CLOSED_REQUEST
+        except Exception as error:
+            log_unexpected(error)
+            if context.status is not None:
+                raise  # too late for an answer: the connection gets closed
+            await error_response(error)(scope, receive, send_with_id)
+        finally:
+            self.state.num_active -= not probe
+            _log_access(scope, context, probe)
+            REQUEST_ID.reset(token)
+
+
+def _request_id(given: str | None) -> str:
+    """The client's id if it is fit for logs and headers, otherwise a new one."""
+    if given is not None and re.fullmatch(r"[!-~]{1,128}", given):
+        return given
+    return uuid.uuid4().hex
+
+
+def _log_access(scope: Scope, context: RequestContext, probe: bool) -> None:
+    client = scope.get("client")
+    fields: dict[str, object] = {
+        "status": context.status,
+        "latency_ms": round((time.monotonic() - context.arrival) * 1000, 1),
+        "client": client[0] if client else None,
+    }
+    if context.prompt_tokens is not None:
+        fields["prompt_tokens"] = context.prompt_tokens
+        fields["completion_tokens"] = context.completion_tokens
+    # The raw path is still percent-encoded, so it cannot hold a line break.
+    path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+    level = logging.DEBUG if probe else logging.INFO
+    logger.log(level, "%s %s", scope["method"], path, extra=fields)

@@ -1,0 +1,174 @@
+"""`octavo serve`: listening, signals, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import ConfigError, OctavoError
+from octavo.models.hub import resolve_model
+from octavo.server.app import build_app
+from octavo.server.logging import setup_logging
+from octavo.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+# What uvicorn waits for connections whose requests have all been answered.
+_CLOSE_TIMEOUT = 5
+_DRAIN_POLL = 0.02
+
+
+def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Serves until a signal ends it; returns the exit status.
+
+    Raises:
+        OctavoError: the address cannot be used, or the engine failed, with the root cause.
+    """
+    setup_logging(config.log_level, config.log_format)
+    _check_tls(config)
+    keys = config.api_key + api_keys_from_environment()
+    state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)
+    with (
+        _bind(config.host, config.port) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_serve(state, listener))
+
+
+class _UvicornServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to us: its own handlers know no draining."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Captures none."""
+        return nullcontext()
+
+
+async def _serve(state: ServerState, listener: socket.socket) -> int:
+    config = state.config
+    server = _UvicornServer(
+        uvicorn.Config(
+            build_app(state),
+            http="httptools",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT,
+        )
+    )
+    ending = _Ending(state, server)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.on_signal, number)
+    state.on_failure = ending.stop
+    scheme = "https" if config.ssl_certfile else "http"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("listening on %s://%s:%d", scheme, shown, port)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await state.close()
+    if state.failure is not None:
+        raise state.failure
+    return ending.status
+
+
+class _Ending:
+    """How the server ends: the first signal drains it, the second one stops it at once."""
+
+    def __init__(self, state: ServerState, server: uvicorn.Server) -> None:
+        self.status = 0
+        self._state = state
+        self._server = server
+        self._drain: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Closes the listening socket and ends the server."""
+        self._server.should_exit = True
+
+    def on_signal(self, number: int) -> None:
+        """Handles SIGTERM and SIGINT."""
+        if self._drain is None:
+            self._state.begin_drain()
+            logger.info("draining", extra={"in_flight": self._state.num_active})
+            self._drain = asyncio.create_task(self._drain_then_stop())
+        else:
+            logger.warning("stopping at once", extra={"in_flight": self._state.num_active})
+            self.status = 128 + number
+            self._state.cut()
+            self._server.force_exit = True
+            self.stop()
+
+    async def _drain_then_stop(self) -> None:
+        engine = self._state.engine
+        loading = engine is None or not engine.ready
+        timeout = 0.0 if loading else self._state.config.shutdown_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                while self._state.num_active:
+                    await asyncio.sleep(_DRAIN_POLL)
+        except TimeoutError:
+            logger.warning(
+                "requests cut off at the end of the drain",
+                extra={"in_flight": self._state.num_active},
+            )
+            self._state.cut()
+        self.stop()
+
+
+async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> AsyncLLM:
+    model = engine_config.model
+    # A download must not hold up the event loop; afterwards the files are found at once.
+    await asyncio.to_thread(
+        resolve_model,
+        model.model,
+        revision=model.revision,
+        download_dir=engine_config.load.download_dir,
+        load_format=engine_config.load.load_format,
+    )
+    return await AsyncLLM.start(
+        engine_config,
+        progress_timeout=config.progress_timeout,
+        served_name=model.served_model_name[0] if model.served_model_name else None,
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Listens on an address before the model loads, so that a taken port is found at once."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host={host!r} is not an address of this machine: {error}.") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OctavoError(
+            f"Cannot listen on {host}, port {port}: {error.strerror}. Choose another --port or "
+            "--host."
+        ) from None
+    return listener
+
+
+def _check_tls(config: ServerConfig) -> None:
+    if (config.ssl_keyfile is None) != (config.ssl_certfile is None):
+        raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither.")
+    for name in ("ssl_keyfile", "ssl_certfile"):
+        path = getattr(config, name)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{name}={path!r} is not a file.")

@@ -1,0 +1,409 @@
+"""The request bodies of the API: OpenAI's fields, and vLLM's additions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
+
+from octavo.errors import RequestError, UnsupportedError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.server.body import Body
+from octavo.server.errors import show
+
+MAX_STOP_STRINGS = 64
+MAX_TOKEN_ID = 2**31 - 1
+
+# Integers travel as 64 bits between the processes; SamplingParams knows the real ranges.
+Int: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
+Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
+
+
+def check_token_ids(value: object, param: str) -> list[int]:
+    """Returns `value` if it is a list of one or more token ids; the vocabulary is not known here.
+
+    Raises:
+        RequestError: naming the first wrong entry.
+    """
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"{param}={show(value)} is not a list of token ids.", param)
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            raise RequestError(
+                f"{param}[{i}]={show(token)} is not a token id (an integer >= 0).", param
+            )
+    return value
+
+
+def _check_prompt(value: object) -> object:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RequestError(
+            f"prompt={show(value)} is not allowed; give a string, a list of strings, a list of "
+            "token ids, or a list of lists of token ids.",
+            "prompt",
+        )
+    if not value:
+        raise RequestError("prompt is an empty list; give at least one prompt.", "prompt")
+    if isinstance(value[0], int):
+        return check_token_ids(value, "prompt")
+    kind = type(value[0])
+    if kind not in (str, list):
+        raise RequestError(
+            f"prompt[0]={show(value[0])} is neither a string nor a token id nor a list of them.",
+            "prompt",
+        )
+    for i, item in enumerate(value):
+        if type(item) is not kind:
+            raise RequestError(
+                f"prompt[{i}]={show(item)} differs in kind from prompt[0]; the prompts of one "
+                "request are all strings or all lists of token ids.",
+                "prompt",
+            )
+        if kind is list:
+            check_token_ids(item, f"prompt[{i}]")
+    return value
+
+
+def _check_stop(value: object) -> object:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return None
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise RequestError(
+            f"stop={show(value)} is not allowed; give a string or a list of strings.", "stop"
+        )
+    if len(stops) > MAX_STOP_STRINGS:
+        raise RequestError(
+            f"stop has {len(stops)} texts; at most {MAX_STOP_STRINGS} are allowed.", "stop"
+        )
+    return stops
+
+
+def _check_content(value: object) -> object:
+    """Text, or a list of text parts joined by newlines."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for i, part in enumerate(value):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(
+                f'content[{i}]={show(part)} is not allowed; a part is {{"type": "text", '
+                '"text": "..."}.',
+                "messages",
+            )
+        if kind != "text":
+            raise UnsupportedError(
+                f"content[{i}] is of type {show(kind)}, which is not supported yet; only text "
+                "parts are.",
+                "messages",
+            )
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise RequestError(
+                f"content[{i}].text={show(text)} is not allowed; it is a string.", "messages"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class Message(BaseModel):
+    """One message of a chat; a list of text parts has become one text."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(_check_content)]
+    name: str | None = None
+
+
+def _check_messages(value: object) -> object:
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            f"messages={show(value)} is not allowed; give a list of one or more messages.",
+            "messages",
+        )
+    for i, message in enumerate(value):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise RequestError(
+                f'{where}={show(message)} is not a message; give {{"role": "user", '
+                '"content": "..."}.',
+                "messages",
+            )
+        role = message.get("role")
+        if role in ("tool", "function") or message.get("tool_calls"):
+            raise UnsupportedError(f"{where}: tool calls are not supported yet.", "messages")
+        if role not in ("system", "developer", "user", "assistant"):
+            raise RequestError(
+                f"{where}.role={show(role)} is not allowed; it is system, developer, user or "
+                "assistant.",
+                "messages",
+            )
+        if not isinstance(message.get("content"), str | list):
+            raise RequestError(
+                f"{where}.content={show(message.get('content'))} is not allowed; it is a string "
+                "or a list of text parts.",
+                "messages",
+            )
+        try:
+            _check_content(message["content"])
+        except RequestError as error:
+            # Says which message; the kind of error stays.
+            raise type(error)(f"{where}.{error.message}", "messages") from None
+    return value
+
+
+Messages: TypeAlias = Annotated[list[Message], BeforeValidator(_check_messages)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """The fields that both generation endpoints take. null means "not given" throughout."""
+
+    model: str | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Int | None = None
+    seed: Seed | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    priority: Int | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    request_id: RequestId | None = None
+    deadline_ms: Annotated[int, Field(gt=0, le=2**53)] | None = None
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[object, ...]]:
+        """Known fields that are refused, and the values of each that are let through."""
+        nothing = (None,)
+        return {
+            "response_format": (None, {"type": "text"}),
+            "structured_outputs": nothing,
+            "guided_json": nothing,
+            "guided_regex": nothing,
+            "guided_choice": nothing,
+            "guided_grammar": nothing,
+            "guided_decoding_backend": nothing,
+            "guided_whitespace_pattern": nothing,
+            "structural_tag": nothing,
+            "use_beam_search": (None, False),
+            "length_penalty": (None, 1.0),
+            "prompt_embeds": nothing,
+            "logits_processors": nothing,
+            "kv_transfer_params": nothing,
+            "vllm_xargs": nothing,
+            "truncation_side": (None, "left"),
+            "return_tokens_as_token_ids": (None, False),
+            "thinking_token_budget": nothing,
+            "repetition_detection": nothing,
+        }
+
+    def check(self) -> None:
+        """Refuses fields that contradict one another.
+
+        Raises:
+            RequestError: naming one of them.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream=true.", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs is not available with stream=true; leave one of them out.",
+                "prompt_logprobs",
+            )
+
+    def sampling_params(
+        self, defaults: dict[str, float | int], **overrides: object
+    ) -> SamplingParams:
+        """The sampling parameters of this request.
+
+        Args:
+            defaults: the model's own (its generation config); given fields win.
+            overrides: fields that the endpoint derives; None: not given.
+
+        Raises:
+            RequestError: a value is out of its range.
+        """
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | overrides
+        kwargs: dict[str, Any] = {
+            **defaults,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+        kwargs["output_kind"] = (
+            RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        )
+        return SamplingParams(**kwargs)
+
+
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "priority",
+)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Prompts, BeforeValidator(_check_prompt)]
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[object, ...]]:
+        """See `GenerationBody.unsupported`."""
+        return super().unsupported() | {"suffix": (None, "")}
+
+    def check(self) -> None:
+        """See `GenerationBody.check`."""
+        super().check()
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
+            raise UnsupportedError(
+                f"best_of={show(self.best_of)} differs from n; choosing the best of several "
+                "answers is not supported. Leave best_of out.",
+                "best_of",
+            )
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[object, ...]]:
+        """See `GenerationBody.unsupported`."""
+        nothing = (None,)
+        return super().unsupported() | {
+            "tools": (None, []),
+            "tool_choice": (None, "none"),
+            "functions": (None, []),
+            "function_call": (None, "none"),
+            "modalities": (None, ["text"]),
+            "audio": nothing,
+            "prediction": nothing,
+            "web_search_options": nothing,
+            "chat_template": nothing,
+            "documents": (None, []),
+            "reasoning_effort": nothing,
+            "mm_processor_kwargs": nothing,
+            "media_io_kwargs": nothing,
+            "echo": (None, False),
+        }
+
+    def check(self) -> None:
+        """See `GenerationBody.check`."""
+        super().check()
+        check_template_flags(self.add_generation_prompt, self.continue_final_message)
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true.", "top_logprobs")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise RequestError(
+                f"max_tokens={both[0]} and max_completion_tokens={both[1]} contradict; "
+                "give one of them.",
+                "max_tokens",
+            )
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a chat to render."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @classmethod
+    def unsupported(cls) -> dict[str, tuple[object, ...]]:
+        """See `GenerationBody.unsupported`."""
+        return {"tools": (None, []), "chat_template": (None,)}
+
+    def check(self) -> None:
+        """Refuses fields that contradict one another."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("Give either prompt or messages.", "prompt")
+        check_template_flags(self.add_generation_prompt, self.continue_final_message)
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]]
+
+
+def check_template_flags(
+    add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> None:
+    """Refuses to both go on with the last message and begin a new one."""
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt contradict; give one of them.",
+            "continue_final_message",
+        )

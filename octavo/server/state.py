@@ -1,0 +1,333 @@
+"""What all requests of one server share: engine, limits, and the way to a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive
+
+from octavo import __version__
+from octavo.chat_template import ChatTemplate
+from octavo.config import EngineConfig, ServerConfig
+from octavo.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    NotFoundError,
+    OctavoError,
+    QueueFullError,
+    RequestError,
+    UnsupportedError,
+)
+from octavo.server.auth import ApiKeys
+from octavo.server.errors import ClientDisconnectError, UnavailableError, show
+from octavo.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Over how many finished answers, and how many seconds, throughput is measured.
+_RECENT_ANSWERS = 256
+_RECENT_SECONDS = 60.0
+MAX_RETRY_AFTER = 60
+
+
+class ServerState:
+    """One server.
+
+    Args:
+        config: the server's settings.
+        engine_config: the engine's; only names are read from it.
+        start_engine: makes the engine; may return while the model still loads.
+        api_keys: accepted keys, the environment's included.
+
+    Raises:
+        ConfigError: the chat template cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine_config: EngineConfig,
+        start_engine: Callable[[], Awaitable[AsyncLLM]],
+        api_keys: list[str] | None = None,
+    ) -> None:
+        self.config = config
+        self.engine_config = engine_config
+        self.api_keys = ApiKeys(config.api_key if api_keys is None else api_keys)
+        self.model_names = engine_config.model.served_model_name or [engine_config.model.model]
+        self.created = int(time.time())
+        self.system_fingerprint = _fingerprint(engine_config)
+        self.engine: AsyncLLM | None = None
+        self.failure: OctavoError | None = None
+        """Why there is no engine, or no longer one."""
+        self.on_failure: Callable[[], None] = lambda: None
+        self.draining = False
+        self.num_active = 0
+        """HTTP requests being answered, probes not counted."""
+        self._start_engine = start_engine
+        self._started: asyncio.Task[AsyncLLM] | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._work: set[asyncio.Future[object]] = set()
+        self._cut = False
+        self._num_admitted = 0
+        self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
+        self._counter = itertools.count()
+        self._template_source = _read_template(config.chat_template)
+        self._template: ChatTemplate | None = None
+
+    # Life of the engine
+
+    def start(self) -> None:
+        """Begins to start the engine; returns at once."""
+        self._started = asyncio.create_task(self._begin())
+        self._loading = asyncio.create_task(self._load())
+
+    async def _begin(self) -> AsyncLLM:
+        self.engine = await self._start_engine()
+        return self.engine
+
+    async def _load(self) -> None:
+        assert self._started is not None
+        try:
+            engine = await asyncio.shield(self._started)
+            await engine.wait_ready()
+            logger.info("ready", extra={"model": self.model_names[0]})
+        except OctavoError as error:
+            self.fail(error)
+        except Exception as error:
+            logger.exception("the engine could not be started")
+            self.fail(EngineDeadError(f"the engine could not be started: {error!r}"))
+
+    async def get_engine(self) -> AsyncLLM:
+        """The engine; waits until it takes requests.
+
+        Raises:
+            OctavoError: it could not be started, or died.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.engine is not None:
+            return self.engine
+        assert self._started is not None
+        try:
+            return await asyncio.shield(self._started)
+        except OctavoError:
+            raise
+        except Exception as error:
+            raise EngineDeadError(f"the engine could not be started: {error!r}") from error
+
+    def fail(self, error: OctavoError) -> None:
+        """Notes that the engine is gone for good; the server has no more purpose."""
+        if self.failure is None:
+            self.failure = error
+            self.on_failure()
+
+    async def close(self) -> None:
+        """Ends the engine. May be called twice."""
+        tasks = [task for task in (self._loading, self._started) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.engine is not None:
+            await self.engine.shutdown()
+
+    # Ending
+
+    def begin_drain(self) -> None:
+        """From now on new requests are refused; those in flight go on."""
+        self.draining = True
+
+    def cut(self) -> None:
+        """Ends all requests in flight with an error."""
+        self._cut = True
+        for work in self._work:
+            work.cancel()
+
+    # Requests
+
+    def check_model(self, name: str | None) -> None:
+        """Refuses a model that is not served here.
+
+        Raises:
+            NotFoundError: naming those that are.
+        """
+        if name is not None and name not in self.model_names:
+            raise NotFoundError(
+                f"The model {show(name)} does not exist here; this server has "
+                f"{', '.join(self.model_names)}.",
+                "model",
+            )
+
+    def next_id(self) -> int:
+        """A number that no other engine request of this server has."""
+        return next(self._counter)
+
+    def deadline(self, arrival: float, deadline_ms: int | None) -> float | None:
+        """When a request has to be finished: the server's limit or its own, the earlier one.
+
+        Args:
+            arrival: second of `time.monotonic`.
+            deadline_ms: the request's own limit in milliseconds.
+        """
+        limits = [deadline_ms / 1000] if deadline_ms is not None else []
+        if self.config.request_timeout > 0:
+            limits.append(self.config.request_timeout)
+        return arrival + min(limits) if limits else None
+
+    @contextmanager
+    def admit(self, count: int, param: str) -> Iterator[None]:
+        """Holds a place for `count` answers while they are made.
+
+        Raises:
+            QueueFullError: too many are being made; with an estimate of when there is room.
+            RequestError: so many answers can never be taken at once.
+        """
+        limit = self.config.max_num_queued_reqs
+        if limit and count > limit:
+            raise RequestError(
+                f"The request asks for {count} answers (prompts x n), and this server takes at "
+                f"most {limit} unfinished ones (--max-num-queued-reqs); split it.",
+                param,
+            )
+        if limit and self._num_admitted + count > limit:
+            raise QueueFullError(
+                f"{self._num_admitted} answers are being made or waited for, the most this server "
+                f"takes is {limit} (--max-num-queued-reqs); try again later.",
+                self._retry_after(self._num_admitted + count - limit),
+            )
+        self._num_admitted += count
+        try:
+            yield
+        finally:
+            self._num_admitted -= count
+            self._finish_times.extend([time.monotonic()] * min(count, _RECENT_ANSWERS))
+
+    def _retry_after(self, places: int) -> int:
+        """Seconds until `places` more answers will have finished, from recent throughput."""
+        now = time.monotonic()
+        recent = [t for t in self._finish_times if now - t < _RECENT_SECONDS]
+        if not recent:
+            return 1
+        rate = len(recent) / max(now - recent[0], 0.1)
+        return max(1, min(MAX_RETRY_AFTER, math.ceil(places / rate)))
+
+    async def run(
+        self, receive: Receive, work: Coroutine[object, object, T], deadline: float | None
+    ) -> T:
+        """Does the work of one request as long as somebody waits for it.
+
+        The body must have been read: what `receive` then brings is the client's going away.
+
+        Raises:
+            ClientDisconnectError: the client went away; the work was cancelled.
+            DeadlineError: time was up; the work was cancelled.
+            UnavailableError: the server stops; the work was cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        watcher = asyncio.ensure_future(_disconnected(receive))
+        self._work.add(task)
+        if self._cut:
+            task.cancel()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            await asyncio.wait(
+                {task, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task.done():
+                if task.cancelled() and self._cut:
+                    raise UnavailableError("The server stopped before the answer was complete.")
+                return task.result()
+            if watcher.done():
+                raise ClientDisconnectError
+            raise DeadlineError("The answer was not complete at the request's deadline.")
+        except EngineDeadError as error:
+            self.fail(error)
+            raise
+        finally:
+            self._work.discard(task)
+            task.cancel()
+            watcher.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
+
+    # Chat templates
+
+    def tokenizer(self, engine: AsyncLLM, param: str) -> Tokenizer:
+        """The engine's tokenizer.
+
+        Raises:
+            RequestError: there is none, so the field `param` cannot be text.
+        """
+        if engine.tokenizer is None:
+            raise RequestError(
+                f"This server has no tokenizer (--skip-tokenizer-init), so {param} cannot be "
+                "text; give token ids to /v1/completions.",
+                param,
+            )
+        return engine.tokenizer
+
+    def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template given by flag, or the model's own.
+
+        Raises:
+            UnsupportedError: there is neither.
+        """
+        if self._template is None:
+            source = self._template_source or tokenizer.chat_template
+            if source is None:
+                raise UnsupportedError(
+                    "This model has no chat template; start the server with --chat-template, or "
+                    "use /v1/completions.",
+                    "messages",
+                )
+            self._template = ChatTemplate(source, tokenizer.special_tokens)
+        return self._template
+
+
+def state_of(request: Request) -> ServerState:
+    """The server that a request came to."""
+    state = request.app.state.octavo
+    assert isinstance(state, ServerState)
+    return state
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _fingerprint(config: EngineConfig) -> str:
+    """Changes when the answers of the same request may change."""
+    settings = [__version__, config.model, config.load, config.cache.kv_cache_dtype, config.device]
+    return "fp_" + hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]
+
+
+def _read_template(given: str | None) -> str | None:
+    """The chat template that the flag names or holds."""
+    if given is None:
+        return None
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template={given!r} is neither a template nor a readable file: {error}."
+        ) from None

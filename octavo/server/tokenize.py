@@ -1,0 +1,61 @@
+"""POST /tokenize and /detokenize: vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.server.body import read_model
+from octavo.server.chat import render_messages
+from octavo.server.schema import DetokenizeBody, TokenizeBody
+from octavo.server.state import state_of
+
+# Longer texts are tokenised on a thread, so that the streams of others go on meanwhile.
+LONG_TEXT = 20_000
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or of a rendered chat."""
+    state = state_of(request)
+    body = await read_model(request, TokenizeBody, state.config.max_request_bytes)
+    body.check()
+    state.check_model(body.model)
+    engine = await state.get_engine()
+    tokenizer = state.tokenizer(engine, "prompt" if body.messages is None else "messages")
+    special = body.add_special_tokens
+    if body.messages is None:
+        text = body.prompt or ""
+        special = True if special is None else special
+    else:
+        text = render_messages(
+            state.chat_template(tokenizer),
+            body.messages,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+        )
+        special = bool(special)  # the template writes them itself
+    if len(text) > LONG_TEXT:
+        ids = await asyncio.to_thread(tokenizer.encode, text, special)
+    else:
+        ids = tokenizer.encode(text, special)
+    answer = {
+        "count": len(ids),
+        "max_model_len": engine.max_model_len,
+        "tokens": ids,
+        "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    body = await read_model(request, DetokenizeBody, state.config.max_request_bytes)
+    state.check_model(body.model)
+    tokenizer = state.tokenizer(await state.get_engine(), "tokens")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

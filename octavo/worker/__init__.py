@@ -1,0 +1,1 @@
+"""Workers: the data plane of one device."""

@@ -1,0 +1,212 @@
+"""The model runner: from a scheduler's step to sampled tokens, on one device."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.kernels.ops import get_ops
+from octavo.messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from octavo.models.loader import load_model
+from octavo.sampling.sampler import Sampler, prompt_logprobs
+from octavo.sampling.state import SamplingState
+from octavo.sampling_params import SamplingParams
+from octavo.worker.input_batch import InputBatch, StepInputs
+from octavo.worker.setup import WorkerSetup
+
+# Prompt logprobs need logits for every prompt token; they are made for this many at a time, so
+# that they never take more memory than the logits of an ordinary step.
+PROMPT_LOGPROBS_ROWS = 64
+
+
+@dataclass(slots=True)
+class _Step:
+    """What `execute_model` leaves for `sample_tokens`."""
+
+    inputs: StepInputs
+    logits: torch.Tensor
+    """float32 [S, vocab] for the S requests that sample."""
+    prompt_logprobs: dict[str, LogprobsLists]
+
+
+class ModelRunner:
+    """Holds the model, the KV cache and the rows of the live requests."""
+
+    def __init__(self, setup: WorkerSetup, device: torch.device) -> None:
+        self.device = device
+        self.spec = setup.spec
+        config = setup.config
+        dtype: torch.dtype = getattr(torch, setup.dtype)
+        self.backend = get_attention_backend(config.device.attention_backend, device)
+        self.model = load_model(
+            setup.spec,
+            setup.model_path,
+            dtype=dtype,
+            device=device,
+            load_format=config.load.load_format,
+            seed=config.model.seed,
+            max_model_len=setup.max_model_len,
+        )
+        kv = setup.kv_cache
+        shape = self.backend.kv_cache_shape(
+            kv.num_blocks, kv.block_size, setup.spec.num_key_value_heads, setup.spec.head_size
+        )
+        self.kv_tensors = [_allocate(shape, dtype, device) for _ in range(kv.group_size)]
+        self.kv_caches = [self.kv_tensors[kv.layer_to_tensor[i]] for i in range(kv.num_layers)]
+        self.layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
+
+        max_num_seqs = config.scheduler.max_num_seqs
+        self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
+        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
+        self.sampler = Sampler(get_ops(device))
+        self._prompt_logprobs: dict[str, int] = {}
+        """Requests that asked for prompt logprobs, and how many for each position."""
+        self._failed: dict[str, str] = {}
+        """Requests whose parameters could not be set up, until the step that reports it."""
+        self._step: _Step | None = None
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Runs the forward pass of one step and keeps its logits for `sample_tokens`."""
+        self._update_rows(scheduler_output)
+        if not scheduler_output.num_scheduled_tokens:
+            self._step = None
+            return
+        inputs = self.batch.gather(scheduler_output.num_scheduled_tokens)
+        hidden = self.model.forward(
+            torch.from_numpy(inputs.input_ids).to(self.device),
+            torch.from_numpy(inputs.positions).to(self.device),
+            self.kv_caches,
+            self._attention_metadata(inputs),
+            self.backend,
+        )
+        last = torch.from_numpy(inputs.query_start_loc[1:][inputs.samples].astype(np.int64) - 1)
+        logits = self.model.compute_logits(hidden.index_select(0, last.to(self.device)))
+        self._step = _Step(inputs, logits, self._compute_prompt_logprobs(inputs, hidden))
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Samples one token for each request whose known tokens are all computed."""
+        step, self._step = self._step, None
+        errors, self._failed = self._failed, {}
+        if step is None:
+            return ModelRunnerOutput(errors=errors)
+        inputs = step.inputs
+        rows = inputs.rows[inputs.samples]
+        sampled: list[list[int]] = [[] for _ in inputs.req_ids]
+        logprobs: dict[str, LogprobsLists] = {}
+        if len(rows):
+            out = self.sampler.sample(step.logits, self.sampling.metadata(rows))
+            indices = np.flatnonzero(inputs.samples)
+            tokens = out.token_ids.cpu().numpy()
+            good = np.ones(len(rows), np.bool_)
+            for i, message in out.errors.items():
+                errors[inputs.req_ids[indices[i]]] = message
+                good[i] = False
+            self.batch.append_tokens(rows[good], tokens[good])
+            self.sampling.append_token(rows[good], tokens[good])
+            for i, token in zip(indices[good].tolist(), tokens[good].tolist(), strict=True):
+                sampled[i] = [token]
+            for i, lists in out.logprobs.items():
+                logprobs[inputs.req_ids[indices[i]]] = lists
+        return ModelRunnerOutput(
+            req_ids=inputs.req_ids,
+            sampled_token_ids=sampled,
+            logprobs=logprobs,
+            prompt_logprobs=step.prompt_logprobs,
+            errors=errors,
+        )
+
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        """Brings the persistent rows up to date with the scheduler."""
+        for req_id in scheduler_output.finished_req_ids:
+            row = self.batch.remove(req_id)
+            if row is not None:
+                self.sampling.remove_row(row)
+                self._prompt_logprobs.pop(req_id, None)
+        if scheduler_output.blocks_to_copy:
+            self.backend.copy_blocks(self.kv_tensors, scheduler_output.blocks_to_copy)
+        for data in scheduler_output.scheduled_new_reqs:
+            self._add_row(data)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.req_ids:
+            row_of = self.batch.row_of
+            rows = np.fromiter((row_of[r] for r in cached.req_ids), np.int64, len(cached.req_ids))
+            self.batch.num_computed_tokens[rows] = cached.num_computed_tokens
+            for row, block_ids in zip(rows.tolist(), cached.new_block_ids, strict=True):
+                if block_ids is not None:
+                    self.batch.append_blocks(row, block_ids)
+
+    def _add_row(self, data: NewRequestData) -> None:
+        row = self.batch.add(data)
+        params = data.sampling_params
+        try:
+            self.sampling.add_row(row, params, data.token_ids, data.num_prompt_tokens)
+        except Exception as error:  # whatever one request makes fail, fails that request only
+            self._failed[data.req_id] = f"its sampling parameters cannot be used: {error}"
+            self.sampling.add_row(row, SamplingParams(), data.token_ids, data.num_prompt_tokens)
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[data.req_id] = params.prompt_logprobs
+
+    def _attention_metadata(self, inputs: StepInputs) -> list[AttentionMetadata]:
+        """The attention metadata of every layer; layers of one KV-cache group share theirs."""
+        query_lens = np.diff(inputs.query_start_loc)
+        query_start_loc = torch.from_numpy(inputs.query_start_loc).to(self.device)
+        seq_lens = torch.from_numpy(inputs.seq_lens).to(self.device)
+        groups = [
+            AttentionMetadata(
+                num_reqs=len(inputs.req_ids),
+                num_tokens=len(inputs.input_ids),
+                max_query_len=int(query_lens.max()),
+                max_seq_len=int(inputs.seq_lens.max()),
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=torch.from_numpy(np.ascontiguousarray(table)).to(self.device),
+                slot_mapping=torch.from_numpy(slots).to(self.device),
+            )
+            for table, slots in zip(inputs.block_tables, inputs.slot_mappings, strict=True)
+        ]
+        return [groups[g] for g in self.layer_groups]
+
+    def _compute_prompt_logprobs(
+        self, inputs: StepInputs, hidden: torch.Tensor
+    ) -> dict[str, LogprobsLists]:
+        """Logprobs of this step's prompt tokens, for the requests that asked for them."""
+        result: dict[str, LogprobsLists] = {}
+        if not self._prompt_logprobs:
+            return result
+        for i, req_id in enumerate(inputs.req_ids):
+            k = self._prompt_logprobs.get(req_id)
+            row = inputs.rows[i]
+            begin, end = int(inputs.query_start_loc[i]), int(inputs.query_start_loc[i + 1])
+            first = int(self.batch.num_computed_tokens[row])
+            # The logits at position p tell of token p + 1, as long as that is a prompt token.
+            count = min(end - begin, int(self.batch.num_prompt_tokens[row]) - 1 - first)
+            if k is None or count <= 0:
+                continue
+            lists = LogprobsLists([], [], [])
+            for at in range(0, count, PROMPT_LOGPROBS_ROWS):
+                n = min(PROMPT_LOGPROBS_ROWS, count - at)
+                logits = self.model.compute_logits(hidden[begin + at : begin + at + n])
+                targets = self.batch.token_ids[row, first + at + 1 : first + at + 1 + n]
+                part = prompt_logprobs(
+                    self.sampler.ops,
+                    logits,
+                    torch.from_numpy(targets.astype(np.int64)).to(self.device),
+                    k,
+                )
+                lists.token_ids += part.token_ids
+                lists.logprobs += part.logprobs
+                lists.ranks += part.ranks
+            result[req_id] = lists
+        return result
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed tensor; on a CPU its pages are taken from the system only when first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    numel = int(np.prod(shape))
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype).view(shape)

@@ -1,0 +1,24 @@
+"""What a worker is built from. Imports no torch, so that the control plane can fill it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.kv_cache.groups import KVCacheConfig
+from octavo.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All that a worker needs to build its part of the model."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    model_path: Path
+    kv_cache: KVCacheConfig
+    dtype: str
+    """"float32", "float16" or "bfloat16"."""
+    max_model_len: int
+    max_num_batched_tokens: int

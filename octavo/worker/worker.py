@@ -1,0 +1,41 @@
+"""A worker owns one device: its threads, its model runner, its share of the memory."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.device import select_device, set_num_threads
+from octavo.messages import ModelRunnerOutput, SchedulerOutput
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.setup import WorkerSetup
+
+
+class Worker:
+    """Builds the model runner and passes steps on to it."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        device = select_device(setup.config.device.device)
+        if device.type == "cpu":
+            set_num_threads(setup.config.device.num_threads)
+        with torch.inference_mode():
+            self._runner: ModelRunner | None = ModelRunner(setup, device)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model runner."""
+        assert self._runner is not None, "the worker has been shut down"
+        return self._runner
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Runs the forward pass of a step."""
+        with torch.inference_mode():
+            self.runner.execute_model(scheduler_output)
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Samples the tokens of the step run last."""
+        with torch.inference_mode():
+            return self.runner.sample_tokens()
+
+    def shutdown(self) -> None:
+        """Lets go of the model and the KV cache."""
+        self._runner = None

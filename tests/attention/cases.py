@@ -1,0 +1,132 @@
+"""Made-up steps of attention: requests with a history, their blocks scattered over a cache."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionBackend, AttentionMetadata
+
+NOWHERE = 1 << 30  # a block that cannot be read
+
+
+@dataclass
+class Case:
+    """Requests as (context length, tokens of this step), and the shape of the model."""
+
+    requests: list[tuple[int, int]]
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    scale: float = 0.3
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    seeds: list[int] = field(default_factory=list)  # of each request; its place if not given
+
+    def kwargs(self) -> dict[str, object]:
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
+        return {
+            "scale": self.scale,
+            "sliding_window": self.window,
+            "logits_soft_cap": self.soft_cap,
+            "alibi_slopes": slopes,
+        }
+
+    def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the whole context of a request."""
+        seed = self.seeds[request] if self.seeds else request
+        generator = torch.Generator().manual_seed(seed)
+        length = 2048
+        shape = (length, self.heads + 2 * self.kv_heads, self.head_size)
+        qkv = torch.randn(shape, generator=generator)[: self.requests[request][0]].to(self.dtype)
+        query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return 2 * query, key, value
+
+    def truth(self) -> Tensor:
+        """The step's results in float64, one dense matrix for each head."""
+        outs = []
+        for r, (context, new) in enumerate(self.requests):
+            query, key, value = (x.double() for x in self.tensors(r))
+            group = self.heads // self.kv_heads
+            out = torch.zeros(new, self.heads, self.head_size, dtype=torch.float64)
+            for h in range(self.heads):
+                logits = query[context - new :, h] @ key[:, h // group].T * self.scale
+                if self.soft_cap is not None:
+                    logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+                for i in range(new):
+                    position = context - new + i
+                    first = 0 if self.window is None else max(0, position - self.window + 1)
+                    seen = slice(first, position + 1)
+                    row = logits[i, seen]
+                    if self.alibi:
+                        row = row + 2.0 ** -(h + 1) * torch.arange(first, position + 1)
+                    out[i, h] = torch.softmax(row, 0) @ value[seen, h // group]
+            outs.append(out)
+        return torch.cat(outs)
+
+    def run(self, backend: AttentionBackend, *, views: bool = False) -> Tensor:
+        """The step's results by a backend.
+
+        Whatever may not be read is NaN, or a block that does not exist. With views, the query is
+        a view of a fused tensor and so is the result.
+        """
+        blocks_of = [-(-context // self.block_size) for context, _ in self.requests]
+        num_blocks = 1 + sum(blocks_of)  # block 0 is nobody's
+        order = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1))
+        free = order.int().tolist()
+        shape = backend.kv_cache_shape(num_blocks, self.block_size, self.kv_heads, self.head_size)
+        kv_cache = torch.full(shape, torch.nan, dtype=self.dtype)
+        table = torch.full((len(blocks_of), max([1, *blocks_of]) + 1), NOWHERE, dtype=torch.int32)
+        starts, slot_mapping, queries = [0], [], []
+        for r, (context, new) in enumerate(self.requests):
+            query, key, value = self.tensors(r)
+            table[r, : blocks_of[r]] = torch.tensor([free.pop() for _ in range(blocks_of[r])])
+            positions = torch.arange(context)
+            slots = table[r].long()[positions // self.block_size] * self.block_size
+            slots += positions % self.block_size
+            if self.window is not None:
+                needed = max(0, context - new - self.window + 1)
+                slots[:needed] = -1
+                table[r, : needed // self.block_size] = NOWHERE
+            # The history as one chunk, this step's tokens as views of a fused tensor
+            old = context - new
+            backend.write_kv(
+                key[:old].contiguous(), value[:old].contiguous(), kv_cache, slots[:old]
+            )
+            backend.write_kv(key[old:], value[old:], kv_cache, slots[old:])
+            starts.append(starts[-1] + new)
+            slot_mapping.append(slots[old:])
+            queries.append(query[old:])
+        metadata = AttentionMetadata(
+            num_reqs=len(self.requests),
+            num_tokens=starts[-1],
+            max_query_len=max([0, *(new for _, new in self.requests)]),
+            max_seq_len=max([0, *(context for context, _ in self.requests)]),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor([context for context, _ in self.requests], dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.cat([torch.empty(0, dtype=torch.int64), *slot_mapping]),
+        )
+        query = torch.cat([torch.empty(0, self.heads, self.head_size, dtype=self.dtype), *queries])
+        out = torch.full_like(query, torch.nan)
+        if views:
+            extra = torch.full((starts[-1], 3, self.head_size), torch.nan, dtype=self.dtype)
+            query = torch.cat([query, extra], dim=1)[:, : self.heads]
+            out = torch.full((starts[-1], self.heads + 1, self.head_size), 5.0, dtype=self.dtype)
+            backend.forward(query, kv_cache, metadata, out[:, : self.heads], **self.kwargs())  # type: ignore[arg-type]
+            assert (out[:, self.heads] == 5).all()
+            return out[:, : self.heads]
+        backend.forward(query, kv_cache, metadata, out, **self.kwargs())  # type: ignore[arg-type]
+        return out
+
+
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def assert_near(got: Tensor, truth: Tensor) -> None:
+    bound = 1e-5 * (1 + truth.abs()) + ROUNDING[got.dtype] * truth.abs()
+    assert got.shape == truth.shape
+    assert ((got.double() - truth).abs() <= bound).all()

@@ -1,0 +1,92 @@
+"""A real server process for end-to-end tests."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+
+@dataclass
+class Server:
+    """A running `octavo serve`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def post(self, path: str, body: object, timeout: float = 120) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=timeout)
+
+    def metric(self, name: str) -> float:
+        """Sum over the labels of a metric."""
+        values = [
+            float(line.rsplit(" ", 1)[1])
+            for line in self.get("/metrics").text.splitlines()
+            if line.startswith((f"{name}{{", f"{name} "))
+        ]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    def resident_bytes(self) -> int:
+        """Resident memory of the server and its children."""
+        server = psutil.Process(self.process.pid)
+        return sum(p.memory_info().rss for p in [server, *server.children(recursive=True)])
+
+    def engine_process(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serve(tmp_path: Path, *flags: str, wait: str = "/ready", model: str = "") -> Iterator[Server]:
+    """Starts a server on a free port and waits until `wait` answers 200."""
+    port, log = free_port(), tmp_path / "server.log"
+    command = [sys.executable, "-m", "octavo", "serve", *([model] if model else [])]
+    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "NO_COLOR": "1"}
+        )
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        if wait:
+            wait_for(server, wait)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait_for(server: Server, path: str, timeout: float = 60) -> float:
+    """Waits until a path answers 200; returns how long that took, in seconds."""
+    started = time.monotonic()
+    while time.monotonic() - started < timeout:
+        assert server.process.poll() is None, server.log.read_text()
+        with contextlib.suppress(httpx.HTTPError):
+            if server.get(path).status_code == 200:
+                return time.monotonic() - started
+        time.sleep(0.05)
+    raise TimeoutError(f"{path} did not answer 200: {server.log.read_text()}")

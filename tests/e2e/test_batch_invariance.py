@@ -1,0 +1,163 @@
+"""One request, one answer: bit for bit, whatever else the engine does meanwhile."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from octavo import LLM, SamplingParams
+
+PROMPT_LEN = 150
+DTYPES = ["bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What must not change: tokens and the exact logprobs of all reported candidates."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[tuple[tuple[int, float], ...], ...]
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 4000) for _ in range(count)]
+
+
+def params(temperature: float) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature,
+        top_p=0.95 if temperature else 1.0,
+        seed=1234,
+        max_tokens=24,
+        ignore_eos=True,
+        logprobs=5,
+        repetition_penalty=1.1 if temperature else 1.0,
+    )
+
+
+TARGETS = [(tokens(1, PROMPT_LEN), params(0.0)), (tokens(2, PROMPT_LEN - 37), params(0.9))]
+
+
+def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids, _ in requests],
+        [p for _, p in requests],
+        use_tqdm=False,
+    )
+    return [
+        Answer(
+            tuple(o.outputs[0].token_ids),
+            tuple(
+                tuple((t, lp.logprob) for t, lp in sorted(position.items()))
+                for position in o.outputs[0].logprobs
+            ),
+        )
+        for o in outputs
+    ]
+
+
+def alone(llm: LLM) -> list[Answer]:
+    return [answers(llm, [target])[0] for target in TARGETS]
+
+
+def others(count: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(5)
+    return [
+        (
+            tokens(100 + i, rng.randrange(1, 300)),
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.7, 1.3]),
+                top_k=rng.choice([0, 20]),
+                seed=i,
+                max_tokens=rng.randrange(1, 40),
+                ignore_eos=True,
+                logprobs=rng.choice([None, 2]),
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(dtype):
+    with LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=512) as llm:
+        result = alone(llm)
+        assert len(set(result[0].token_ids)) > 3  # not one token over and over
+        return result
+
+
+def test_among_64_others(dtype, expected):
+    crowd = others(64)
+    with LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=512) as llm:
+        result = answers(llm, [*crowd[:20], TARGETS[0], *crowd[20:50], TARGETS[1], *crowd[50:]])
+    assert [result[20], result[51]] == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 512])
+def test_prompt_in_chunks(dtype, expected, chunk):
+    with LLM(
+        dtype=dtype,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=chunk,
+        max_model_len=512,
+    ) as llm:
+        assert alone(llm) == expected
+        assert answers(llm, TARGETS) == expected
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_with_and_without_a_prefix_hit(dtype, expected, async_scheduling):
+    with LLM(dtype=dtype, async_scheduling=async_scheduling, max_model_len=512) as llm:
+        assert alone(llm) == expected
+        assert llm.stats().prefix_cache_hits == 0
+        assert alone(llm) == expected
+        assert llm.stats().prefix_cache_hits >= 2 * (PROMPT_LEN - 37 - 16)
+        # A hit on part of the prompt only.
+        ids, its_params = TARGETS[0]
+        answers(llm, [([*ids[:70], *tokens(9, 30)], its_params)])
+        llm.reset_prefix_cache()
+        answers(llm, [([*ids[:70], *tokens(9, 30)], its_params)])
+        assert answers(llm, [TARGETS[0]]) == expected[:1]
+
+
+def test_a_prompt_cached_to_its_last_token(dtype):
+    """A prompt that ends at a block border and is cached whole: its last block is copied."""
+    target = (tokens(3, 64), params(0.0))
+    with LLM(dtype=dtype, max_model_len=512) as llm:
+        first = answers(llm, [target])
+        assert answers(llm, [target]) == first
+        assert llm.stats().prefix_cache_hits == 63
+
+
+def test_after_forced_preemptions(dtype, expected):
+    with LLM(
+        dtype=dtype,
+        enable_prefix_caching=False,
+        max_model_len=336,
+        num_gpu_blocks_override=26,
+    ) as llm:
+        crowd = others(12)
+        # The targets come last, so that they are the ones to be preempted.
+        result = answers(llm, [*crowd, *TARGETS])
+        assert llm.stats().num_preemptions > 0
+    assert result[-2:] == expected
+
+
+def test_portable_kernels_agree_with_themselves(expected, dtype):
+    """The same promise on the plainest instruction set."""
+    from octavo.kernels import native
+
+    best = native.isa()
+    native.set_isa("portable")
+    try:
+        with LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=512) as llm:
+            reference = alone(llm)
+            assert answers(llm, [*others(8), *TARGETS])[-2:] == reference
+    finally:
+        native.set_isa(best)

@@ -1,0 +1,200 @@
+"""The offline API on the built-in model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, ContextLengthError, RequestError, UnsupportedError
+
+STORY = "Once upon a time, there was a little"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(max_model_len=1024, kv_cache_memory_bytes="64M") as llm:
+        yield llm
+
+
+def test_the_well_known_example(llm):
+    prompts = ["Hello, my name is", "Once upon a time", "The cat", "The sun is"]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95), use_tqdm=False)
+    assert [o.prompt for o in outputs] == prompts
+    for output in outputs:
+        assert len(output.outputs[0].token_ids) <= 16
+        assert output.outputs[0].text
+        assert output.finished
+
+
+def test_prompts_as_ids_and_params_for_each(llm):
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(STORY)
+    prompts = [{"prompt_token_ids": ids}, {"prompt": STORY}, STORY]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5, 7)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 5, 7]
+    assert outputs[2].outputs[0].token_ids[:5] == outputs[1].outputs[0].token_ids
+    assert llm.generate(STORY, params[1], use_tqdm=False)[0].outputs[0].text == (
+        outputs[1].outputs[0].text
+    )
+    with pytest.raises(ValueError, match="2 sampling parameters"):
+        llm.generate([STORY], params[:2])
+
+
+def test_agrees_with_transformers(llm):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    folder = Path(llm_folder())
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(STORY, return_tensors="pt").input_ids
+    expected = reference.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    with LLM(dtype="float32", max_model_len=256) as exact:
+        output = exact.generate(
+            STORY, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False
+        )[0]
+    assert output.outputs[0].token_ids == expected.tolist()[: len(output.outputs[0].token_ids)]
+
+
+def llm_folder() -> str:
+    from octavo.config import BUILTIN_MODEL
+    from octavo.models.hub import resolve_model
+
+    return str(resolve_model(BUILTIN_MODEL))
+
+
+def test_n_shares_the_prompt_and_orders_the_answers(llm):
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    output = llm.generate(STORY * 20, params, use_tqdm=False)[0]
+    assert [o.index for o in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(o.token_ids) for o in output.outputs}) > 1
+    again = llm.generate(STORY * 20, params, use_tqdm=False)[0]
+    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in output.outputs]
+
+
+def test_n_shares_blocks_even_without_prefix_caching():
+    with LLM(enable_prefix_caching=False, max_model_len=512) as llm:
+        ids = list(range(10, 330))
+        params = SamplingParams(n=8, temperature=1.0, seed=3, max_tokens=4, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        assert llm.stats().prefix_cache_hits >= 7 * 304
+        # A second request of the same prompt shares nothing: caching is off.
+        before = llm.stats().prefix_cache_hits
+        single = SamplingParams(temperature=0, max_tokens=4)
+        llm.generate([{"prompt_token_ids": ids}], single, use_tqdm=False)
+        assert llm.stats().prefix_cache_hits == before
+
+
+def test_stop_text_is_cut_where_it_begins(llm):
+    greedy = SamplingParams(temperature=0, max_tokens=60)
+    text = llm.generate(STORY, greedy, use_tqdm=False)[0].outputs[0].text
+    stop = text[20:27]
+    cut = llm.generate(
+        STORY, SamplingParams(temperature=0, max_tokens=60, stop=[stop]), use_tqdm=False
+    )[0].outputs[0]
+    assert cut.text == text[: text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+
+
+def test_prompt_logprobs_equal_the_logprobs_of_generation(llm):
+    ids = llm.get_tokenizer().encode(STORY)
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=0, ignore_eos=True)
+    first = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
+    whole = ids + first.token_ids
+    scored = llm.generate(
+        [{"prompt_token_ids": whole}],
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+        use_tqdm=False,
+    )[0]
+    assert scored.prompt_logprobs[0] is None
+    assert len(scored.prompt_logprobs) == len(whole)
+    for position, token in enumerate(first.token_ids):
+        generated = first.logprobs[position][token].logprob
+        assert scored.prompt_logprobs[len(ids) + position][token].logprob == generated
+
+
+def test_stream_brings_the_same_text_piece_by_piece(llm):
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30)
+    pieces = [o.outputs[0].text for o in llm.stream(STORY, params)]
+    assert len(pieces) > 5
+    assert "".join(pieces) == llm.generate(STORY, params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_a_closed_stream_frees_its_blocks(llm):
+    stream = llm.stream(STORY, SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    stream.close()
+    llm.generate("The", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert llm.stats().num_used_blocks == 0
+
+
+def test_chat(llm):
+    messages = [{"role": "user", "content": "Hello!"}]
+    one = llm.chat(messages, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    two = llm.chat(
+        [messages, messages], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False
+    )
+    assert len(one) == 1
+    assert [o.outputs[0].text for o in two] == [one[0].outputs[0].text] * 2
+
+
+def test_bad_requests_are_refused_before_anything_runs(llm):
+    with pytest.raises(ContextLengthError, match="1024"):
+        llm.generate([{"prompt_token_ids": [5] * 1025}], use_tqdm=False)
+    with pytest.raises(RequestError, match="99999"):
+        llm.generate([STORY, {"prompt_token_ids": [99999]}], use_tqdm=False)
+    assert llm.stats().num_running_reqs == 0
+    llm.generate(STORY, SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_starved_of_memory_all_finish_with_the_same_tokens():
+    """Acceptance 6: KV for 2 long requests, 32 offered."""
+    prompts = [{"prompt_token_ids": list(range(100 + i, 200 + i))} for i in range(32)]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=100, ignore_eos=True)
+
+    def run(**kwargs):
+        with LLM(max_model_len=256, enable_prefix_caching=False, **kwargs) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            stats = llm.stats()
+            assert stats.num_used_blocks == 0
+            return [o.outputs[0].token_ids for o in outputs], stats.num_preemptions
+
+    plenty, none = run()
+    starved, preemptions = run(num_gpu_blocks_override=2 * 16 + 1)
+    assert none == 0
+    assert preemptions > 0
+    assert starved == plenty
+
+
+def test_a_cache_too_small_names_what_fits():
+    with pytest.raises(ConfigError, match="max_model_len=144"):
+        LLM(max_model_len=1024, num_gpu_blocks_override=10)
+    with LLM(max_model_len=-1, num_gpu_blocks_override=10) as llm:
+        assert llm.memory_plan.max_model_len == 144
+
+
+def test_without_a_tokenizer():
+    with LLM(skip_tokenizer_init=True, max_model_len=256) as llm:
+        output = llm.generate(
+            [{"prompt_token_ids": [5, 6, 7]}],
+            SamplingParams(max_tokens=3, detokenize=False, ignore_eos=True),
+            use_tqdm=False,
+        )[0]
+        assert len(output.outputs[0].token_ids) == 3
+        with pytest.raises(UnsupportedError, match="skip_tokenizer_init"):
+            llm.get_tokenizer()
+
+
+def test_dummy_weights_need_no_weight_file(tmp_path):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(llm_folder()) / name).read_bytes())
+    with LLM(str(tmp_path), load_format="dummy", max_model_len=128) as llm:
+        assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+def test_examples_run():
+    for script in sorted((Path(__file__).parents[2] / "examples").glob("offline*.py")):
+        subprocess.run([sys.executable, script], check=True, capture_output=True, timeout=120)

@@ -1,0 +1,126 @@
+"""The engine core in its own process: failures, the parent's death, utility calls."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import EngineDeadError, ModelError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
+
+
+def run(test):
+    """Runs a coroutine function with a started engine."""
+
+    async def main():
+        engine = await AsyncLLM.start(EngineConfig.from_kwargs(**CONFIG))
+        try:
+            return await test(engine)
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(main())
+
+
+async def collect(engine: AsyncLLM, request_id: str, **params) -> str:
+    text = ""
+    kind = RequestOutputKind.DELTA
+    async for output in engine.generate(
+        "Once upon a time", SamplingParams(output_kind=kind, **params), request_id
+    ):
+        text += output.outputs[0].text
+    return text
+
+
+def test_requests_made_while_the_model_loads_are_served():
+    async def test(engine):
+        assert not engine.ready
+        assert engine.health().ok
+        texts = await asyncio.gather(*(collect(engine, str(i), seed=7) for i in range(4)))
+        assert len(set(texts)) == 1
+        assert engine.ready
+        assert engine.num_unfinished_requests == 0
+        assert await engine.reset_prefix_cache()
+
+    run(test)
+
+
+def test_a_closed_stream_stops_the_request():
+    async def test(engine):
+        stream = engine.generate("The", SamplingParams(max_tokens=200, ignore_eos=True), "a")
+        await anext(stream)
+        await stream.aclose()
+        assert engine.num_unfinished_requests == 0
+        assert await collect(engine, "b", max_tokens=3)
+        assert engine.stats.num_used_blocks == 0
+
+    run(test)
+
+
+def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
+    async def test(engine):
+        await engine.wait_ready()
+        stream = engine.generate("The", SamplingParams(max_tokens=200, ignore_eos=True), "a")
+        await anext(stream)
+        os.kill(engine._client.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            async for _ in stream:
+                pass
+        assert not engine.health().ok
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await anext(engine.generate("The", SamplingParams(), "b"))
+
+    run(test)
+
+
+def test_a_start_failure_is_reported_with_its_root_cause(tmp_path):
+    async def main():
+        config = EngineConfig.from_kwargs(**{**CONFIG, "num_threads": 1000})
+        engine = await AsyncLLM.start(config)
+        with pytest.raises(EngineDeadError, match="num_threads=1000"):
+            await engine.wait_ready()
+        await engine.shutdown()
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):
+    async def main():
+        await AsyncLLM.start(EngineConfig.from_kwargs(model=str(tmp_path)))
+
+    with pytest.raises(ModelError, match=r"config\.json"):
+        asyncio.run(main())
+
+
+def test_the_engine_ends_with_its_parent():
+    code = """
+import asyncio
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM
+async def main():
+    engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))
+    await engine.wait_ready()
+    print(engine._client.process.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert psutil.pid_exists(child)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(child)

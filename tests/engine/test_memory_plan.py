@@ -1,0 +1,66 @@
+import pytest
+
+from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.engine import memory_plan
+from octavo.engine.memory_plan import make_memory_plan, resolve_max_num_batched_tokens
+from octavo.errors import ConfigError
+from octavo.models.hub import resolve_model
+from octavo.models.spec import ModelSpec
+
+SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
+
+
+def plan(**kwargs):
+    return make_memory_plan(EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048)
+
+
+def test_parts_add_up_and_stay_below_the_limit():
+    result, kv_cache = plan()
+    assert result.total <= result.limit
+    assert result.kv_cache == kv_cache.num_blocks * kv_cache.bytes_per_block
+    per_token = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_size * 2
+    assert kv_cache.bytes_per_block == 16 * per_token
+    for word in ("weights", "KV cache", "logits", f"{result.num_blocks:,} blocks"):
+        assert word in result.report()
+
+
+def test_the_kv_cache_is_no_larger_than_all_requests_can_use():
+    result, _ = plan(max_num_seqs=2, max_model_len=64)
+    assert result.num_blocks == 2 * 4 + 1
+    assert result.max_concurrency == 2
+
+
+def test_float32_doubles_the_cache_block():
+    assert plan(dtype="float32")[0].block_nbytes == 2 * plan(dtype="bfloat16")[0].block_nbytes
+
+
+def test_given_bytes_and_blocks_are_kept():
+    result, _ = plan(kv_cache_memory_bytes="8M")
+    assert 8 * 2**20 - result.block_nbytes < result.kv_cache <= 8 * 2**20
+    assert plan(num_gpu_blocks_override=200)[0].num_blocks == 200
+
+
+def test_too_little_memory_is_refused_with_what_fits(monkeypatch):
+    with pytest.raises(ConfigError, match="max_model_len=1584"):
+        plan(num_gpu_blocks_override=100, max_model_len=2048)
+    assert plan(num_gpu_blocks_override=100, max_model_len=-1)[0].max_model_len == 1584
+    with pytest.raises(ConfigError, match="does not fit"):
+        plan(kv_cache_memory_bytes="900T")
+    monkeypatch.setattr(memory_plan, "cpu_memory", lambda: (2**30, 2**27))
+    with pytest.raises(ConfigError, match="before the KV cache"):
+        plan()
+
+
+def test_a_context_longer_than_the_models_is_refused():
+    with pytest.raises(ConfigError, match=str(SPEC.max_model_len)):
+        plan(max_model_len=SPEC.max_model_len + 1)
+
+
+def test_budget_is_raised_to_what_other_settings_need():
+    def budget(**kwargs):
+        return resolve_max_num_batched_tokens(EngineConfig.from_kwargs(**kwargs), 2048, 5000)
+
+    assert budget() == 2048
+    assert budget(max_num_seqs=4000) == 4000
+    assert budget(enable_chunked_prefill=False) == 5000
+    assert budget(max_num_batched_tokens=300) == 300

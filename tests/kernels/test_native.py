@@ -1,0 +1,516 @@
+"""Every native operation against float64 or the plain torch reference, for every instruction set,
+and bitwise against itself in other company."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import _native
+from octavo.kernels import native
+from octavo.kernels.native import NativeOps
+from octavo.kernels.reference import ReferenceOps
+
+ops, reference = NativeOps(), ReferenceOps()
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+pytestmark = pytest.mark.usefixtures("isa")
+
+# Half a unit in the last place, relative
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def assert_same(a: Tensor, b: Tensor) -> None:
+    assert a.dtype == b.dtype
+    assert torch.equal(bits(a), bits(b))
+
+
+def assert_near(got: Tensor, truth: Tensor, error: float = 4e-6, roundings: int = 1) -> None:
+    """Within `roundings` roundings to got's dtype of a result that is itself off by `error`."""
+    assert got.shape == truth.shape
+    bound = error * (1 + truth.abs()) + roundings * ROUNDING[got.dtype] * truth.abs()
+    if got.dtype == torch.float16:
+        bound = bound + 2.0**-25  # subnormals
+    assert ((got.double() - truth.double()).abs() <= bound).all()
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with rows further apart, and something else between."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 7.0, dtype=x.dtype)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+# ---- linear ----
+
+
+def check_linear(m: int, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    x, w, bias = (
+        strided(random(m, k, dtype=dtype)),
+        random(n, k, dtype=dtype, seed=1),
+        random(n, dtype=dtype, seed=2),
+    )
+    packed = ops.pack_weight(strided(w))
+    for b in (None, bias):
+        got = ops.linear(x, packed, b, out_dtype)
+        truth = x.double() @ w.double().T + (0 if b is None else b.double())
+        # A product left out or done twice shows up as about 1 / k of this
+        size = x.double().abs() @ w.double().abs().T + bias.double().abs()
+        assert got.dtype == out_dtype
+        bound = 2.0**-20 * size + ROUNDING[out_dtype] * truth.abs() + 1e-7
+        assert ((got.double() - truth).abs() <= bound).all()
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (0, 8, 8),
+        (1, 1, 1),
+        (1, 64, 2),
+        (2, 63, 3),
+        (3, 65, 17),
+        (5, 130, 64),
+        (6, 96, 129),
+        (7, 16, 1023),
+        (13, 40, 1025),
+        (97, 70, 515),
+        (200, 33, 48),
+    ],
+)
+def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    check_linear(m, n, k, dtype, dtype)
+
+
+@dtypes
+def test_linear_wider_result(dtype: torch.dtype) -> None:
+    check_linear(5, 100, 2050, dtype, torch.float32)
+
+
+@dtypes
+def test_linear_many_rows(dtype: torch.dtype) -> None:
+    check_linear(700, 65, 33, dtype, dtype)
+
+
+@dtypes
+def test_linear_of_infinity_stays_in_its_row(dtype: torch.dtype) -> None:
+    x = torch.ones(8, 7, dtype=dtype)
+    x[3] = math.inf
+    y = ops.linear(x, ops.pack_weight(torch.ones(70, 7, dtype=dtype)))
+    assert (y[3] == math.inf).all()
+    assert (y[[0, 1, 2, 4, 5, 6, 7]] == 7).all()
+
+
+@dtypes
+def test_linear_reads_no_neighbours(dtype: torch.dtype) -> None:
+    """NaN between the rows of x, and odd k: nothing beyond a row's end may be touched."""
+    x = torch.full((9, 12), math.nan, dtype=dtype)
+    x[:, :7] = 1
+    y = ops.linear(x[:, :7], ops.pack_weight(torch.ones(5, 7, dtype=dtype)))
+    assert (y == 7).all()
+
+
+@dtypes
+def test_pack_in_parts(dtype: torch.dtype) -> None:
+    weight, x = random(203, 37, dtype=dtype), random(4, 37, dtype=dtype, seed=1)
+    whole = ops.pack_weight(weight)
+    parts = ops.pack_weight([weight[:100], weight[100:101], weight[101:128], weight[128:]])
+    assert (parts.n, parts.k) == (203, 37)
+    assert_same(ops.linear(x, parts), ops.linear(x, whole))
+
+
+@dtypes
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (130, 1537), (70, 33)])
+def test_linear_is_batch_invariant(n: int, k: int, dtype: torch.dtype) -> None:
+    x, packed = random(97, k, dtype=dtype), ops.pack_weight(random(n, k, dtype=dtype, seed=1))
+    bias = random(n, dtype=dtype, seed=2)
+    alone = torch.cat([ops.linear(x[i : i + 1], packed, bias) for i in range(97)])
+    for m in (2, 5, 6, 7, 64, 97):
+        for start in {0, (97 - m) // 2, 97 - m}:
+            rows = slice(start, start + m)
+            assert_same(ops.linear(x[rows], packed, bias), alone[rows])
+
+
+@dtypes
+def test_linear_does_not_depend_on_threads(
+    dtype: torch.dtype, one_and_two_threads: tuple[int, int]
+) -> None:
+    x, packed = random(70, 500, dtype=dtype), ops.pack_weight(random(300, 500, dtype=dtype, seed=1))
+    results = []
+    for threads in one_and_two_threads:
+        native.set_num_threads(threads)
+        results.append(ops.linear(x, packed))
+    assert_same(*results)
+
+
+def test_linear_refuses_foreign_weights() -> None:
+    plain = reference.pack_weight(random(8, 8))
+    with pytest.raises(AssertionError):
+        ops.linear(random(1, 8), plain)
+
+
+# ---- norms ----
+
+DIMS = [1, 7, 8, 16, 31, 64, 100, 576]
+
+
+@dtypes
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dim", DIMS)
+def test_rms_norm(dim: int, offset: float, dtype: torch.dtype) -> None:
+    x, weight = strided(random(5, dim, dtype=dtype)), random(dim, dtype=dtype, seed=1)
+    got = ops.rms_norm(x, weight, 1e-5, offset)
+    wide = x.double()
+    truth = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    truth = truth * (weight.double() + offset)
+    assert_near(got, truth, error=2e-6, roundings=2 if offset == 0.0 else 1)
+    assert_near(got, reference.rms_norm(x, weight, 1e-5, offset), error=2e-6, roundings=3)
+
+
+@dtypes
+def test_rms_norm_rounds_as_llama_and_gemma_do(dtype: torch.dtype) -> None:
+    """Almost all elements equal the reference bit for bit: one rounding more or less would show."""
+    x, weight = random(50, 256, dtype=dtype), random(256, dtype=dtype, seed=1)
+    for offset in (0.0, 1.0):
+        got, truth = (
+            ops.rms_norm(x, weight, 1e-6, offset),
+            reference.rms_norm(x, weight, 1e-6, offset),
+        )
+        if dtype != torch.float32:
+            assert (got == truth).double().mean() > 0.99
+
+
+@dtypes
+def test_rms_norm_of_heads_in_place(dtype: torch.dtype) -> None:
+    qkv = random(6, 10 * 24, dtype=dtype)
+    heads, weight = qkv[:, 24 : 5 * 24].view(6, 4, 24), random(24, dtype=dtype, seed=1)
+    before, rest = heads.clone(), qkv[:, 5 * 24 :].clone()
+    want = ops.rms_norm(before.reshape(24, 24), weight, 1e-6).view(6, 4, 24)
+    assert_same(ops.rms_norm(heads, weight, 1e-6), want)
+    assert ops.rms_norm(heads, weight, 1e-6, out=heads) is heads
+    assert_same(heads, want)
+    assert_same(qkv[:, 5 * 24 :], rest)
+
+
+@dtypes
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_fused_add_rms_norm(offset: float, dtype: torch.dtype) -> None:
+    x, residual = strided(random(7, 70, dtype=dtype)), random(7, 70, dtype=dtype, seed=1)
+    weight = random(70, dtype=dtype, seed=2)
+    before = residual.clone()
+    y, total = ops.fused_add_rms_norm(x, residual, weight, 1e-5, offset)
+    assert_same(total, x + residual)
+    assert_same(y, ops.rms_norm(total, weight, 1e-5, offset))
+    assert_same(residual, before)
+
+
+@dtypes
+@pytest.mark.parametrize("dim", DIMS)
+def test_layer_norm(dim: int, dtype: torch.dtype) -> None:
+    x = strided(random(5, dim, dtype=dtype) + 3)
+    weight, bias = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
+    for b in (None, bias):
+        truth = torch.nn.functional.layer_norm(
+            x.double(), (dim,), weight.double(), None if b is None else b.double(), 1e-5
+        )
+        assert_near(ops.layer_norm(x, weight, b, 1e-5), truth, error=1e-5)
+        assert_near(reference.layer_norm(x, weight, b, 1e-5), truth, error=1e-5)
+
+
+# ---- elementwise ----
+
+WIDTHS = [1, 3, 8, 17, 64, 2500]
+
+
+@dtypes
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("silu", torch.nn.functional.silu),
+        ("none", torch.nn.functional.gelu),
+        ("tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    ],
+)
+def test_gated(name: str, f: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> None:
+    x = strided(3 * random(4, 2 * width, dtype=dtype))
+    gate, up = x.double().chunk(2, dim=-1)
+    got = ops.silu_and_mul(x) if name == "silu" else ops.gelu_and_mul(x, name)
+    want = reference.silu_and_mul(x) if name == "silu" else reference.gelu_and_mul(x, name)
+    assert_near(got, f(gate) * up, roundings=3)
+    assert_near(want, f(gate) * up, roundings=3)
+
+
+@dtypes
+def test_gated_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
+    x = random(20, 512, dtype=dtype)
+    if dtype != torch.float32:
+        same = ops.silu_and_mul(x) == reference.silu_and_mul(x)
+        assert same.double().mean() > 0.99
+
+
+@dtypes
+def test_gelu_relu_soft_cap(dtype: torch.dtype) -> None:
+    x = 4 * random(3, 333, dtype=dtype)
+    gelu = torch.nn.functional.gelu
+    assert_near(ops.gelu(x, "none"), gelu(x.double()))
+    assert_near(ops.gelu(x, "tanh"), gelu(x.double(), approximate="tanh"))
+    assert_same(ops.relu(x), reference.relu(x))
+    for cap in (1.5, 50.0):
+        assert_near(ops.soft_cap(x, cap), cap * torch.tanh(x.double() / cap), error=1e-5)
+        assert_near(reference.soft_cap(x, cap), cap * torch.tanh(x.double() / cap), error=1e-5)
+
+
+def apply(kind: int, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    _native.unary(kind, x.data_ptr(), out.data_ptr(), x.numel(), 0.0, 0)
+    return out
+
+
+def ulps(got: Tensor, truth: Tensor) -> float:
+    """Largest error in units in the last place of the true value."""
+    exponent = torch.frexp(truth).exponent.clamp(min=-125).double()
+    return float(((got.double() - truth).abs() / torch.exp2(exponent - 24)).max())
+
+
+def test_exp() -> None:
+    x = torch.cat([torch.linspace(-104, 88.7, 200_001), torch.linspace(-1e-3, 1e-3, 10_001)])
+    assert ulps(ops.exp(x), torch.exp(x.double())) < 1.5
+    special = torch.tensor([-math.inf, math.inf, math.nan, 0.0, -0.0, 88.8, 1e30, -1e30, -104.1])
+    got = ops.exp(special)
+    assert got[2].isnan()
+    assert got[[0, 1, 3, 4, 5, 6, 7, 8]].tolist() == [0, math.inf, 1, 1, math.inf, math.inf, 0, 0]
+    x = random(7)
+    assert torch.allclose(ops.exp(x), reference.exp(x))
+
+
+def test_log() -> None:
+    x = torch.cat(
+        [torch.linspace(1e-3, 4, 200_001), torch.logspace(-44, 38, 100_001), torch.tensor([1e-45])]
+    )
+    assert ulps(ops.log(x), torch.log(x.double())) < 2
+    special = torch.tensor([0.0, -0.0, math.inf, 1.0, -1.0, -math.inf, math.nan])
+    got = ops.log(special)
+    assert got[:4].tolist() == [-math.inf, -math.inf, math.inf, 0]
+    assert got[4:].isnan().all()
+    x = random(7).abs()
+    assert torch.allclose(ops.log(x), reference.log(x))
+
+
+def test_tanh_and_erf() -> None:
+    x = torch.cat([torch.linspace(-10, 10, 200_001), torch.linspace(-1e-3, 1e-3, 10_000)])
+    special = torch.tensor([-math.inf, math.inf, 0.0, -0.0, 1e-40, math.nan])
+    for kind, f in ((2, torch.tanh), (3, torch.erf)):
+        assert ulps(apply(kind, x), f(x.double())) < 2
+        got = apply(kind, special)
+        assert got[:3].tolist() == [-1, 1, 0]
+        assert math.copysign(1, got[3].item()) == -1
+        assert got[4].item() == pytest.approx(f(special[4].double()).item(), rel=1e-4)
+        assert got[5].isnan()
+
+
+@dtypes
+def test_elementwise_results_do_not_depend_on_place(dtype: torch.dtype) -> None:
+    x = 3 * random(1100, dtype=dtype)
+    whole = [ops.gelu(x, "none"), ops.gelu(x, "tanh"), ops.exp(x), ops.log(x), ops.soft_cap(x, 3)]
+    for start, length in ((0, 1), (5, 3), (17, 15), (3, 1030)):
+        part = x[start : start + length].contiguous()
+        parts = [
+            ops.gelu(part, "none"),
+            ops.gelu(part, "tanh"),
+            ops.exp(part),
+            ops.log(part),
+            ops.soft_cap(part, 3),
+        ]
+        for a, b in zip(whole, parts, strict=True):
+            assert torch.equal(bits(a[start : start + length]), bits(b))
+
+
+@dtypes
+def test_every_16_bit_number_survives_and_rounds(dtype: torch.dtype) -> None:
+    """Conversions: all 65,536 of them come back; float32 rounds as torch rounds."""
+    if dtype == torch.float32:
+        return
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    one = ops.pack_weight(torch.ones(1, 1, dtype=dtype))
+    finite = every[every.isfinite()][:, None]
+    assert torch.equal(ops.linear(finite, one, out_dtype=torch.float32), subnormal_safe(finite))
+    wide = torch.cat([random(5000) * 10.0**e for e in range(-9, 6)])
+    ties = (finite.float() + finite.float().nextafter(torch.tensor(math.inf))) / 2
+    wide = torch.cat([wide, ties[:, 0], torch.tensor([65519.9, 65520.0, -65520.0, 3e38, 2.0**-25])])
+    got = ops.linear(wide[:, None], ops.pack_weight(torch.ones(1, 1)), out_dtype=dtype)
+    assert torch.equal(got[:, 0], wide.to(dtype))
+
+
+def subnormal_safe(x: Tensor) -> Tensor:
+    """The bfloat16 dot product of AVX-512 takes subnormal numbers for zero."""
+    wide = x.float()
+    if x.dtype == torch.bfloat16 and native.isa() == "avx512_bf16":
+        return torch.where(wide.abs() < 2.0**-126, torch.zeros(()), wide)
+    return wide
+
+
+# ---- rotary embedding ----
+
+
+def cos_sin(positions: int, rotary_dim: int) -> Tensor:
+    inverse = 10000.0 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.arange(positions)[:, None] * inverse
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+@dtypes
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(
+    ("head_size", "rotary_dim"), [(8, 8), (64, 64), (80, 32), (40, 22), (96, 2)]
+)
+def test_rotary(head_size: int, rotary_dim: int, is_neox: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads = 5, 2
+    qkv = random(9, (heads + 2 * kv_heads) * head_size, dtype=dtype)
+    cache = cos_sin(100, rotary_dim)
+    positions = torch.tensor([0, 99, 3, 3, 50, 1, 2, 98, 7])
+
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, _ = x.split([heads * head_size, kv_heads * head_size, kv_heads * head_size], dim=-1)
+        return q.unflatten(1, (heads, head_size)), k.unflatten(1, (kv_heads, head_size))
+
+    got, want = qkv.clone(), qkv.clone()
+    ops.rotary_embedding(positions, *split(got), cache, is_neox)
+    reference.rotary_embedding(positions, *split(want), cache, is_neox)
+    assert_near(got, want, error=1e-6, roundings=2)
+    assert not torch.equal(got, qkv)
+    # Value and the dimensions beyond rotary_dim stay; angles keep each pair's length
+    assert torch.equal(got[:, -kv_heads * head_size :], qkv[:, -kv_heads * head_size :])
+    q = split(got)[0]
+    assert torch.equal(q[..., rotary_dim:], split(qkv)[0][..., rotary_dim:])
+    # A token alone
+    alone = qkv[4:5].clone()
+    ops.rotary_embedding(positions[4:5], *split(alone), cache, is_neox)
+    assert_same(alone, got[4:5])
+
+
+# ---- rows of logits ----
+
+
+@pytest.mark.parametrize("dim", [1, 5, 16, 1000, 4099])
+def test_softmax_and_log_softmax(dim: int) -> None:
+    x = strided(10 * random(6, dim))
+    if dim > 1:
+        x[2, 0] = -math.inf
+        x[3] = 5e4
+        x[4, -1] = 200.0
+    assert_near(ops.softmax(x), torch.softmax(x.double(), -1), error=1e-6)
+    got, truth = ops.log_softmax(x), torch.log_softmax(x.double(), -1)
+    assert torch.equal(got.isinf(), truth.isinf())
+    assert_near(got.nan_to_num(), truth.float().nan_to_num(), error=2e-6)
+    assert torch.allclose(reference.softmax(x), ops.softmax(x), atol=1e-6)
+    assert torch.allclose(reference.log_softmax(x), got, atol=1e-5)
+
+
+@pytest.mark.parametrize("table", [ops, reference], ids=["native", "reference"])
+def test_argmax(table: NativeOps | ReferenceOps) -> None:
+    nan, inf = math.nan, math.inf
+    rows = [
+        ([1.0, 3.0, 3.0, 2.0, 3.0], 1),
+        ([nan, 3.0, nan, 4.0, 4.0], 3),
+        ([-inf, -inf, -inf, -inf, -inf], 0),
+        ([nan, nan, nan, nan, nan], 0),
+        ([-inf, inf, nan, inf, 0.0], 1),
+        ([-5.0, -4.0, -3.0, -2.0, -1.0], 4),
+    ]
+    x = torch.tensor([row for row, _ in rows])
+    assert table.argmax(x).tolist() == [index for _, index in rows]
+    x = strided(random(5, 1003).round(decimals=1))
+    want = [row.tolist().index(max(row.tolist())) for row in x]
+    assert table.argmax(x).tolist() == want
+
+
+@pytest.mark.parametrize("table", [ops, reference], ids=["native", "reference"])
+def test_top_k(table: NativeOps | ReferenceOps) -> None:
+    x = strided(random(5, 1003).round(decimals=1))
+    x[1, 3] = math.nan
+    x[2, :] = 1.0
+    for k in (0, 1, 7, 1003):
+        values, indices = table.top_k(x, k)
+        assert values.shape == indices.shape == (5, k)
+        for row, v, i in zip(x.nan_to_num(-math.inf), values, indices, strict=True):
+            order = sorted(range(1003), key=lambda j: (-row[j].item(), j))[:k]
+            assert i.tolist() == order
+            assert torch.equal(row[i], v)
+
+
+def test_embedding() -> None:
+    weight, ids = random(10, 3), torch.tensor([9, 0, 0], dtype=torch.int32)
+    assert torch.equal(ops.embedding(weight, ids), weight[ids.long()])
+    assert torch.equal(reference.embedding(weight, ids), weight[ids.long()])
+
+
+# ---- all of them ----
+
+
+def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
+    weight, bias = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
+    operations: dict[str, Callable[[Tensor], Tensor]] = {
+        "rms_norm": lambda x: ops.rms_norm(x, weight, 1e-5),
+        "rms_norm_gemma": lambda x: ops.rms_norm(x, weight, 1e-5, 1.0),
+        "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x.clone(), weight, 1e-5)[0],
+        "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5),
+        "silu_and_mul": ops.silu_and_mul,
+        "gelu_and_mul": lambda x: ops.gelu_and_mul(x, "none"),
+        "gelu_tanh_and_mul": lambda x: ops.gelu_and_mul(x, "tanh"),
+    }
+    if dtype == torch.float32:
+        operations |= {"softmax": ops.softmax, "log_softmax": ops.log_softmax}
+    return operations
+
+
+@dtypes
+def test_rows_do_not_depend_on_company_or_threads(
+    dtype: torch.dtype, one_and_two_threads: tuple[int, int]
+) -> None:
+    x = random(97, 1106, dtype=dtype)
+    for name, f in row_operations(1106, dtype).items():
+        native.set_num_threads(one_and_two_threads[0])
+        alone = torch.cat([f(x[i : i + 1]) for i in range(0, 97, 4)])
+        for threads in one_and_two_threads:
+            native.set_num_threads(threads)
+            assert torch.equal(bits(f(x)[::4]), bits(alone)), name
+            assert torch.equal(bits(f(x[40:47])[::4]), bits(alone[10:12])), name
+
+
+@dtypes
+def test_no_rows(dtype: torch.dtype) -> None:
+    x = torch.empty(0, 8, dtype=dtype)
+    for f in row_operations(8, dtype).values():
+        assert f(x).shape[0] == 0
+    assert ops.gelu(x, "none").shape == x.shape
+    ops.rotary_embedding(
+        torch.empty(0, dtype=torch.int64), x.view(0, 1, 8), x.view(0, 1, 8), cos_sin(4, 8)
+    )
+    assert ops.argmax(x.float()).shape == (0,)
+    assert ops.top_k(x.float(), 2)[0].shape == (0, 2)
+
+
+def test_unknown_instruction_set() -> None:
+    with pytest.raises(ValueError, match="not available"):
+        native.set_isa("vliw")
+    assert native.isa() in native.available_isas()
+
+
+def test_threads_follow_torch() -> None:
+    before = torch.get_num_threads()
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            assert _native.num_threads() == n
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,188 @@
+"""Runs a `DecoderModel` without the engine: KV caches, block tables, prefill and decode steps."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.models.decoder import DecoderModel
+from octavo.models.loader import load_model
+from octavo.models.spec import ModelSpec
+
+CPU = torch.device("cpu")
+
+
+class Runner:
+    """A model with KV caches for `num_reqs` requests of at most `max_len` tokens."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        num_reqs: int,
+        max_len: int,
+        backend: str = "cpu",
+        block_size: int = 16,
+    ) -> None:
+        self.model = model
+        self.backend = get_attention_backend(backend, CPU)
+        spec = model.spec
+        per_req = -(-max_len // block_size)
+        shape = self.backend.kv_cache_shape(
+            num_reqs * per_req + 1, block_size, spec.num_key_value_heads, spec.head_size
+        )
+        # What was never written must never be read.
+        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in model.layers]
+        blocks = torch.randperm(
+            num_reqs * per_req, generator=torch.Generator().manual_seed(0), dtype=torch.int32
+        )
+        self.block_table = (blocks + 1).view(num_reqs, per_req)
+        self.block_size = block_size
+        self.num_computed = [0] * num_reqs
+
+    def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Computes tokens for some requests; returns their logits [tokens, vocab_size]."""
+        ids, positions, slots, starts, lens = [], [], [], [0], []
+        for req, tokens in scheduled.items():
+            begin = self.num_computed[req]
+            at = torch.arange(begin, begin + len(tokens))
+            ids += tokens
+            positions.append(at)
+            blocks = self.block_table[req][at // self.block_size].long()
+            slots.append(blocks * self.block_size + at % self.block_size)
+            starts.append(len(ids))
+            lens.append(begin + len(tokens))
+            self.num_computed[req] += len(tokens)
+        metadata = AttentionMetadata(
+            num_reqs=len(scheduled),
+            num_tokens=len(ids),
+            max_query_len=max(len(t) for t in scheduled.values()),
+            max_seq_len=max(lens),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_table=self.block_table[list(scheduled)].contiguous(),
+            slot_mapping=torch.cat(slots),
+        )
+        with torch.inference_mode():
+            hidden = self.model.forward(
+                torch.tensor(ids),
+                torch.cat(positions),
+                self.kv_caches,
+                [metadata] * len(self.kv_caches),
+                self.backend,
+            )
+            logits = self.model.compute_logits(hidden)
+        return {
+            req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)
+        }
+
+
+@dataclass
+class Generated:
+    """Greedy continuations."""
+
+    tokens: list[list[int]]
+    logits: list[Tensor]
+    """For each request the logits that each token was taken from, [num_tokens, vocab_size]."""
+
+
+def generate(
+    model: DecoderModel,
+    prompts: list[list[int]],
+    num_tokens: int,
+    backend: str = "cpu",
+    chunk: int | None = None,
+    block_size: int = 16,
+) -> Generated:
+    """Greedy decoding of all prompts in one batch; prompts in chunks of `chunk` tokens."""
+    longest = max(len(p) for p in prompts) + num_tokens
+    runner = Runner(model, len(prompts), longest, backend, block_size)
+    known = [list(p) for p in prompts]
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    while any(len(rows) < num_tokens for rows in logits):
+        scheduled = {}
+        for req, tokens in enumerate(known):
+            if len(logits[req]) < num_tokens:
+                begin = runner.num_computed[req]
+                scheduled[req] = tokens[begin : begin + chunk if chunk else None]
+        for req, rows in runner.step(scheduled).items():
+            if runner.num_computed[req] == len(known[req]):
+                logits[req].append(rows[-1])
+                known[req].append(int(rows[-1].argmax()))
+    return Generated(
+        [tokens[len(p) :] for tokens, p in zip(known, prompts, strict=True)],
+        [torch.stack(rows) for rows in logits],
+    )
+
+
+def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
+    """A tiny transformers model with random weights large enough for lively greedy tokens."""
+    config_class = getattr(transformers, _CONFIGS[architecture])
+    hf_config = config_class(**config)
+    hf_config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(hf_config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.2)
+            if "norm" in name or "ln_" in name:
+                if name.endswith("weight") and "Gemma" not in architecture:
+                    parameter.add_(1.0)
+    model.tie_weights()
+    return model
+
+
+_CONFIGS = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "Gemma2ForCausalLM": "Gemma2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Phi3ForCausalLM": "Phi3Config",
+    "OPTForCausalLM": "OPTConfig",
+    "GPT2LMHeadModel": "GPT2Config",
+    "BloomForCausalLM": "BloomConfig",
+    "MptForCausalLM": "MptConfig",
+}
+
+
+def save_and_load(
+    hf_model: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> DecoderModel:
+    """Saves a transformers model and loads it as Octavo's."""
+    hf_model.save_pretrained(folder)
+    return load(folder, dtype, **options)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
+    """Loads a folder."""
+    spec = ModelSpec.from_folder(folder)
+    return load_model(spec, folder, dtype=dtype, device=CPU, **options)
+
+
+def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    """Random prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def assert_same_as_hf(
+    hf_model: Any, prompts: list[list[int]], generated: Generated, atol: float = 1e-4
+) -> None:
+    """Greedy tokens and logprobs equal those of transformers.
+
+    transformers gets each prompt with the tokens generated after it in one pass: where its
+    greatest logit is always the next of these tokens, it would have generated the same.
+    """
+    for prompt, tokens, logits in zip(prompts, generated.tokens, generated.logits, strict=True):
+        with torch.inference_mode():
+            out = hf_model(torch.tensor([prompt + tokens[:-1]]), use_cache=False)
+        expected = out.logits[0, len(prompt) - 1 :].float()
+        torch.testing.assert_close(
+            torch.log_softmax(logits, -1), torch.log_softmax(expected, -1), atol=atol, rtol=0
+        )
+        assert expected.argmax(-1).tolist() == tokens

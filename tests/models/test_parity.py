@@ -1,0 +1,281 @@
+"""Greedy tokens and logprobs of every family equal those of transformers in float32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.models.loader import load_model
+from octavo.models.spec import ModelSpec
+from tests.models.harness import (
+    CPU,
+    assert_same_as_hf,
+    generate,
+    load,
+    make_hf,
+    make_prompts,
+    save_and_load,
+)
+
+LENGTHS = (1, 3, 17, 31, 16, 40, 5, 52)
+NUM_TOKENS = 64
+VOCAB = 203
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WIDE_HEADS = SIZES | {"head_dim": 16}
+GPT2 = {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 2}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6, "seq_length": 128}
+MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 128}
+OPT = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
+OPT |= {"ffn_dim": 72, "num_attention_heads": 2}
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN["original_max_position_embeddings"] = 32
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
+LONGROPE |= {"short_factor": [1.0 + 0.1 * i for i in range(6)]}
+LONGROPE |= {"long_factor": [2.0 + 0.5 * i for i in range(6)]}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", WIDE_HEADS),
+    "llama-mqa-tied-bias": (
+        "LlamaForCausalLM",
+        WIDE_HEADS
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-linear": (
+        "LlamaForCausalLM",
+        WIDE_HEADS | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-llama3": ("LlamaForCausalLM", WIDE_HEADS | {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("LlamaForCausalLM", WIDE_HEADS | {"rope_parameters": YARN}),
+    "llama-yarn-mscale": (
+        "LlamaForCausalLM",
+        WIDE_HEADS
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "mistral": ("MistralForCausalLM", WIDE_HEADS | {"sliding_window": 12}),
+    "qwen2": ("Qwen2ForCausalLM", SIZES | {"num_attention_heads": 6, "hidden_size": 48}),
+    "qwen2-windows": (
+        "Qwen2ForCausalLM",
+        SIZES
+        | {"num_attention_heads": 6, "use_sliding_window": True}
+        | {"sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 24, "attention_bias": True}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        SIZES
+        | {"head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        SIZES
+        | {"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 30}
+        | {"sliding_window_pattern": 2}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        SIZES
+        | {"num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 20}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "phi3-partial": (
+        "Phi3ForCausalLM",
+        SIZES
+        | {"num_attention_heads": 3, "num_key_value_heads": 3}
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "opt": ("OPTForCausalLM", OPT),
+    "opt-350m": (
+        "OPTForCausalLM",
+        OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    ),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2-untied-scaled": (
+        "GPT2LMHeadModel",
+        GPT2 | {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "bloom": ("BloomForCausalLM", BLOOM),
+    "mpt": ("MptForCausalLM", MPT),
+    "mpt-clip": (
+        "MptForCausalLM",
+        MPT | {"attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.25}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parity(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    hf_model = make_hf(architecture, **config)
+    model = save_and_load(hf_model, tmp_path)
+    prompts = make_prompts(VOCAB, LENGTHS)
+    results = {
+        backend: generate(model, prompts, NUM_TOKENS, backend) for backend in ("cpu", "reference")
+    }
+    for generated in results.values():
+        assert_same_as_hf(hf_model, prompts, generated)
+        # Greedy tokens that always repeat would prove little.
+        assert len({token for tokens in generated.tokens for token in tokens}) > 30
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunked_prefill_changes_no_bit(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    model = save_and_load(make_hf(architecture, **config), tmp_path, dtype)
+    prompts = make_prompts(VOCAB, LENGTHS)
+    whole = generate(model, prompts, 12)
+    for chunk in (1, 7, 16):
+        chunked = generate(model, prompts, 12, chunk=chunk)
+        assert chunked.tokens == whole.tokens
+        for a, b in zip(chunked.logits, whole.logits, strict=True):
+            assert torch.equal(a, b)
+    alone = generate(model, prompts[3:4], 12, block_size=8)
+    assert torch.equal(alone.logits[0], whole.logits[3])
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma3", "opt"])
+def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    prompts = make_prompts(VOCAB, (9, 30))
+    exact = generate(load(tmp_path), prompts, 1).logits
+    for dtype in (torch.bfloat16, torch.float16):
+        model = load(tmp_path, dtype)
+        assert model.dtype == dtype
+        for a, b in zip(generate(model, prompts, 1).logits, exact, strict=True):
+            assert a.dtype == torch.float32
+            assert torch.nn.functional.cosine_similarity(a, b, dim=-1).min() > 0.98
+
+
+def test_dynamic_ntk(tmp_path: Path) -> None:
+    """Within the original context, and beyond it token by token with transformers' own cache."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = WIDE_HEADS | {"max_position_embeddings": 24, "rope_parameters": rope}
+    hf_model = make_hf("LlamaForCausalLM", **config)
+    model = save_and_load(hf_model, tmp_path)
+    assert model.spec.max_model_len == 96
+    prompts = make_prompts(VOCAB, (3, 11, 24))
+    assert_same_as_hf(hf_model, prompts[:2], generate(model, prompts[:2], 13))
+    generated = generate(model, prompts, NUM_TOKENS)
+    for prompt, tokens, logits in zip(prompts, generated.tokens, generated.logits, strict=True):
+        cache, step = None, prompt
+        for token, row in zip(tokens, logits, strict=True):
+            with torch.inference_mode():
+                out = hf_model(torch.tensor([step]), past_key_values=cache, use_cache=True)
+            cache, step = out.past_key_values, [token]
+            expected = out.logits[0, -1]
+            torch.testing.assert_close(
+                row.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0
+            )
+            assert int(expected.argmax()) == token
+
+
+def test_longrope(tmp_path: Path) -> None:
+    """The short factors up to the original context, the long ones where the table is longer."""
+    config = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
+    config |= {"original_max_position_embeddings": 32, "pad_token_id": 0}
+    rope = LONGROPE | {"short_factor": [1 + 0.1 * i for i in range(8)]}
+    rope |= {"long_factor": [2 + 0.5 * i for i in range(8)]}
+    hf_model = make_hf("Phi3ForCausalLM", **config, rope_parameters=rope)
+    long = save_and_load(hf_model, tmp_path)
+    assert long.spec.max_model_len == 128
+    prompts = make_prompts(VOCAB, (33, 40, 64))
+    assert_same_as_hf(hf_model, prompts, generate(long, prompts, NUM_TOKENS))
+    short = load(tmp_path, max_model_len=32)
+    prompts = make_prompts(VOCAB, (3, 12))
+    assert_same_as_hf(hf_model, prompts, generate(short, prompts, 20))
+
+
+def old_form(folder: Path) -> None:
+    """Rewrites config.json as transformers 4 wrote it."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope["rope_type"] == "default":
+        rope = None
+    else:
+        rope["type"] = rope.pop("rope_type")
+    config["rope_scaling"] = rope
+    config.pop("layer_types", None)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-yarn", "gemma3", "gemma2"])
+def test_old_and_new_config_read_alike(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    new = ModelSpec.from_folder(tmp_path)
+    old_form(tmp_path)
+    if case == "gemma3":
+        data = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(data | {"sliding_window_pattern": 2}))
+    assert ModelSpec.from_folder(tmp_path) == new
+
+
+@pytest.mark.parametrize("name", ["stories260K", "babyllama"])
+def test_real_llama(name: str, shared_data: Path) -> None:
+    folder = shared_data / "models" / name
+    expected = json.loads((folder / "expected_greedy.json").read_text())
+    model = load(folder)
+    prompt, tokens = expected["prompt_ids"], expected["greedy_ids"]
+    assert generate(model, [prompt, prompt[:3]], len(tokens)).tokens[0] == tokens
+
+
+def test_real_gpt2(shared_data: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = shared_data / "models" / "capp-gpt2"
+    hf_model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
+    prompts = make_prompts(53, LENGTHS)
+    assert_same_as_hf(hf_model.eval(), prompts, generate(load(folder), prompts, NUM_TOKENS))
+
+
+def test_dummy_weights_run(shared_data: Path) -> None:
+    folder = shared_data / "models" / "stories260K"
+    spec = ModelSpec.from_folder(folder)
+    models = [
+        load_model(
+            spec, Path("nowhere"), dtype=torch.float32, device=CPU, load_format="dummy", seed=seed
+        )
+        for seed in (1, 1, 2)
+    ]
+    prompts = make_prompts(spec.vocab_size, (4, 9))
+    first, again, other = [generate(model, prompts, 3) for model in models]
+    assert torch.equal(first.logits[0], again.logits[0])
+    assert not torch.equal(first.logits[0], other.logits[0])

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from training import train
+from training.checkpoint import export_model, load_checkpoint, load_model
+from training.corpus import Corpus
+from training.data import Recipe
+from training.evaluate import ask, generate
+from training.loop import Loop, Plan, rate_factor
+from training.model import DRAFT, MAIN, Llama, ModelConfig, num_parameters
+
+PLAN = Plan(steps=12, bfloat16=False)
+RECIPE = Recipe(stories=20, requests=6, continuations=2, books=1, chats=20, lengths=(64, 128))
+
+
+MakeLoop = Callable[..., Loop]
+
+
+@pytest.fixture
+def make_loop(tiny: ModelConfig, corpus: Corpus, tokenizer: Tokenizer) -> MakeLoop:
+    return partial(_make_loop, tiny, corpus, tokenizer)
+
+
+def _make_loop(
+    tiny: ModelConfig, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int = 12
+) -> Loop:
+    loop = train.language_model_loop(
+        "main",
+        tiny,
+        corpus,
+        tokenizer,
+        replace(PLAN, steps=steps),
+        folder / "out",
+        folder / "run",
+        seed=0,
+        batch_tokens=256,
+    )
+    loop.stream.recipe = RECIPE
+    loop.stream.lengths = RECIPE.lengths
+    return loop
+
+
+@pytest.fixture
+def quick_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card asks the model 400 questions; a tiny model needs only its shape."""
+    monkeypatch.setattr("training.card.accuracy", lambda model, tokenizer: {"sums": 0.5})
+    monkeypatch.setattr("training.card.SAMPLES", ("Hi",))
+    monkeypatch.setattr("training.card.ask", lambda *args: "Hello!")
+
+
+def test_the_loss_falls(make_loop: MakeLoop, tmp_path: Path) -> None:
+    loop = make_loop(tmp_path, steps=60)
+    losses = [loop.train_step() for _ in range(30)]
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.0
+
+
+@pytest.mark.usefixtures("quick_card")
+def test_resume_ends_in_the_same_state(make_loop: MakeLoop, tmp_path: Path) -> None:
+    straight = make_loop(tmp_path / "a")
+    straight.run()
+
+    first = make_loop(tmp_path / "b")
+    first.run(until_step=5)
+    torch.manual_seed(99)  # whatever happened in between
+    second = make_loop(tmp_path / "b")
+    second.resume()
+    assert second.step == 5
+    second.run()
+
+    assert straight.step == second.step == 12
+    for (name, a), b in zip(
+        straight.module.state_dict().items(), second.module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    assert straight.history.tokens == second.history.tokens
+    assert straight.stream.state == second.stream.state
+
+
+@pytest.mark.usefixtures("quick_card")
+def test_a_run_exports_and_writes_its_papers(make_loop: MakeLoop, tmp_path: Path) -> None:
+    make_loop(tmp_path).run()
+    out = tmp_path / "out"
+    card = (out / "README.md").read_text()
+    assert "perplexity" in card
+    assert "CDLA-Sharing-1.0" in card
+    assert (out / "loss.png").stat().st_size < 100_000
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["step"] == 12
+    assert log[-1]["heldout"][1] > 0
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["step"] == 12
+
+
+def test_exported_folder_gives_transformers_the_same_logits(
+    tiny: ModelConfig, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    model = Llama(tiny)
+    export_model(model, tokenizer, tmp_path)
+    own = load_model(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.randint(0, tiny.vocab_size, (2, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(own(tokens), other(tokens).logits, atol=1e-5, rtol=1e-5)
+    assert other.generation_config.eos_token_id == [0, 2]
+    assert other.config.tie_word_embeddings
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
+
+
+def test_sizes_of_the_shipped_models() -> None:
+    assert 3_000_000 < num_parameters(Llama(MAIN)) < 8_000_000
+    assert 500_000 < num_parameters(Llama(DRAFT)) <= 1_000_000
+
+
+def test_schedule_warms_up_and_comes_down() -> None:
+    plan = Plan()
+    rates = [rate_factor(i / 200, plan) for i in range(201)]
+    top = max(range(201), key=rates.__getitem__)
+    assert rates[0] < 0.05
+    assert rates[top] > 0.99
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] == pytest.approx(plan.final_rate)
+
+
+def test_time_budget_ends_the_run(make_loop: MakeLoop, tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    loop.plan = Plan(minutes=1.0)
+    loop.history.seconds = 30.0
+    assert loop.progress == 0.5
+    loop.history.seconds = 90.0
+    assert loop.progress == 1.0
+
+
+def test_generate_is_greedy_and_stops(base_folder: Path, tokenizer: Tokenizer) -> None:
+    model = load_model(base_folder)
+    text = generate(model, tokenizer, "Once", limit=5)
+    assert text == generate(model, tokenizer, "Once", limit=5)
+    assert len(tokenizer.encode(text).ids) <= 10
+    assert isinstance(ask(model, tokenizer, "Hi", limit=3), str)
+
+
+def test_bad_gradient_is_an_error(make_loop: MakeLoop, tmp_path: Path) -> None:
+    loop = make_loop(tmp_path)
+    loop.loss = lambda batch: loop.module.model.norm.weight.sum() * float("nan")
+    with pytest.raises(FloatingPointError, match="step 0"):
+        loop.train_step()

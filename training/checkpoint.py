@@ -1,0 +1,76 @@
+"""Atomic checkpoints of a training run, and export to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from training.model import Llama, ModelConfig
+from training.tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID, save_tokenizer
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state`` to ``path``: whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    # The file is this tool's own: besides tensors it has the states of the random generators.
+    state: dict[str, Any] = torch.load(path, weights_only=False)
+    return state
+
+
+def write_json(path: Path, value: object) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Save bfloat16 copies as safetensors, atomically."""
+    partial = path.with_name(path.name + ".partial")
+    rounded = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in tensors.items()}
+    save_file(rounded, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes a file that only its owner reads
+    os.replace(partial, path)
+
+
+def export_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a folder that transformers and Octavo load: config, weights, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    special = {"bos_token_id": 0, "eos_token_id": EOS_TOKEN_IDS, "pad_token_id": PAD_TOKEN_ID}
+    write_json(folder / "config.json", model.config.to_json(**special))
+    write_json(
+        folder / "generation_config.json",
+        {**special, "do_sample": True, "temperature": 0.7, "top_p": 0.95},
+    )
+    save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
+    write_tensors(folder / "model.safetensors", model.state_dict())
+
+
+def load_model(folder: Path) -> Llama:
+    """The exported folder as the trainer's model, float32."""
+    from safetensors.torch import load_file
+
+    fields = json.loads((folder / "config.json").read_text())
+    config = ModelConfig(**{k: fields[k] for k in ModelConfig.__dataclass_fields__})
+    model = Llama(config)
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({k: v.float() for k, v in weights.items()})
+    return model
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, folder / name)

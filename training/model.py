@@ -1,0 +1,193 @@
+"""A compact Llama in torch, laid out for training speed.
+
+The parameter names are those of Hugging Face's ``LlamaForCausalLM`` so that export is a plain
+copy; the arithmetic (RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU, tied
+embeddings) is the same, which ``tests/training/test_train.py`` compares with transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Llama; the field names are those of its ``config.json``."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    def to_json(self, **special: int | list[int]) -> dict[str, Any]:
+        """The ``config.json`` of the exported folder."""
+        fields = asdict(self)
+        theta = fields.pop("rope_theta")
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **fields,
+            "rope_theta": theta,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "torch_dtype": "bfloat16",
+            **special,
+        }
+
+
+MAIN = ModelConfig()
+DRAFT = ModelConfig(
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, each ``[length, head_dim]`` float32."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), config.rope_theta**-half)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to ``x [batch, heads, length, head_dim]``."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size, dim = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            dim,
+        )
+        self.q_proj = nn.Linear(size, self.heads * dim, bias=False)
+        self.k_proj = nn.Linear(size, self.kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(size, self.kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * dim, size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.heads, self.dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
+        group = self.heads // self.kv_heads
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Backbone(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """A decoder-only Llama with tied embeddings; ``state_dict`` names equal Hugging Face's."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self._tables: tuple[Tensor, Tensor] = rope_tables(config, config.max_position_embeddings)
+        self.apply(self._init)
+        for name, weight in self.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.num_hidden_layers))
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def tables(self, length: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self._tables
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else cos.dtype
+        return cos[:length].to(dtype), sin[:length].to(dtype)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Last layer's output after the final norm: ``[batch, length, hidden]``."""
+        x = self.model.embed_tokens(tokens)
+        if torch.is_autocast_enabled("cpu"):
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        cos, sin = self.tables(tokens.shape[1])
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.model.embed_tokens.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits ``[batch, length, vocab]`` of ``tokens [batch, length]`` int64."""
+        return self.logits(self.hidden(tokens))
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def num_trainable(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
