@@ -16,7 +16,7 @@
 OCTAVO_BEGIN
 
 constexpr int kTile = 64;  // key positions a softmax step takes; every block size divides it, or 128
-constexpr int kTileRows = 32;  // rows that walk the tiles together
+constexpr int kTileRows = 36;  // rows that walk the tiles together: full sets of 6 and of 4
 
 // How keys of storage type T meet a query. `Q`: what the query is read as; `kDims`: dimensions in one
 // step; `N`: keys in a vector, W or, for blocks smaller than W, half of it.
@@ -77,7 +77,7 @@ constexpr int kValueVectors = W == 16 ? 4 : 2;
 
 // scores[R][...] = q . k for V vectors of N keys
 template <class T, int N, int R>
-void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const T* const* keys,
+NOINLINE void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const T* const* keys,
                   int64_t block_size, int64_t head_size, float* scores) {
   constexpr int V = kScoreVectors;
   const T* k[V];
@@ -101,7 +101,7 @@ INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stri
 // acc[R][dims] += p[R][first..last) * v[first..last)[dims], V vectors of dims, the last of `tail`
 // lanes. `values` has a pointer for each position of the tile.
 template <class T, int R, int V>
-void value_kernel(const float* p, const T* const* values, int first, int last, int64_t dim, int tail,
+NOINLINE void value_kernel(const float* p, const T* const* values, int first, int last, int64_t dim, int tail,
                   float* acc, int64_t acc_stride) {
   vf sum[R][V];
   UNROLL for (int i = 0; i < R; i++)

@@ -110,7 +110,7 @@ void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0
   const int64_t panel_k = ceil_div(a.k, Panel<T>::kStep) * Panel<T>::kStep;
   const T* weight = static_cast<const T*>(a.weight);
   const T* bias = static_cast<const T*>(a.bias);
-  parallel_for(panels * blocks, panels * m * a.k / 16, [&](int64_t task) {
+  parallel_for(panels * blocks, panels * kVectors * m * a.k, [&](int64_t task) {
     const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
     const int64_t col = task % panels * kPanel;
     const T* w = weight + col * panel_k;

@@ -26,6 +26,7 @@
   }                \
   }
 #define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 OCTAVO_BEGIN
@@ -97,7 +98,15 @@ INLINE float reduce_max(vf v) {
 
 // ---- bits of the 16-bit formats <-> float32, W at a time ----
 
-INLINE vf widen(vh h, bf16) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vu widen_bits(vh h) {
+#if defined(__AVX512F__)  // GCC 12 would take it in halves
+  return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#else
+  return __builtin_convertvector(h, vu);
+#endif
+}
+
+INLINE vf widen(vh h, bf16) { return (vf)(widen_bits(h) << 16); }
 
 INLINE vh narrow(vf v, bf16) {  // to nearest, ties to even
   vu u = (vu)v;
@@ -112,7 +121,7 @@ INLINE vf widen(vh h, f16) {
 #elif defined(__F16C__)
   return (vf)_mm256_cvtph_ps((__m128i)h);
 #else
-  vu u = __builtin_convertvector(h, vu);
+  vu u = widen_bits(h);
   vu sign = (u & 0x8000u) << 16, body = (u & 0x7fffu) << 13;
   vf scaled = (vf)body * 0x1p112f;  // exact: also makes subnormals normal
   vu magnitude = body >= (0x7c00u << 13) ? body | 0x7f800000u : (vu)scaled;
@@ -190,10 +199,10 @@ INLINE void with_type(DType dtype, F f) {
 }
 
 // f(0) ... f(n - 1) on the threads of the process; `cost` is about the number of vector operations in
-// all: work too small to share stays on the caller's thread.
+// all: a few microseconds' work is not worth waking another thread.
 template <class F>
 inline void parallel_for(int64_t n, int64_t cost, F f) {
-  int threads = cost < 4000 ? 1 : int(min<int64_t>(n, num_threads()));
+  int threads = cost < 16000 ? 1 : int(min<int64_t>(n, num_threads()));
   if (threads <= 1) {
     for (int64_t i = 0; i < n; i++) f(i);
     return;

@@ -71,7 +71,9 @@ def set_num_threads(num_threads: int | None) -> int:
     Raises:
         ConfigError: if more threads are asked for than there are cores.
     """
-    import torch
+    import torch  # before octavo._native, which then shares its pool
+
+    from octavo import _native
 
     cores = num_cpus()
     if num_threads is not None and num_threads > cores:
@@ -80,4 +82,5 @@ def set_num_threads(num_threads: int | None) -> int:
             "threads waiting for each other would make every step slower. Lower it."
         )
     torch.set_num_threads(num_threads or cores)
+    _native.set_num_threads(num_threads or cores)  # torch's holds for the calling thread only
     return num_threads or cores

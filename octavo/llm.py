@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from octavo.chat_template import ChatTemplate
@@ -19,7 +20,7 @@ from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.output_processor import OutputProcessor, ProcessedOutputs
 from octavo.errors import OctavoError, UnsupportedError
 from octavo.messages import SchedulerStats
-from octavo.models.hub import resolve_model
+from octavo.models.hub import resolve_folders
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
@@ -47,18 +48,11 @@ class LLM:
     def __init__(self, model: str = BUILTIN_MODEL, **kwargs: Any) -> None:
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
         settings = self.config.model
-        path = resolve_model(
-            model,
-            revision=settings.revision,
-            download_dir=self.config.load.download_dir,
-            load_format=self.config.load.load_format,
-        )
+        path, tokenizer_path = resolve_folders(self.config)
         self._core = EngineCore(self.config, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS)
         self._tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.from_folder(
-                resolve_model(settings.tokenizer) if settings.tokenizer else path
-            )
+            self._tokenizer = Tokenizer.from_folder(tokenizer_path)
         self._input_processor = InputProcessor(
             settings, self._core.spec, self._tokenizer, self._core.max_model_len
         )
@@ -125,7 +119,7 @@ class LLM:
                 conversation,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
         ]
@@ -167,23 +161,25 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        **kwargs: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
+        """The prompt text of a conversation; it holds its special tokens already.
+
+        Args:
+            messages: OpenAI's messages.
+            chat_template: a template, or its file, instead of the model's own.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            chat_template_kwargs: further variables for the template.
 
         Raises:
-            UnsupportedError: if the model has no chat template and none is given.
+            RequestError: if the messages are malformed or there is no chat template.
         """
-        tokenizer = self.get_tokenizer()
-        source = chat_template or tokenizer.chat_template
-        if source is None:
-            raise UnsupportedError(
-                f"{self.config.model.model} has no chat template; pass chat_template or use "
-                "generate with a plain prompt.",
-                "messages",
-            )
-        template = ChatTemplate(source, tokenizer.special_tokens)
-        return template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        template = ChatTemplate.from_tokenizer(self.get_tokenizer(), chat_template)
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=chat_template_kwargs,
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -199,7 +195,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from its generation_config.json."""
-        return SamplingParams(**self._core.spec.generation_config)
+        return msgspec.convert(self._core.spec.generation_config, SamplingParams)
 
     def stats(self) -> SchedulerStats:
         """State and counters of the scheduler and the KV cache."""
@@ -276,9 +272,7 @@ class LLM:
         try:
             for prompt, its_params in zip(prompts, params, strict=True):
                 request_ids.append(
-                    self._add(
-                        prompt, its_params, RequestOutputKind.FINAL_ONLY, add_special_tokens
-                    )
+                    self._add(prompt, its_params, RequestOutputKind.FINAL_ONLY, add_special_tokens)
                 )
             with tqdm(total=len(prompts), desc="Processed prompts", disable=not use_tqdm) as bar:
                 while self._output_processor.has_unfinished_requests():

@@ -94,7 +94,7 @@ def card_text(
         "## Training",
         "",
         f"`python -m training.train {kind}`: {history.tokens / 1e6:.1f} M tokens in"
-        f" {history.seconds / 60:.0f} minutes on {torch.get_num_threads()} shared"
+        f" {history.seconds / 60:.0f} minutes on 2 shared"
         f" {platform.machine()} cores ({history.tokens / history.seconds:,.0f} tokens/s), bfloat16"
         " autocast, Muon for the matrices and AdamW for the rest, cosine schedule over the time"
         " budget, rows of 512 tokens with a tenth of 1,024 and 2,048.",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from training.checkpoint import load_checkpoint, save_checkpoint
-from training.data import ChunkStream
+from training.data import IGNORE, ChunkStream
 
 Batch = tuple[Tensor, Tensor]
 
@@ -38,6 +40,7 @@ class Plan:
     first_export_minutes: float = 2.0
     export_minutes: float = 10.0
     bfloat16: bool = True
+    workers: int = 2
 
 
 @dataclass
@@ -111,6 +114,9 @@ class Loop:
         self.optimizers = make_optimizers(module, plan)
         self.history = History()
         self.step = 0
+        self._pool = ThreadPoolExecutor(
+            plan.workers, initializer=torch.set_num_threads, initargs=(1,)
+        )
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -156,9 +162,7 @@ class Loop:
                 group["lr"] = group["full_rate"] * factor
         self.stream.progress = self.progress
         batch = self.stream.next()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.plan.bfloat16):
-            loss = self.loss(batch)
-        loss.backward()
+        loss = self._gradients(batch)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         norm = nn.utils.clip_grad_norm_(parameters, self.plan.clip)
         if not torch.isfinite(norm):
@@ -168,7 +172,29 @@ class Loop:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.history.tokens += batch[0].numel()
-        return loss.item()
+        return loss
+
+    def _gradients(self, batch: Batch) -> float:
+        """Add up the gradients of the batch; each worker takes a share of its rows.
+
+        Each worker computes on one core by itself. On cores shared with other work that is much
+        faster than many threads to one operation, which wait for each other all the time.
+        """
+        rows, shares = len(batch[0]), min(self.plan.workers, len(batch[0]))
+        cuts = [rows * i // shares for i in range(shares + 1)]
+        parts = [(batch[0][a:b], batch[1][a:b]) for a, b in itertools.pairwise(cuts)]
+        counts = [int((targets != IGNORE).sum()) for _, targets in parts]
+
+        def forward(part: Batch, count: int) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.plan.bfloat16):
+                return self.loss(part) * (count / sum(counts))
+
+        # Forward passes side by side, then backward passes; the sum of two gradients does not
+        # depend on which comes first, so two workers are still reproducible bit for bit.
+        work = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
+        losses = list(self._pool.map(forward, *zip(*work, strict=True)))
+        list(self._pool.map(Tensor.backward, losses))
+        return sum(loss.item() for loss in losses)
 
     def _measure(self) -> None:
         if self.evaluate is not None:

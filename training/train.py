@@ -150,6 +150,7 @@ def extra_loop(
     head: EagleHead | MedusaHeads
     if kind == "eagle":
         head = EagleHead(model.config)
+        plan = replace(plan, workers=1)  # two would draw random numbers in any order
         loss = eagle_loss(head, model)
     else:
         head = MedusaHeads(model)
@@ -202,6 +203,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    torch.set_num_threads(1)  # see Loop._gradients
     run = RUNS / args.kind
     run.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(args.data)

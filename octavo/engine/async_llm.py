@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.core_client import AsyncMPClient
@@ -17,7 +19,7 @@ from octavo.engine.output_processor import OutputProcessor, RequestOutputCollect
 from octavo.errors import EngineDeadError
 from octavo.messages import SchedulerStats
 from octavo.metrics import EngineMetrics
-from octavo.models.hub import resolve_model
+from octavo.models.hub import resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -48,12 +50,7 @@ class AsyncLLM:
         self, config: EngineConfig, progress_timeout: float, served_name: str | None
     ) -> None:
         model = config.model
-        path = resolve_model(
-            model.model,
-            revision=model.revision,
-            download_dir=config.load.download_dir,
-            load_format=config.load.load_format,
-        )
+        path, tokenizer_path = resolve_folders(config)
         self.config = config
         self.spec = ModelSpec.from_folder(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
@@ -61,9 +58,7 @@ class AsyncLLM:
         self._client = AsyncMPClient(config, path, default_batched_tokens=SERVER_BATCHED_TOKENS)
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.from_folder(
-                resolve_model(model.tokenizer) if model.tokenizer else path
-            )
+            self.tokenizer = Tokenizer.from_folder(tokenizer_path)
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len)
         self.stats = SchedulerStats()
         self.ready = False
@@ -124,7 +119,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         deadline: float | None = None,
         add_special_tokens: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; closing the stream aborts it.
 
         Args:
@@ -218,6 +213,12 @@ class AsyncLLM:
         info = ready.result()
         self.ready = True
         self._last_progress = time.monotonic()
+        self.metrics.set_cache_config_info(
+            {
+                **msgspec.structs.asdict(self.config.cache),
+                "num_gpu_blocks": info.num_blocks,
+            }
+        )
         if info.max_model_len != self.max_model_len:
             self.max_model_len = info.max_model_len
             self._input_processor = self._make_input_processor()

@@ -97,9 +97,7 @@ class EngineCore:
         # Without prefix caching only siblings (n > 1) share blocks: they carry a scope.
         share = self.config.cache.enable_prefix_caching or core_request.cache_salt is not None
         try:
-            self.scheduler.add_request(
-                Request(core_request, self._block_hasher if share else None)
-            )
+            self.scheduler.add_request(Request(core_request, self._block_hasher if share else None))
         except RequestError as error:
             self._refused.append(
                 EngineCoreOutput(
@@ -160,4 +158,3 @@ class EngineCore:
         """Ends the workers and frees their memory. May be called twice."""
         self._in_flight.clear()
         self.executor.shutdown()
-

@@ -45,7 +45,8 @@ class AsyncMPClient:
         self._input = self._context.socket(zmq.PUSH)
         self._output = self._context.socket(zmq.PULL)
         addresses = [f"ipc://{self._folder}/{name}" for name in ("input", "output")]
-        self._input.bind(addresses[0])
+        self._input.set_hwm(0)  # requests may queue up while the process starts
+        self._input.connect(addresses[0])
         self._output.bind(addresses[1])
         self._encoder = msgspec.msgpack.Encoder()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -120,15 +121,13 @@ class AsyncMPClient:
         """Ends the process: asks it to, then makes it. May be called twice."""
         if self._context.closed:
             return
-        if self.process.poll() is None:
-            await self._send(wire.SHUTDOWN, None)
-            try:
-                await asyncio.to_thread(self.process.wait, timeout)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                await asyncio.to_thread(self.process.wait)
         assert self.process.stdin is not None
         self.process.stdin.close()
+        try:
+            await asyncio.to_thread(self.process.wait, timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 

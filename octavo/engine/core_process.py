@@ -2,7 +2,8 @@
 
 Three threads: one takes requests in, one sends outputs, and between them the busy loop schedules
 and computes, so that neither decoding nor sending a message holds up a step. The process gets its
-setup on standard input and keeps reading there: end of file means that the parent is gone.
+setup on standard input and keeps reading there: end of file tells it to end, and comes by itself
+when the parent is gone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,14 @@ from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 logger = logging.getLogger(__name__)
 
 # Kinds of message, sent as the first frame.
-ADD, ABORT, UTILITY, SHUTDOWN = b"A", b"B", b"U", b"S"
+ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 
 # Seconds between two switches among Python threads: the worker's thread comes back from a native
 # kernel many times a step, and must not wait 5 ms (the default) for a busy input thread each time.
 _SWITCH_INTERVAL = 0.0002
+# Time that the core gets to end in order when the parent is gone.
+_GRACE_SECONDS = 2.0
 
 
 class CoreProcessSetup(msgspec.Struct):
@@ -58,8 +62,6 @@ class CoreDead(msgspec.Struct):
     """Sent when the core cannot start or cannot go on."""
 
     error: str
-    expected: bool
-    """Whether it is one of Octavo's own errors, whose message says what to do."""
 
 
 def main() -> None:
@@ -69,14 +71,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     size = int.from_bytes(sys.stdin.buffer.read(4), "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    inputs: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_end_with_parent, args=(inputs,), daemon=True).start()
+    threading.Thread(
+        target=_receive_inputs, args=(setup.input_address, inputs), daemon=True
+    ).start()
     logging.basicConfig(level=setup.log_level, format="%(levelname)s %(name)s: %(message)s")
     sys.setswitchinterval(_SWITCH_INTERVAL)
 
-    context = zmq.Context()
     output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()
     sender = threading.Thread(
-        target=_send_outputs, args=(context, setup.output_address, output_queue), daemon=True
+        target=_send_outputs, args=(setup.output_address, output_queue), daemon=True
     )
     sender.start()
     status = 0
@@ -89,15 +94,15 @@ def main() -> None:
         output_queue.put(
             (READY, CoreReady(core.max_model_len, core.plan.num_blocks, core.plan.report()))
         )
-        _BusyLoop(core, context, setup.input_address, output_queue).run()
+        _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
     except OctavoError as error:
         status = 1
-        output_queue.put((DEAD, CoreDead(str(error), expected=True)))
+        output_queue.put((DEAD, CoreDead(str(error))))
     except BaseException as error:
         status = 1
         logger.exception("the engine core failed")
-        output_queue.put((DEAD, CoreDead(f"{type(error).__name__}: {error}", expected=False)))
+        output_queue.put((DEAD, CoreDead(f"{type(error).__name__}: {error}")))
     output_queue.put(None)
     sender.join(timeout=5)
     # Threads that wait on sockets or standard input must not keep a finished process alive.
@@ -110,41 +115,37 @@ class _BusyLoop:
     def __init__(
         self,
         core: EngineCore,
-        context: zmq.Context[zmq.Socket[bytes]],
-        input_address: str,
-        output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
+        inputs: queue.SimpleQueue[object],
+        outputs: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
     ) -> None:
         self._core = core
-        self._outputs = output_queue
-        self._inputs: queue.SimpleQueue[tuple[bytes, object]] = queue.SimpleQueue()
+        self._inputs = inputs
+        self._outputs = outputs
         self._running = True
-        threading.Thread(
-            target=_receive_inputs, args=(context, input_address, self._inputs), daemon=True
-        ).start()
 
     def run(self) -> None:
-        """Runs until a shutdown message comes."""
+        """Runs until the inputs end."""
         core, checked = self._core, True
         while self._running:
             if core.has_work():
                 checked = False
                 while not self._inputs.empty():
-                    self._handle(*self._inputs.get())
+                    self._handle(self._inputs.get())
                 self._outputs.put((OUTPUTS, core.step()))
                 continue
             if not checked:
                 core.check_integrity()  # idle: time to see that the books are right
                 checked = True
-            self._handle(*self._inputs.get())
+            self._handle(self._inputs.get())
 
-    def _handle(self, kind: bytes, message: object) -> None:
+    def _handle(self, message: object) -> None:
         if isinstance(message, EngineCoreRequest):
             self._core.add_request(message)
         elif isinstance(message, list):
             self._core.abort_requests(message)
         elif isinstance(message, UtilityCall):
             self._outputs.put((RESULT, self._call(message)))
-        elif kind == SHUTDOWN:
+        else:
             self._running = False
 
     def _call(self, call: UtilityCall) -> UtilityResult:
@@ -157,14 +158,11 @@ class _BusyLoop:
             return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
 
 
-def _receive_inputs(
-    context: zmq.Context[zmq.Socket[bytes]],
-    address: str,
-    inputs: queue.SimpleQueue[tuple[bytes, object]],
-) -> None:
+def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:
     """Input thread: decodes messages while the core computes."""
-    socket = context.socket(zmq.PULL)
-    socket.connect(address)
+    # The receiving end binds, so that the sender can queue messages before this process is up.
+    socket = zmq.Context().socket(zmq.PULL)
+    socket.bind(address)
     decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
         ADD: msgspec.msgpack.Decoder(EngineCoreRequest),
         ABORT: msgspec.msgpack.Decoder(list[str]),
@@ -172,26 +170,30 @@ def _receive_inputs(
     }
     while True:
         kind, payload = socket.recv_multipart()
-        inputs.put((kind, decoders[kind].decode(payload) if kind in decoders else None))
+        inputs.put(decoders[kind].decode(payload))
 
 
 def _send_outputs(
-    context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     outputs: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
 ) -> None:
-    """Output thread: encodes and sends; None ends it."""
+    """Output thread: encodes and sends; None ends it, once all has been sent."""
+    context = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(address)
     encoder = msgspec.msgpack.Encoder()
     while (item := outputs.get()) is not None:
         socket.send_multipart([item[0], encoder.encode(item[1])])
     socket.close(linger=2000)
+    context.term()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(inputs: queue.SimpleQueue[object]) -> None:
+    """Ends the process when standard input ends: the parent wants it to stop, or is gone."""
     while sys.stdin.buffer.read(1):
         pass
+    inputs.put(None)
+    time.sleep(_GRACE_SECONDS)
     os._exit(1)
 
 

@@ -50,12 +50,7 @@ class MemoryPlan:
     def total(self) -> int:
         """All of it."""
         return (
-            self.runtime
-            + self.weights
-            + self.activations
-            + self.logits
-            + self.rows
-            + self.kv_cache
+            self.runtime + self.weights + self.activations + self.logits + self.rows + self.kv_cache
         )
 
     @property
@@ -102,9 +97,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return asked
 
 
-def resolve_max_num_batched_tokens(
-    config: EngineConfig, default: int, max_model_len: int
-) -> int:
+def resolve_max_num_batched_tokens(config: EngineConfig, default: int, max_model_len: int) -> int:
     """The token budget of a step: as set, or `default` raised to what the other settings need."""
     sched = config.scheduler
     if sched.max_num_batched_tokens is not None:
@@ -133,7 +126,7 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    weights = spec.weight_nbytes(dtype)
+    weights = spec.weight_nbytes(dtype, max_model_len)
     activations = spec.activation_nbytes(max_num_batched_tokens, dtype)
     # Logits as they come, a processed copy where logprobs are asked for, the sampler's workspace.
     logits = 2 * 4 * max_num_seqs * spec.vocab_size
@@ -203,9 +196,7 @@ def make_memory_plan(
     return plan, kv_cache
 
 
-def _longest_that_fits(
-    blocks_for: Callable[[int], int], num_blocks: int, longest: int
-) -> int:
+def _longest_that_fits(blocks_for: Callable[[int], int], num_blocks: int, longest: int) -> int:
     """The greatest length up to `longest` that needs at most `num_blocks` blocks."""
     low, high = 0, longest
     while low < high:

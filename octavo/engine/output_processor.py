@@ -296,10 +296,12 @@ class OutputProcessor:
         aborted: list[str] = []
         touched: dict[str, _Group] = {}
         for request_id in request_ids:
-            group = self._groups.get(request_id)
-            states = [] if group is None else list(group.live.values())
-            if group is None and request_id in self._states:
-                states = [self._states[request_id]]
+            group = self._groups.pop(request_id, None)
+            if group is not None:
+                group.n = group.num_added  # no more answers will be added
+                states = list(group.live.values())
+            else:
+                states = [self._states[request_id]] if request_id in self._states else []
             for state in states:
                 self._end(state, reason, None, now)
                 aborted.append(state.request_id)
@@ -391,7 +393,7 @@ class OutputProcessor:
         del self._states[state.request_id]
         del group.live[state.request_id]
         if group.finished:
-            del self._groups[group.request_id]
+            self._groups.pop(group.request_id, None)
         if self._metrics is not None:
             self._metrics.record_finished(
                 reason,
@@ -455,11 +457,11 @@ class OutputProcessor:
 
 def _make_error(output: EngineCoreOutput) -> OctavoError:
     """The exception that an output with `FinishReason.ERROR` stands for."""
-    kind = getattr(octavo.errors, output.error_kind or "", OctavoError)
+    kind: object = getattr(octavo.errors, output.error_kind or "", None)
     message = output.error or "The request failed."
-    error = kind(message)
-    assert isinstance(error, OctavoError)
-    return error
+    if isinstance(kind, type) and issubclass(kind, OctavoError):
+        return kind(message)
+    return OctavoError(message)
 
 
 def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:

@@ -156,44 +156,27 @@ class KVCacheManager:
         """
         held = self._requests.get(request.request_id)
         start = request.num_computed_tokens
+        if held is None:
+            hit = new_computed_blocks or KVCacheBlocks([[] for _ in self.groups])
+            start += hit.num_tokens
         end = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         if held is not None:
             if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
                 return []  # the usual decode step
-            copy_from: list[KVCacheBlock | None] = [None] * len(self.groups)
-            needed = self._num_blocks_needed(held, start, end, end)
+            if self._num_blocks_needed(held, start, end, end) > self.pool.num_free_blocks:
+                return None
         else:
-            hit = new_computed_blocks or KVCacheBlocks([[] for _ in self.groups])
-            start += hit.num_tokens
-            end = min(end + hit.num_tokens, self.max_model_len)
-            held = _RequestBlocks(len(self.groups))
-            held.blocks = [list(blocks) for blocks in hit.blocks]
-            held.num_released = [
-                group.first_needed_position(start) // self.block_size for group in self.groups
-            ]
-            held.num_cached_blocks = start // self.block_size
-            # Rule 5 of the module's note: a hit that ends inside a block that others use.
-            inside = start % self.block_size > 0
-            copy_from = [
-                blocks[-1] if inside and blocks[-1].ref_cnt > 0 else None for blocks in hit.blocks
-            ]
-            needed = self._num_blocks_needed(held, start, end, max(end, request.num_tokens))
-            needed += sum(block is not None for block in copy_from)
-            needed += sum(
-                block.ref_cnt == 0 for blocks in hit.blocks for block in blocks
-            )  # free now, but not to be handed out
-        if needed > self.pool.num_free_blocks:
-            return None
-
-        if request.request_id not in self._requests:
-            self._take_hit(request, held, start, copy_from)
+            held = self._reserve_hit(request, hit, start, end)
+            if held is None:
+                return None
         self._release_out_of_window(held, start)
-        num_blocks = -(-end // self.block_size)
-        new_ids = []
-        for blocks in held.blocks:
-            new = self.pool.get_new_blocks(max(0, num_blocks - len(blocks)))
-            blocks += new
-            new_ids.append([block.block_id for block in new])
+        new_ids: list[list[int]] = []
+        count = -(-end // self.block_size) - len(held.blocks[0])
+        if count > 0:
+            for blocks in held.blocks:
+                new = self.pool.get_new_blocks(count)
+                blocks += new
+                new_ids.append([block.block_id for block in new])
         held.num_slots = len(held.blocks[0]) * self.block_size
         self._cache_full_blocks(request, held, start + num_new_tokens)
         return new_ids
@@ -295,30 +278,39 @@ class KVCacheManager:
                 needed -= sum(b.ref_cnt == 1 for b in blocks[held.num_released[group_id] : first])
         return needed
 
-    def _take_hit(
-        self,
-        request: Request,
-        held: _RequestBlocks,
-        start: int,
-        copy_from: list[KVCacheBlock | None],
-    ) -> None:
-        """Reserves the known prefix of a request, as planned by `allocate_slots`."""
+    def _reserve_hit(
+        self, request: Request, hit: KVCacheBlocks, start: int, end: int
+    ) -> _RequestBlocks | None:
+        """Gives a request its known prefix, if there is room for the rest of its tokens too."""
+        held = _RequestBlocks(len(self.groups))
+        held.blocks = [list(blocks) for blocks in hit.blocks]
+        held.num_cached_blocks = start // self.block_size
+        held.num_released = [
+            group.first_needed_position(start) // self.block_size for group in self.groups
+        ]
+        ends_inside = start % self.block_size > 0  # rule 5 of the module's note
+        needed = self._num_blocks_needed(held, start, end, max(end, request.num_tokens))
+        for blocks in held.blocks:
+            needed += sum(block.ref_cnt == 0 for block in blocks)  # free, but not for new ones
+            needed += ends_inside and blocks[-1].ref_cnt > 0
+        if needed > self.pool.num_free_blocks:
+            return None
         for blocks in held.blocks:
             self.pool.touch(blocks)
-        if start % self.block_size:
-            for blocks, source in zip(held.blocks, copy_from, strict=True):
-                if source is None:
-                    self.pool.uncache(blocks[-1])
-                else:
-                    # The reference just taken keeps the source until the step is scheduled.
-                    (copy,) = self.pool.get_new_blocks(1)
-                    self._copies.append((source, copy))
-                    blocks[-1] = copy
+        for blocks in held.blocks if ends_inside else []:
+            last = blocks[-1]
+            if last.ref_cnt == 1:
+                self.pool.uncache(last)
+            else:
+                # The reference just taken keeps the source until the step is scheduled.
+                (blocks[-1],) = self.pool.get_new_blocks(1)
+                self._copies.append((last, blocks[-1]))
         self._requests[request.request_id] = held
         looked_up = request.block_hashes and not request.skip_reading_prefix_cache
         if looked_up and not request.num_preemptions:
             self.num_queries += request.num_tokens
             self.num_hits += start
+        return held
 
     def _release_out_of_window(self, held: _RequestBlocks, start: int) -> None:
         """Gives back the blocks that no position from `start` on can see."""

@@ -47,7 +47,7 @@ def _exponents(rope: RopeSpec) -> Tensor:
 
 
 def _inverse_frequencies(rope: RopeSpec, max_position: int) -> Tensor:
-    """float32 [rotary_dim / 2]."""
+    """float32 [rotary_dim / 2], rounded where transformers rounds: angles are large."""
     inverse = 1.0 / rope.theta ** _exponents(rope)
     match rope.rope_type:
         case "default":
@@ -75,7 +75,7 @@ def _dynamic(rope: RopeSpec, positions: Tensor) -> Tensor:
 
 def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:
     """Llama 3.1: long waves divided by the factor, short ones kept, smooth between."""
-    turns = rope.original_max_position * inverse / (2 * math.pi)
+    turns = rope.original_max_position / (2 * math.pi / inverse)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * inverse / rope.factor + smooth * inverse
@@ -97,4 +97,5 @@ def _yarn(rope: RopeSpec, inverse: Tensor) -> Tensor:
         high += 0.001  # no division by zero
     index = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
     ramp = ((index - low) / (high - low)).clamp(0.0, 1.0)
-    return inverse / rope.factor * ramp + inverse * (1 - ramp)
+    keep = 1 - ramp
+    return 1.0 / (rope.factor * rope.theta ** _exponents(rope)) * (1 - keep) + inverse * keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_MODEL, hub_offline
+from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_MODEL, EngineConfig, hub_offline
 from octavo.errors import HubError, ModelError
 
 _BUILTIN = {
@@ -63,6 +63,21 @@ def resolve_model(
     if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         raise ModelError(f"There is no folder {model}.")
     return _download(model, revision, download_dir, load_format)
+
+
+def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
+    """The folders of a config's model and of its tokenizer; see `resolve_model`."""
+    name, load = config.model, config.load
+    path = resolve_model(
+        name.model,
+        revision=name.revision,
+        download_dir=load.download_dir,
+        load_format=load.load_format,
+    )
+    if name.tokenizer is None:
+        return path, path
+    tokenizer = resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
+    return path, tokenizer
 
 
 def _download(

@@ -120,21 +120,21 @@ class ModelSpec:
     def activation_nbytes(self, num_tokens: int, dtype: str) -> int:
         """Upper bound of the memory that a forward pass holds beside weights and KV cache.
 
-        Counts the widest moment of a layer: the residual stream, the block's input and what the
-        block holds at once. Logits are not part of it.
+        Counts the widest moment of a layer: its input and the residual stream before and after
+        the first norm, and what attention or MLP hold at once. Logits are not part of it.
 
         Args:
             num_tokens: tokens of the step.
             dtype: "float32", "float16" or "bfloat16".
         """
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         query = self.num_attention_heads * self.head_size
         key = self.num_key_value_heads * self.head_size
-        qkv = (query + 2 * key) + (query + key if self.qk_norm else 0)
-        attention = qkv + query + hidden
-        mlp = (3 if self.gated_mlp else 2) * inner
-        per_token = 3 * hidden + max(attention, mlp, 2 * hidden, mlp // 2 + hidden)
-        return num_tokens * (per_token * DTYPE_NBYTES[dtype] + 16)
+        attention = (query + 2 * key) + query + hidden
+        inner = (2 if self.gated_mlp else 1) * self.intermediate_size
+        mlp = inner + max(self.intermediate_size, hidden)
+        per_token = 4 * hidden + max(attention, mlp, 2 * hidden)
+        return num_tokens * per_token * DTYPE_NBYTES[dtype]
 
 
 def _packed_nbytes(n: int, k: int, dtype: str) -> int:

@@ -29,7 +29,8 @@ def apply_logits_processors(logits: torch.Tensor, metadata: SamplingMetadata) ->
     if metadata.logit_bias is not None:
         apply_logit_bias(logits, metadata.logit_bias)
     if metadata.penalties is not None:
-        apply_penalties(logits, metadata.penalties)
+        for entries in metadata.penalties:
+            apply_penalties(logits, entries)
 
 
 def apply_allowed_token_ids(logits: torch.Tensor, allowed: AllowedEntries) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +76,8 @@ class SamplingMetadata:
     banned: LogitEntries | None = None
     """Ends of bad words, and stop tokens of rows that have not reached `min_tokens`."""
     logit_bias: BiasEntries | None = None
-    penalties: PenaltyEntries | None = None
+    penalties: Iterable[PenaltyEntries] | None = None
+    """In portions; no logit appears twice."""
 
     @property
     def changes_logits(self) -> bool:

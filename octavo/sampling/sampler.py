@@ -82,9 +82,10 @@ class Sampler:
         )
         changes = metadata.changes_logits or grammar_bitmask is not None
         asking = np.flatnonzero(metadata.num_logprobs != NO_LOGPROBS)
-        raw = logits
+        raw, raw_rows = logits, np.arange(metadata.num_rows)
         if changes and len(asking):
-            raw = logits.clone()
+            raw = logits[_tensor(asking, logits)]
+            raw_rows[asking] = np.arange(len(asking))
 
         good = self._fail_rows(
             logits, output, "the model's logits for it are not finite (NaN or infinity)"
@@ -103,14 +104,15 @@ class Sampler:
 
         sampled = metadata.temperature > 0
         greedy_rows = np.flatnonzero(good & ~sampled)
-        if len(greedy_rows) == metadata.num_rows:
-            output.token_ids = self.ops.argmax(logits)
-        else:
-            if len(greedy_rows):
+        if len(greedy_rows):
+            best = self.ops.argmax(logits)  # of all rows: cheaper than copying some
+            if len(greedy_rows) == metadata.num_rows:
+                output.token_ids = best
+            else:
                 at = _tensor(greedy_rows, logits)
-                output.token_ids[at] = self.ops.argmax(logits[at])
-            self._sample_rows(logits, metadata, np.flatnonzero(good & sampled), output.token_ids)
-        self._add_logprobs(raw, metadata, asking[good[asking]], output)
+                output.token_ids[at] = best[at]
+        self._sample_rows(logits, metadata, np.flatnonzero(good & sampled), output.token_ids)
+        self._add_logprobs(raw, raw_rows, metadata, asking[good[asking]], output)
         return output
 
     def _fail_rows(
@@ -187,16 +189,20 @@ class Sampler:
     def _add_logprobs(
         self,
         raw: torch.Tensor,
+        raw_rows: LongArray,
         metadata: SamplingMetadata,
         rows: LongArray,
         output: SamplerOutput,
     ) -> None:
-        """Reports logprobs; rows that ask for equally many candidates go together."""
+        """Reports logprobs; rows that ask for equally many candidates go together.
+
+        `raw_rows[i]` is where the unchanged logits of row i are in `raw`.
+        """
         for k in np.unique(metadata.num_logprobs[rows]).tolist():
             same = rows[metadata.num_logprobs[rows] == k]
             for some in _chunks(same, raw.shape[1]):
-                at = _tensor(some, raw)
-                lists = _gather_logprobs(self.ops, raw[at], output.token_ids[at], k)
+                chosen = output.token_ids[_tensor(some, raw)]
+                lists = _gather_logprobs(self.ops, raw[_tensor(raw_rows[some], raw)], chosen, k)
                 for i, row in enumerate(some.tolist()):
                     output.logprobs[row] = LogprobsLists(
                         [lists.token_ids[i]], [lists.logprobs[i]], [lists.ranks[i]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from octavo.sampling.metadata import (
     PenaltyEntries,
     SamplingMetadata,
 )
+from octavo.sampling.sizes import rows_per_chunk
 from octavo.sampling_params import SamplingParams
 
 LongArray = NDArray[np.int64]
@@ -111,9 +112,70 @@ class SamplingState:
             num_prompt_tokens: how many of them are the prompt.
 
         Raises:
-            RequestError: if the parameters name a token outside the vocabulary; the row stays
-                empty.
+            RequestError: if the parameters name a token outside the vocabulary, or have no seed.
+                Whatever is raised, the row stays empty.
         """
+        try:
+            self._fill_row(row, params, token_ids, num_prompt_tokens)
+        except Exception:
+            self.remove_row(row)
+            raise
+
+    def append_token(self, rows: LongArray, tokens: LongArray) -> None:
+        """Records one generated token for each of `rows` (both int64 [R], no row twice)."""
+        self._num_output_tokens[rows] += 1
+        penalised = self._has_penalties[rows]
+        if penalised.any():
+            p_rows, p_tokens = rows[penalised], tokens[penalised]
+            counts = self._counts[p_rows, p_tokens]
+            self._counts[p_rows, p_tokens] = counts + _ONE_OUTPUT
+            new = counts == 0
+            n_rows = p_rows[new]
+            self._seen[n_rows, self._num_seen[n_rows]] = p_tokens[new]
+            self._num_seen[n_rows] += 1
+        if self._bad_words:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                if row in self._bad_words:
+                    self._bad_words[row].append(token)
+
+    def remove_row(self, row: int) -> None:
+        """Empties a row."""
+        seen = self._seen[row, : self._num_seen[row]]
+        self._counts[row, seen] = 0
+        self._num_seen[row] = 0
+        self._has_penalties[row] = False
+        self._temperature[row] = 0.0
+        self._num_output_tokens[row] = 0
+        self._min_tokens[row] = 0
+        self._num_logprobs[row] = NO_LOGPROBS
+        for extras in (self._logit_bias, self._allowed, self._stop_ids, self._bad_words):
+            extras.pop(row, None)
+
+    def metadata(self, rows: LongArray) -> SamplingMetadata:
+        """Gathers what one step needs.
+
+        Args:
+            rows: int64 [R]; `rows[i]` belongs to row i of the logits. The penalties are read when
+                they are applied, so sample before the next `append_token`.
+        """
+        return SamplingMetadata(
+            num_rows=len(rows),
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seeds=self._seeds[rows],
+            positions=self._num_output_tokens[rows],
+            num_logprobs=self._num_logprobs[rows],
+            allowed=self._gather_allowed(rows),
+            banned=self._gather_banned(rows),
+            logit_bias=self._gather_logit_bias(rows),
+            penalties=self._gather_penalties(rows),
+        )
+
+    def _fill_row(
+        self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+    ) -> None:
         params.check_vocab(self.vocab_size)
         if not params.greedy:
             if params.seed is None:
@@ -152,79 +214,30 @@ class SamplingState:
         if words:
             self._bad_words[row] = _make_bad_words(words, token_ids[num_prompt_tokens:])
 
-    def append_token(self, rows: LongArray, tokens: LongArray) -> None:
-        """Records one generated token for each of `rows` (both int64 [R], no row twice)."""
-        self._num_output_tokens[rows] += 1
-        penalised = self._has_penalties[rows]
-        if penalised.any():
-            p_rows, p_tokens = rows[penalised], tokens[penalised]
-            counts = self._counts[p_rows, p_tokens]
-            self._counts[p_rows, p_tokens] = counts + _ONE_OUTPUT
-            new = counts == 0
-            n_rows = p_rows[new]
-            self._seen[n_rows, self._num_seen[n_rows]] = p_tokens[new]
-            self._num_seen[n_rows] += 1
-        if self._bad_words:
-            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-                if row in self._bad_words:
-                    self._bad_words[row].append(token)
-
-    def remove_row(self, row: int) -> None:
-        """Empties a row."""
-        seen = self._seen[row, : self._num_seen[row]]
-        self._counts[row, seen] = 0
-        self._num_seen[row] = 0
-        self._has_penalties[row] = False
-        self._temperature[row] = 0.0
-        self._num_output_tokens[row] = 0
-        self._min_tokens[row] = 0
-        self._num_logprobs[row] = NO_LOGPROBS
-        for extras in (self._logit_bias, self._allowed, self._stop_ids, self._bad_words):
-            extras.pop(row, None)
-
-    def metadata(self, rows: LongArray) -> SamplingMetadata:
-        """Gathers what one step needs.
-
-        Args:
-            rows: int64 [R]; `rows[i]` belongs to row i of the logits.
-        """
-        return SamplingMetadata(
-            num_rows=len(rows),
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seeds=self._seeds[rows],
-            positions=self._num_output_tokens[rows],
-            num_logprobs=self._num_logprobs[rows],
-            allowed=self._gather_allowed(rows),
-            banned=self._gather_banned(rows),
-            logit_bias=self._gather_logit_bias(rows),
-            penalties=self._gather_penalties(rows),
-        )
-
     def _count_tokens(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         tokens = np.asarray(token_ids, np.int64)
         prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
-        counts = self._counts[row]
-        if self._repetition[row] != 1.0:  # the other penalties do not look at the prompt
-            counts[prompt[prompt < self.vocab_size]] = _IN_PROMPT
-        np.add.at(counts, output, _ONE_OUTPUT)
-        seen = np.unique(tokens[tokens < self.vocab_size])
-        seen = seen[counts[seen] > 0]
+        prompt = prompt[prompt < self.vocab_size]
+        if self._repetition[row] == 1.0:  # the other penalties do not look at the prompt
+            prompt = prompt[:0]
+        seen = np.union1d(prompt, output)
         self._seen[row, : len(seen)] = seen
         self._num_seen[row] = len(seen)
+        self._counts[row, prompt] = _IN_PROMPT
+        np.add.at(self._counts[row], output, _ONE_OUTPUT)
 
-    def _gather_penalties(self, rows: LongArray) -> PenaltyEntries | None:
+    def _gather_penalties(self, rows: LongArray) -> _Penalties | None:
         at = np.flatnonzero(self._has_penalties[rows])
+        at = at[self._num_seen[rows[at]] > 0]
+        return _Penalties(self, rows, at) if len(at) else None
+
+    def _penalty_entries(self, rows: LongArray, at: LongArray) -> PenaltyEntries:
+        """The entries of the step's rows `at`."""
         lengths = self._num_seen[rows[at]]
-        total = int(lengths.sum())
-        if total == 0:
-            return None
         logits_rows = np.repeat(at, lengths)
         state_rows = rows[logits_rows]
-        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-        token_ids = self._seen[state_rows, np.arange(total) - starts].astype(np.int64)
+        columns = np.arange(len(logits_rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        token_ids = self._seen[state_rows, columns].astype(np.int64)
         return PenaltyEntries(
             rows=self._tensor(logits_rows),
             token_ids=self._tensor(token_ids),
@@ -266,6 +279,25 @@ class SamplingState:
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Penalties:
+    """The penalties of one step, read from the state in portions that bound the memory."""
+
+    state: SamplingState
+    rows: LongArray
+    at: LongArray
+    """Which of `rows` have any."""
+
+    def __iter__(self) -> Iterator[PenaltyEntries]:
+        vocab_size = self.state.vocab_size
+        # A portion takes at most this many entries and those of one more row.
+        portion = max(1, rows_per_chunk(vocab_size) * vocab_size // 4)
+        ends = np.cumsum(self.state._num_seen[self.rows[self.at]])
+        starts = np.flatnonzero(np.diff((ends - 1) // portion)) + 1
+        for some in np.split(self.at, starts):
+            yield self.state._penalty_entries(self.rows, some)
 
 
 def _make_bad_words(words: list[list[int]], output: Sequence[int]) -> _BadWords:

@@ -51,6 +51,7 @@ def build_app(state: ServerState) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
         redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
         exception_handlers={HTTPException: on_http_exception},
     )
     app.state.octavo = state

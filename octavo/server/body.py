@@ -156,9 +156,7 @@ def _deeper_than(value: object, limit: int) -> bool:
     for _ in range(limit + 1):
         inner: list[object] = []
         for item in level:
-            children = (
-                item.values() if type(item) is dict else item if type(item) is list else ()
-            )
+            children = item.values() if type(item) is dict else item if type(item) is list else ()
             inner += [child for child in children if type(child) is dict or type(child) is list]
         if not inner:
             return False

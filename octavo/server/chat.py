@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -12,8 +14,8 @@ from octavo.chat_template import ChatTemplate
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.errors import show
 from octavo.server.generation import (
+    LONG_TEXT,
     Generation,
     Prompt,
     encode,
@@ -26,18 +28,20 @@ from octavo.server.schema import ChatBody, Message
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
 
+_MANY_MESSAGES = 100
+
 
 async def create_chat_completion(request: Request) -> Response:
     """Writes the next message of a chat."""
     return await ChatCompletion.respond(request, ChatBody)
 
 
-def render_messages(
+async def render_messages(
     template: ChatTemplate,
     messages: list[Message],
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
-    kwargs: dict[str, Any] | None,
+    template_kwargs: dict[str, Any] | None,
 ) -> str:
     """The prompt text of a chat.
 
@@ -46,7 +50,7 @@ def render_messages(
         messages: the chat so far. "developer" is OpenAI's newer word for "system".
         add_generation_prompt: begin the answer; default: unless `continue_final_message`.
         continue_final_message: leave the last message open, so that the answer goes on with it.
-        kwargs: more variables for the template.
+        template_kwargs: more variables for the template.
 
     Raises:
         RequestError: the template refuses the chat.
@@ -61,19 +65,18 @@ def render_messages(
     ]
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    own = {"messages", "add_generation_prompt", "continue_final_message"} & (kwargs or {}).keys()
-    if own:
-        name = min(own)
-        raise RequestError(
-            f"chat_template_kwargs cannot set {show(name)}; give it as a field of the request.",
-            "chat_template_kwargs",
-        )
-    return template.render(
+    render = partial(
+        template.render,
         plain,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=bool(continue_final_message),
-        **(kwargs or {}),
+        template_kwargs=template_kwargs,
     )
+    num_chars = sum(len(m.content) for m in messages)
+    # What may take long runs on a thread, so that the streams of others go on meanwhile.
+    if num_chars > LONG_TEXT or len(messages) > _MANY_MESSAGES or template_kwargs:
+        return await asyncio.to_thread(render)
+    return render()
 
 
 class ChatCompletion(Generation[ChatBody]):
@@ -88,9 +91,7 @@ class ChatCompletion(Generation[ChatBody]):
         super().__init__(request, body)
         self._started = False
         last = body.messages[-1]
-        self._role = (
-            last.role if body.continue_final_message else self.state.config.response_role
-        )
+        self._role = last.role if body.continue_final_message else self.state.config.response_role
 
     @property
     def num_prompts(self) -> int:
@@ -108,19 +109,16 @@ class ChatCompletion(Generation[ChatBody]):
                 "(--max-logprobs).",
                 "top_logprobs",
             )
-        defaults = dict(engine.spec.generation_config)
-        max_tokens = body.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = body.max_tokens
-        if max_tokens is None:
-            max_tokens = defaults.pop("max_tokens", None)  # type: ignore[assignment]  # an int
+        given_limit = body.max_completion_tokens
+        if given_limit is None:
+            given_limit = body.max_tokens
         params = body.sampling_params(
-            # Without a limit the answer may fill the context.
-            {"max_tokens": None, **defaults},
-            max_tokens=max_tokens,
+            # Without a limit of anybody's the answer may fill the context.
+            {"max_tokens": None, **engine.spec.generation_config},
+            max_tokens=given_limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        prompt = render_messages(
+        prompt = await render_messages(
             self.state.chat_template(tokenizer),
             body.messages,
             body.add_generation_prompt,
@@ -128,7 +126,14 @@ class ChatCompletion(Generation[ChatBody]):
             body.chat_template_kwargs,
         )
         # The template writes the special tokens itself.
-        return [prompt], params, bool(body.add_special_tokens)
+        special = bool(body.add_special_tokens)
+        if given_limit is None and params.max_tokens is not None:
+            # The model's own limit is no wish of the client: it gives way to what fits.
+            ids = await asyncio.to_thread(tokenizer.encode, prompt, special)
+            left = engine.max_model_len - len(ids)
+            params.max_tokens = max(1, params.min_tokens, min(params.max_tokens, left))
+            return [ids], params, special
+        return [prompt], params, special
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
         """See `Generation.choices`."""

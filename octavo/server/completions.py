@@ -19,7 +19,7 @@ from octavo.server.generation import (
     prompt_logprobs_json,
     token_text,
 )
-from octavo.server.schema import CompletionBody
+from octavo.server.schema import CompletionBody, Prompts
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -42,12 +42,7 @@ class Completion(Generation[CompletionBody]):
 
     def __init__(self, request: Request, body: CompletionBody) -> None:
         super().__init__(request, body)
-        prompt = body.prompt
-        self._prompts: list[Prompt] = (
-            [prompt]  # type: ignore[list-item]  # one text or one list of token ids
-            if isinstance(prompt, str) or isinstance(prompt[0], int)
-            else prompt
-        )
+        self._prompts = _split(body.prompt)
         self._only_echo = bool(body.echo) and body.max_tokens == 0
         self.usage = Usage(count_completions=not self._only_echo)
         self._offsets: dict[int, int] = {}
@@ -92,7 +87,7 @@ class Completion(Generation[CompletionBody]):
             number = index * self.n + completion.index
             first = number not in self._offsets
             finished = completion.finish_reason is not None
-            if first and (body.echo or body.return_token_ids) or finished or not plain:
+            if (first and (body.echo or body.return_token_ids)) or finished or not plain:
                 choice = self._choice(index, output, completion, first)
                 chunks.append(encode(choice))
             elif completion.text:
@@ -175,3 +170,17 @@ class Completion(Generation[CompletionBody]):
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def _split(prompt: Prompts) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    many: list[Prompt] = []
+    ids: list[int] = []
+    for item in prompt:
+        if isinstance(item, int):
+            ids.append(item)
+        else:
+            many.append(item)
+    return many or [ids]

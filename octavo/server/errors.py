@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import reprlib
 
@@ -11,14 +10,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import EngineDeadError, OctavoError, RequestError
 
 logger = logging.getLogger(__name__)
 
 # Long enough for every message of ours, short enough that nobody gets a megabyte echoed.
 MAX_MESSAGE_CHARS = 1000
 
-_short = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxlong=40, maxother=60)
+_short = reprlib.Repr()
+_short.maxlevel = 2
+_short.maxdict = _short.maxlist = 3
+_short.maxstring = _short.maxother = 60
 
 
 class AuthenticationError(RequestError):
@@ -86,15 +88,16 @@ def error_status(error: BaseException) -> int:
     """The HTTP status that goes with an error."""
     if isinstance(error, RequestError):
         return error.status
-    return 503 if isinstance(error, OctavoError) else 500
+    return 503 if isinstance(error, EngineDeadError) else 500
 
 
 def error_json(error: BaseException) -> bytes:
     """The JSON body that goes with an error."""
     if isinstance(error, RequestError):
         message, kind, param, code = error.message, error.type, error.param, error.code
-    elif isinstance(error, OctavoError):  # the engine could not start, or died
-        message, kind, param, code = str(error), "server_error", None, "engine_unavailable"
+    elif isinstance(error, OctavoError):
+        message, kind, param = str(error), "server_error", None
+        code = "engine_unavailable" if isinstance(error, EngineDeadError) else "internal_error"
     else:
         message = "Something went wrong inside the server; its log says what."
         kind, param, code = "server_error", None, "internal_error"
@@ -142,6 +145,9 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Logs an error that no client caused, with its traceback."""
-    if not isinstance(error, OctavoError | asyncio.CancelledError):
+    """Logs an error that no client caused; with its traceback if nobody foresaw it."""
+    if isinstance(error, OctavoError):
+        if not isinstance(error, RequestError):
+            logger.error("request failed: %s", error)
+    else:
         logger.error("request failed", exc_info=error)

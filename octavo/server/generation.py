@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -28,6 +29,8 @@ from octavo.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
+
 B = TypeVar("B", bound=GenerationBody)
 
 Prompt = str | list[int]
@@ -36,6 +39,8 @@ IndexedOutput = tuple[int, RequestOutput]
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; this is what OpenAI sends for "impossible".
 MIN_LOGPROB = -9999.0
+# Longer texts (in characters) are worked on in a thread, so that streams go on meanwhile.
+LONG_TEXT = 20_000
 
 encode = msgspec.json.encode
 
@@ -140,7 +145,8 @@ class Generation(ABC, Generic[B]):
 
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """The outputs of all prompts, as they come."""
-        with self.state.admit(self.num_prompts * max(1, self.n), self.prompt_param):
+        blamed = "n" if self.n > self.num_prompts else self.prompt_param
+        with self.state.admit(self.num_prompts * max(1, self.n), blamed):
             engine = await self.state.get_engine()
             self.tokenizer = engine.tokenizer
             prompts, params, add_special_tokens = await self.prepare(engine)
@@ -148,6 +154,11 @@ class Generation(ABC, Generic[B]):
                 raise UnsupportedError(
                     "priority needs a server that runs with --scheduling-policy priority.",
                     "priority",
+                )
+            if self.state.config.enable_log_requests:
+                # Not the prompts: logs are kept and read by others than the user chose.
+                logger.info(
+                    "request", extra={"prompts": len(prompts), "params": encode(params).decode()}
                 )
             salt = private_salt(self.context.api_key, self.body.cache_salt)
 
@@ -322,5 +333,3 @@ def prompt_logprobs_json(rows: PromptLogprobs | None) -> list[object] | None:
         }
         for row in rows
     ]
-
-

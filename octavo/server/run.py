@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 # What uvicorn waits for connections whose requests have all been answered.
 _CLOSE_TIMEOUT = 5
 _DRAIN_POLL = 0.02
+_BACKLOG = 2048
 
 
 def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
@@ -156,6 +158,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)  # connections wait from here on, none is refused
     except OSError as error:
         listener.close()
         raise OctavoError(
@@ -172,3 +175,12 @@ def _check_tls(config: ServerConfig) -> None:
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{name}={path!r} is not a file.")
+    if config.ssl_certfile is not None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError(
+                f"ssl_certfile={config.ssl_certfile!r} and ssl_keyfile={config.ssl_keyfile!r} "
+                f"cannot be used: {error}."
+            ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
@@ -247,7 +248,7 @@ class GenerationBody(Body):
             )
 
     def sampling_params(
-        self, defaults: dict[str, float | int], **overrides: object
+        self, defaults: Mapping[str, float | int | None], **overrides: object
     ) -> SamplingParams:
         """The sampling parameters of this request.
 

@@ -11,8 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -22,14 +21,12 @@ from octavo import __version__
 from octavo.chat_template import ChatTemplate
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import (
-    ConfigError,
     DeadlineError,
     EngineDeadError,
     NotFoundError,
     OctavoError,
     QueueFullError,
     RequestError,
-    UnsupportedError,
 )
 from octavo.server.auth import ApiKeys
 from octavo.server.errors import ClientDisconnectError, UnavailableError, show
@@ -46,6 +43,8 @@ T = TypeVar("T")
 _RECENT_ANSWERS = 256
 _RECENT_SECONDS = 60.0
 MAX_RETRY_AFTER = 60
+# How often an idle engine is looked at; a busy one that dies is noticed by its requests.
+_WATCH_INTERVAL = 0.5
 
 
 class ServerState:
@@ -56,9 +55,6 @@ class ServerState:
         engine_config: the engine's; only names are read from it.
         start_engine: makes the engine; may return while the model still loads.
         api_keys: accepted keys, the environment's included.
-
-    Raises:
-        ConfigError: the chat template cannot be read.
     """
 
     def __init__(
@@ -84,12 +80,11 @@ class ServerState:
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._work: set[asyncio.Future[object]] = set()
+        self._work: set[asyncio.Future[Any]] = set()
         self._cut = False
         self._num_admitted = 0
         self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
         self._counter = itertools.count()
-        self._template_source = _read_template(config.chat_template)
         self._template: ChatTemplate | None = None
 
     # Life of the engine
@@ -104,11 +99,17 @@ class ServerState:
         return self.engine
 
     async def _load(self) -> None:
+        """Waits for the model, then for the end of the engine."""
         assert self._started is not None
         try:
             engine = await asyncio.shield(self._started)
+            if engine.tokenizer is not None:
+                self.chat_template(engine.tokenizer)  # a wrong --chat-template is told at once
             await engine.wait_ready()
             logger.info("ready", extra={"model": self.model_names[0]})
+            while engine.ready:
+                await asyncio.sleep(_WATCH_INTERVAL)
+            self.fail(EngineDeadError(engine.health().reason))
         except OctavoError as error:
             self.fail(error)
         except Exception as error:
@@ -119,19 +120,17 @@ class ServerState:
         """The engine; waits until it takes requests.
 
         Raises:
-            OctavoError: it could not be started, or died.
+            EngineDeadError: it could not be started, or died.
         """
         if self.failure is not None:
-            raise self.failure
+            raise EngineDeadError(str(self.failure))
         if self.engine is not None:
             return self.engine
         assert self._started is not None
         try:
             return await asyncio.shield(self._started)
-        except OctavoError:
-            raise
-        except Exception as error:
-            raise EngineDeadError(f"the engine could not be started: {error!r}") from error
+        except OctavoError as error:
+            raise EngineDeadError(str(error)) from error
 
     def fail(self, error: OctavoError) -> None:
         """Notes that the engine is gone for good; the server has no more purpose."""
@@ -286,17 +285,10 @@ class ServerState:
         """The template given by flag, or the model's own.
 
         Raises:
-            UnsupportedError: there is neither.
+            ConfigError: the one given by flag cannot be used.
         """
         if self._template is None:
-            source = self._template_source or tokenizer.chat_template
-            if source is None:
-                raise UnsupportedError(
-                    "This model has no chat template; start the server with --chat-template, or "
-                    "use /v1/completions.",
-                    "messages",
-                )
-            self._template = ChatTemplate(source, tokenizer.special_tokens)
+            self._template = ChatTemplate.from_tokenizer(tokenizer, self.config.chat_template)
         return self._template
 
 
@@ -317,17 +309,3 @@ def _fingerprint(config: EngineConfig) -> str:
     """Changes when the answers of the same request may change."""
     settings = [__version__, config.model, config.load, config.cache.kv_cache_dtype, config.device]
     return "fp_" + hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]
-
-
-def _read_template(given: str | None) -> str | None:
-    """The chat template that the flag names or holds."""
-    if given is None:
-        return None
-    if "{" in given or "\n" in given:
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template={given!r} is neither a template nor a readable file: {error}."
-        ) from None

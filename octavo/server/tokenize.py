@@ -10,11 +10,9 @@ from starlette.responses import Response
 
 from octavo.server.body import read_model
 from octavo.server.chat import render_messages
+from octavo.server.generation import LONG_TEXT
 from octavo.server.schema import DetokenizeBody, TokenizeBody
 from octavo.server.state import state_of
-
-# Longer texts are tokenised on a thread, so that the streams of others go on meanwhile.
-LONG_TEXT = 20_000
 
 
 async def tokenize(request: Request) -> Response:
@@ -30,7 +28,7 @@ async def tokenize(request: Request) -> Response:
         text = body.prompt or ""
         special = True if special is None else special
     else:
-        text = render_messages(
+        text = await render_messages(
             state.chat_template(tokenizer),
             body.messages,
             body.add_generation_prompt,

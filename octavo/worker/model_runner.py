@@ -14,7 +14,6 @@ from octavo.messages import LogprobsLists, ModelRunnerOutput, NewRequestData, Sc
 from octavo.models.loader import load_model
 from octavo.sampling.sampler import Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
-from octavo.sampling_params import SamplingParams
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.setup import WorkerSetup
 
@@ -145,8 +144,8 @@ class ModelRunner:
         try:
             self.sampling.add_row(row, params, data.token_ids, data.num_prompt_tokens)
         except Exception as error:  # whatever one request makes fail, fails that request only
+            # The row stays without sampling state: greedy and plain.
             self._failed[data.req_id] = f"its sampling parameters cannot be used: {error}"
-            self.sampling.add_row(row, SamplingParams(), data.token_ids, data.num_prompt_tokens)
         if params.prompt_logprobs is not None:
             self._prompt_logprobs[data.req_id] = params.prompt_logprobs
 

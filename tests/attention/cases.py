@@ -1,6 +1,7 @@
 """Made-up steps of attention: requests with a history, their blocks scattered over a cache."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,11 +11,17 @@ from octavo.attention.base import AttentionBackend, AttentionMetadata
 NOWHERE = 1 << 30  # a block that cannot be read
 
 
-@dataclass
+@cache
+def random(seed: int, heads: int, head_size: int) -> Tensor:
+    """A request of up to 1024 tokens."""
+    return torch.randn(1024, heads, head_size, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
 class Case:
     """Requests as (context length, tokens of this step), and the shape of the model."""
 
-    requests: list[tuple[int, int]]
+    requests: tuple[tuple[int, int], ...]
     heads: int = 4
     kv_heads: int = 2
     head_size: int = 16
@@ -24,7 +31,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
-    seeds: list[int] = field(default_factory=list)  # of each request; its place if not given
+    seeds: tuple[int, ...] = ()  # of each request; its place if not given
 
     def kwargs(self) -> dict[str, object]:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
@@ -38,32 +45,28 @@ class Case:
     def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of the whole context of a request."""
         seed = self.seeds[request] if self.seeds else request
-        generator = torch.Generator().manual_seed(seed)
-        length = 2048
-        shape = (length, self.heads + 2 * self.kv_heads, self.head_size)
-        qkv = torch.randn(shape, generator=generator)[: self.requests[request][0]].to(self.dtype)
+        qkv = random(seed, self.heads + 2 * self.kv_heads, self.head_size)
+        qkv = qkv[: self.requests[request][0]].to(self.dtype)
         query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return 2 * query, key, value
 
+    @cache  # noqa: B019
     def truth(self) -> Tensor:
         """The step's results in float64, one dense matrix for each head."""
         outs = []
         for r, (context, new) in enumerate(self.requests):
             query, key, value = (x.double() for x in self.tensors(r))
             group = self.heads // self.kv_heads
-            out = torch.zeros(new, self.heads, self.head_size, dtype=torch.float64)
-            for h in range(self.heads):
-                logits = query[context - new :, h] @ key[:, h // group].T * self.scale
-                if self.soft_cap is not None:
-                    logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-                for i in range(new):
-                    position = context - new + i
-                    first = 0 if self.window is None else max(0, position - self.window + 1)
-                    seen = slice(first, position + 1)
-                    row = logits[i, seen]
-                    if self.alibi:
-                        row = row + 2.0 ** -(h + 1) * torch.arange(first, position + 1)
-                    out[i, h] = torch.softmax(row, 0) @ value[seen, h // group]
+            key, value = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
+            logits = query[context - new :].transpose(0, 1) @ key.mT * self.scale
+            if self.soft_cap is not None:
+                logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+            if self.alibi:
+                slopes = 2.0 ** -torch.arange(1, self.heads + 1).double()
+                logits += slopes[:, None, None] * torch.arange(context)
+            at, other = torch.arange(context - new, context)[:, None], torch.arange(context)
+            seen = (other <= at) & (other > at - (self.window or context))
+            out = (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1)
             outs.append(out)
         return torch.cat(outs)
 

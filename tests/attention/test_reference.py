@@ -1,10 +1,12 @@
+import dataclasses
+
 import pytest
 import torch
 
 from octavo.attention.reference import ReferenceAttention
 from tests.attention.cases import Case, assert_near
 
-MIXED = [(1, 1), (40, 1), (33, 33), (50, 7), (5, 0), (64, 64)]
+MIXED = ((1, 1), (40, 1), (33, 33), (50, 7), (5, 0), (64, 64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -16,11 +18,11 @@ MIXED = [(1, 1), (40, 1), (33, 33), (50, 7), (5, 0), (64, 64)]
         Case(MIXED, soft_cap=2.0),
         Case(MIXED, alibi=True),
         Case(MIXED, heads=6, kv_heads=1, block_size=8, head_size=24, window=17, soft_cap=5.0),
-        Case([]),
+        Case(()),
     ],
     ids=["plain", "window", "soft_cap", "alibi", "all", "none"],
 )
 def test_against_dense_attention(case: Case, dtype: torch.dtype) -> None:
-    case.dtype = dtype
+    case = dataclasses.replace(case, dtype=dtype)
     truth = case.truth() if case.requests else torch.empty(0, 4, 16)
     assert_near(case.run(ReferenceAttention()), truth)

@@ -50,7 +50,7 @@ def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[
             tuple(o.outputs[0].token_ids),
             tuple(
                 tuple((t, lp.logprob) for t, lp in sorted(position.items()))
-                for position in o.outputs[0].logprobs
+                for position in o.outputs[0].logprobs or []
             ),
         )
         for o in outputs
@@ -140,12 +140,13 @@ def test_after_forced_preemptions(dtype, expected):
         dtype=dtype,
         enable_prefix_caching=False,
         max_model_len=336,
-        num_gpu_blocks_override=26,
+        num_gpu_blocks_override=25,
     ) as llm:
-        crowd = others(12)
-        # The targets come last, so that they are the ones to be preempted.
+        # Four that fit at first and then grow; the targets come last, so they must make way.
+        growing = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        crowd = [(tokens(50 + i, 12), growing) for i in range(4)]
         result = answers(llm, [*crowd, *TARGETS])
-        assert llm.stats().num_preemptions > 0
+        assert llm.stats().num_preemptions >= 2
     assert result[-2:] == expected
 
 

@@ -81,9 +81,7 @@ async def until_idle(server: Server) -> None:
             busy = [
                 line
                 for line in text.splitlines()
-                if line.startswith(
-                    ("octavo:num_requests_running{", "octavo:num_requests_waiting{")
-                )
+                if line.startswith(("octavo:num_requests_running{", "octavo:num_requests_waiting{"))
                 and not line.endswith(" 0.0")
             ]
             if not busy:

@@ -508,6 +508,7 @@ def test_unknown_instruction_set() -> None:
 
 def test_threads_follow_torch() -> None:
     before = torch.get_num_threads()
+    native.set_num_threads(0)
     try:
         for n in (1, 2):
             torch.set_num_threads(n)

@@ -75,9 +75,7 @@ class Runner:
                 self.backend,
             )
             logits = self.model.compute_logits(hidden)
-        return {
-            req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)
-        }
+        return {req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)}
 
 
 @dataclass
@@ -125,12 +123,21 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     hf_config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(hf_config).eval()
+    gemma = architecture.startswith("Gemma")
+    linear_std = 0.45 if architecture.startswith(("OPT", "GPT2", "Bloom")) else 0.25
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.2)
-            if "norm" in name or "ln_" in name:
-                if name.endswith("weight") and "Gemma" not in architecture:
-                    parameter.add_(1.0)
+            norm = "norm" in name or "ln_" in name
+            token = "embed_tokens" in name or name.endswith(("wte.weight", "embeddings.weight"))
+            if token and hf_config.tie_word_embeddings:
+                std = 0.04  # were it larger, each token would repeat the one before
+            elif name.endswith("bias"):
+                std = 0.1  # were it larger, some tokens would win everywhere
+            else:
+                std = 0.2 if norm else linear_std
+            parameter.normal_(std=std)
+            if norm and name.endswith("weight") and not gemma:
+                parameter.add_(1.0)
     model.tie_weights()
     return model
 

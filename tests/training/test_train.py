@@ -152,6 +152,17 @@ def test_generate_is_greedy_and_stops(base_folder: Path, tokenizer: Tokenizer) -
     assert isinstance(ask(model, tokenizer, "Hi", limit=3), str)
 
 
+def test_workers_share_a_batch(make_loop: MakeLoop, tmp_path: Path) -> None:
+    grads, losses = [], []
+    for workers in (1, 2):
+        loop = make_loop(tmp_path)
+        loop.plan = replace(PLAN, workers=workers)
+        losses.append(loop._gradients(loop.stream.next()))
+        grads.append(loop.module.model.embed_tokens.weight.grad.clone())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=1e-4)
+
+
 def test_bad_gradient_is_an_error(make_loop: MakeLoop, tmp_path: Path) -> None:
     loop = make_loop(tmp_path)
     loop.loss = lambda batch: loop.module.model.norm.weight.sum() * float("nan")

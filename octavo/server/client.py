@@ -1,0 +1,119 @@
+"""A small client of an OpenAI-compatible server, for `octavo chat` and `octavo complete`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+
+from octavo.errors import OctavoError
+
+# Answers may take long to begin; being refused a connection may not.
+_TIMEOUT = httpx.Timeout(None, connect=10.0)
+
+
+class ServerError(OctavoError):
+    """The server cannot be reached, or refused a request; the message says which and why."""
+
+
+class Client:
+    """A connection to a server.
+
+    Args:
+        url: address of the API, such as http://localhost:8000/v1.
+        api_key: sent as bearer token, if given.
+        model: the model to ask; None: the server's first one.
+
+    Raises:
+        ServerError: no server answers there, or it refuses the key.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._url = url.rstrip("/")
+        self._http = httpx.Client(headers=headers, timeout=_TIMEOUT)
+        try:
+            self.model = self._first_model() if model is None else model
+        except ServerError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._http.close()
+
+    def chat(self, messages: list[dict[str, str]], params: dict[str, Any]) -> Iterator[str]:
+        """Streams the answer to a chat, piece by piece.
+
+        Raises:
+            ServerError: the request was refused or failed.
+        """
+        for choice in self._stream("/chat/completions", {"messages": messages, **params}):
+            yield choice["delta"].get("content") or ""
+
+    def complete(self, prompt: str, params: dict[str, Any]) -> Iterator[str]:
+        """Streams the continuation of a text, piece by piece.
+
+        Raises:
+            ServerError: the request was refused or failed.
+        """
+        for choice in self._stream("/completions", {"prompt": prompt, **params}):
+            yield choice["text"]
+
+    def _first_model(self) -> str:
+        try:
+            response = self._http.get(f"{self._url}/models")
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        except httpx.InvalidURL as error:
+            raise ServerError(f"{self._url} is not a usable address: {error}") from None
+        if response.status_code != 200:
+            raise ServerError(_message(response.status_code, response.content))
+        try:
+            return str(response.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{self._url}/models does not list any model.") from None
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        body = {"model": self.model, "stream": True, **body}
+        try:
+            with self._http.stream("POST", self._url + path, json=body) as response:
+                if response.status_code != 200:
+                    raise ServerError(_message(response.status_code, response.read()))
+                for line in response.iter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or data == "[DONE]":
+                        continue
+                    event = self._event(data)
+                    if "error" in event:
+                        raise ServerError(str(event["error"].get("message")))
+                    yield from event["choices"]
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _event(self, data: str) -> dict[str, Any]:
+        try:
+            event = msgspec.json.decode(data, type=dict[str, Any])
+            event.setdefault("choices", [])
+            return event
+        except msgspec.MsgspecError:
+            raise ServerError(
+                f"{self._url} answered something that is not OpenAI's streaming format."
+            ) from None
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServerError:
+        reason = str(error) or type(error).__name__
+        return ServerError(
+            f"No answer from {self._url}: {reason}. Start a server with `octavo serve`, or name "
+            "another one with --url."
+        )
+
+
+def _message(status: int, body: bytes) -> str:
+    """The message of an error answer."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return f"The server answered with status {status}."

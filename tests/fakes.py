@@ -1,0 +1,331 @@
+"""A worker without a model, for the control plane's tests.
+
+It keeps rows as the real one does, and a KV memory that stores, for each slot, a hash of the tokens
+up to that position. Before a token "attends", every slot it may see must hold the hash of the
+request's own tokens up to there: a wrong block table, a missing copy, a block handed out too early
+or shared wrongly shows at once. Sampled tokens depend on nothing but the tokens before them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from octavo.config import SchedulerConfig
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.hashing import make_block_hasher
+from octavo.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.scheduler import Scheduler
+
+VOCAB = 50
+
+
+def extend_hash(prefix: int, token: int) -> int:
+    """Hash of a token sequence from the hash of all but its last token."""
+    return hash((prefix, token))
+
+
+def next_token(prefix: int, seed: int) -> int:
+    """The token that the fake model samples after a prefix."""
+    return hash((prefix, seed, 7)) % VOCAB  # hashes of integers are the same in every process
+
+
+def expected_output(params: SamplingParams, prompt: Sequence[int], max_model_len: int) -> list[int]:
+    """The output of a request that runs alone, computed without a scheduler."""
+    prefix = 0
+    for token in prompt:
+        prefix = extend_hash(prefix, token)
+    output: list[int] = []
+    while True:
+        token = next_token(prefix, params.seed or 0)
+        prefix = extend_hash(prefix, token)
+        output.append(token)
+        if token in params.all_stop_token_ids and len(output) > params.min_tokens:
+            return output
+        if len(output) == params.max_tokens or len(prompt) + len(output) >= max_model_len:
+            return output
+
+
+class _Row:
+    def __init__(self, data: NewRequestData) -> None:
+        self.tokens = list(data.token_ids)
+        self.prefixes: list[int] = []
+        self.num_prompt_tokens = data.num_prompt_tokens
+        self.params = data.sampling_params
+        self.tables = [list(ids) for ids in data.block_ids]
+        self.num_computed_tokens = data.num_computed_tokens
+
+    def prefix(self, position: int) -> int:
+        """Hash of the tokens up to and including `position`."""
+        while len(self.prefixes) <= position:
+            at = len(self.prefixes)
+            self.prefixes.append(extend_hash(self.prefixes[-1] if at else 0, self.tokens[at]))
+        return self.prefixes[position]
+
+    def truncate(self, count: int) -> None:
+        del self.tokens[count:], self.prefixes[count:]
+
+
+class FakeExecutor:
+    """Executes steps in order, and checks each.
+
+    Args:
+        config: shape of the KV cache.
+        num_drafts: draft tokens proposed for each request; every third one or so is wrong.
+        fail: requests that fail by themselves once their prompt is computed.
+    """
+
+    def __init__(
+        self, config: KVCacheConfig, num_drafts: int = 0, fail: Iterable[str] = ()
+    ) -> None:
+        self.config = config
+        self.num_drafts = num_drafts
+        self.fail = set(fail)
+        self.rows: dict[str, _Row] = {}
+        self.memory: dict[int, dict[int, tuple[int, int]]] = {}
+        """For each block the (group, prefix hash) in each slot."""
+        self.num_copies = 0
+        self.num_accepted = 0
+
+    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+        # Over the wire and back, so that nothing is shared with the scheduler.
+        work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=SchedulerOutput)
+        self._update_rows(work)
+        counts = work.num_scheduled_tokens
+        assert sum(counts.values()) == work.total_num_scheduled_tokens
+        for req_id, drafts in work.scheduled_spec_decode_tokens.items():
+            row = self.rows[req_id]
+            assert row.num_computed_tokens == len(row.tokens) - 1
+            assert 0 < len(drafts) == counts[req_id] - 1
+            row.tokens += drafts
+        written: set[tuple[int, int]] = set()
+        for req_id, count in counts.items():
+            self._write(self.rows[req_id], count, written)
+        for req_id, count in counts.items():
+            self._attend(self.rows[req_id], count)
+        out = ModelRunnerOutput()
+        for req_id, count in counts.items():
+            drafts = work.scheduled_spec_decode_tokens.get(req_id, [])
+            self._sample(req_id, count, drafts, out)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(out), type=ModelRunnerOutput)
+
+    def _update_rows(self, work: SchedulerOutput) -> None:
+        for req_id in work.finished_req_ids:
+            del self.rows[req_id]  # it must have one
+        copies = work.blocks_to_copy
+        assert not {source for source, _ in copies} & {copy for _, copy in copies}
+        for source, copy in copies:
+            self.memory[copy] = dict(self.memory.get(source, {}))
+            self.num_copies += 1
+        for data in work.scheduled_new_reqs:
+            assert data.req_id not in self.rows
+            assert data.req_id in work.num_scheduled_tokens
+            self.rows[data.req_id] = _Row(data)
+        cached = work.scheduled_cached_reqs
+        for req_id, new, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = self.rows[req_id]
+            assert row.num_computed_tokens == computed
+            for table, ids in zip(row.tables, new or [[]] * len(row.tables), strict=True):
+                table += ids
+        assert {d.req_id for d in work.scheduled_new_reqs} | set(cached.req_ids) == set(
+            work.num_scheduled_tokens
+        )
+
+    def _slot(self, row: _Row, group: int, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.config.block_size)
+        return row.tables[group][index], offset
+
+    def _write(self, row: _Row, count: int, written: set[tuple[int, int]]) -> None:
+        first = row.num_computed_tokens
+        assert count > 0
+        assert first + count <= len(row.tokens)
+        for group in range(len(self.config.groups)):
+            for position in range(first, first + count):
+                block, offset = slot = self._slot(row, group, position)
+                assert 0 < block < self.config.num_blocks
+                assert slot not in written, "two tokens share a slot"
+                written.add(slot)
+                self.memory.setdefault(block, {})[offset] = (group, row.prefix(position))
+
+    def _attend(self, row: _Row, count: int) -> None:
+        first = row.num_computed_tokens
+        for group_id, group in enumerate(self.config.groups):
+            window = group.sliding_window
+            lowest = 0 if window is None else max(0, first - window + 1)
+            for position in range(lowest, first + count):
+                block, offset = self._slot(row, group_id, position)
+                assert block > 0, "a token looks at the null block"
+                found = self.memory.get(block, {}).get(offset)
+                assert found == (group_id, row.prefix(position)), (block, position, found)
+
+    def _sample(self, req_id: str, count: int, drafts: list[int], out: ModelRunnerOutput) -> None:
+        row = self.rows[req_id]
+        first = row.num_computed_tokens
+        out.req_ids.append(req_id)
+        seed = row.params.seed or 0
+        if row.params.prompt_logprobs is not None:
+            targets = row.tokens[first + 1 : min(first + count + 1, row.num_prompt_tokens)]
+            if targets:
+                out.prompt_logprobs[req_id] = _logprobs(targets)
+        if first + count < len(row.tokens):
+            out.sampled_token_ids.append([])
+            row.num_computed_tokens += count
+            return
+        known = len(row.tokens) - len(drafts)
+        sampled: list[int] = []
+        for i in range(len(drafts) + 1):
+            sampled.append(next_token(row.prefix(known - 1 + i), seed))
+            if i < len(drafts) and sampled[-1] != drafts[i]:
+                break
+        row.truncate(known)
+        row.tokens += sampled
+        row.num_computed_tokens = len(row.tokens) - 1
+        self.num_accepted += len(sampled) - 1
+        if req_id in self.fail:
+            out.errors[req_id] = "made to fail"
+            sampled = []
+        out.sampled_token_ids.append(sampled)
+        if row.params.logprobs is not None:
+            out.logprobs[req_id] = _logprobs(sampled)
+        prefix = row.prefix(len(row.tokens) - 1)
+        num_drafts = prefix % (self.num_drafts + 1)
+        if num_drafts:
+            proposal = out.draft_token_ids.setdefault(req_id, [])
+            for _ in range(num_drafts):
+                token = next_token(prefix, seed)
+                proposal.append((token + 1) % VOCAB if prefix % 3 == 0 else token)
+                prefix = extend_hash(prefix, token)
+
+
+def _logprobs(tokens: Sequence[int]) -> LogprobsLists:
+    return LogprobsLists([[t] for t in tokens], [[-float(t)] for t in tokens], [1] * len(tokens))
+
+
+class FakeEngine:
+    """Scheduler and fake executor, with `depth` steps in flight, checked at every turn."""
+
+    def __init__(
+        self,
+        *,
+        windows: Sequence[int | None] = (None,),
+        num_blocks: int = 64,
+        block_size: int = 8,
+        max_model_len: int = 128,
+        max_num_batched_tokens: int = 64,
+        depth: int = 1,
+        caching: bool = True,
+        num_drafts: int = 0,
+        num_lookahead_tokens: int = 0,
+        fail: Iterable[str] = (),
+        **config: object,
+    ) -> None:
+        groups, group_size = make_kv_cache_groups(windows)
+        self.kv_config = KVCacheConfig(num_blocks, block_size, groups, group_size, 1)
+        self.now = 0.0
+        config.setdefault("max_num_seqs", 8)
+        self.scheduler = Scheduler(
+            msgspec.convert(config, SchedulerConfig),
+            self.kv_config,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_caching=caching,
+            num_lookahead_tokens=num_lookahead_tokens,
+            clock=lambda: self.now,
+        )
+        self.executor = FakeExecutor(self.kv_config, num_drafts, fail)
+        self.hasher = make_block_hasher(block_size) if caching else None
+        self.depth = depth
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.steps: list[SchedulerOutput] = []
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        self._arrivals = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        arrival_time: float | None = None,
+        deadline: float | None = None,
+        salt: str | None = None,
+        hashed: bool = True,
+        stop: Sequence[int] = (),
+        **params: object,
+    ) -> Request:
+        """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS."""
+        self._arrivals += 1
+        sampling = msgspec.convert({"max_tokens": 8, "seed": 0} | params, SamplingParams)
+        sampling.all_stop_token_ids = [*sampling.stop_token_ids, *stop]
+        core = EngineCoreRequest(
+            request_id,
+            list(prompt),
+            sampling,
+            self._arrivals if arrival_time is None else arrival_time,
+            salt,
+            deadline,
+        )
+        request = Request(core, self.hasher if hashed else None)
+        self.scheduler.add_request(request)
+        self.outputs[request_id] = []
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        """Schedules and executes a step, whose result stays in flight."""
+        work = self.scheduler.schedule()
+        assert work.total_num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
+        self.scheduler.check_integrity()
+        self.in_flight.append((work, self.executor.execute(work)))
+        assert set(self.executor.rows) == {r.request_id for r in self.scheduler.running}
+        self.steps.append(work)
+        return work
+
+    def update(self) -> list[EngineCoreOutput]:
+        """Takes in the oldest result in flight."""
+        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        self.scheduler.check_integrity()
+        for output in outputs:
+            earlier = self.outputs.setdefault(output.request_id, [])
+            assert not earlier or earlier[-1].finish_reason is None, "output after the end"
+            earlier.append(output)
+        return outputs
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Schedules until `depth` steps are in flight, then takes in the oldest."""
+        while len(self.in_flight) < self.depth:
+            self.schedule()
+        return self.update()
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until all requests have finished and the worker knows it."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self.in_flight:
+                break
+            self.step() if self.scheduler.has_requests() else self.update()
+        assert not self.scheduler.has_requests(), "some request starves"
+        while self.in_flight:
+            self.update()
+        self.schedule()
+        self.update()
+        assert not self.executor.rows
+        assert self.scheduler.kv_cache_manager.num_used_blocks == 0
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for output in self.outputs[request_id] for t in output.new_token_ids]
+
+    def finish_reason(self, request_id: str) -> FinishReason | None:
+        outputs = self.outputs[request_id]
+        return outputs[-1].finish_reason if outputs else None

@@ -1,0 +1,83 @@
+import hashlib
+import struct
+
+import pytest
+
+from octavo.kv_cache.hashing import hash_block, make_block_hasher, root_hash
+from octavo.messages import EngineCoreRequest
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+
+
+def make_request(tokens, hasher, salt=None):
+    return Request(EngineCoreRequest("r", list(tokens), SamplingParams(), 0.0, salt), hasher)
+
+
+def test_a_hash_is_sha256_over_parent_tokens_and_keys():
+    parent = root_hash(None)
+    packed = struct.pack("<3q", 1, 2, 3)
+    assert hash_block(parent, [1, 2, 3]) == hashlib.sha256(parent + packed).digest()
+    keyed = parent + packed + struct.pack("<q", 2) + b"ab"
+    assert hash_block(parent, [1, 2, 3], [b"ab"]) == hashlib.sha256(keyed).digest()
+
+
+def test_only_full_blocks_are_hashed_each_once():
+    calls = []
+
+    def extra(request, start, end):
+        calls.append((start, end))
+        return ()
+
+    request = make_request(range(10), make_block_hasher(4, extra))
+    assert calls == [(0, 4), (4, 8)]
+    assert len(request.block_hashes) == 2
+    request.append_output_token_ids([10])
+    assert len(request.block_hashes) == 2
+    request.append_output_token_ids([11, 12, 13, 14, 15])
+    assert calls == [(0, 4), (4, 8), (8, 12), (12, 16)]
+    whole = make_request(range(16), make_block_hasher(4))
+    assert request.block_hashes == whole.block_hashes
+
+
+def test_a_hash_depends_on_all_tokens_before():
+    hasher = make_block_hasher(4)
+    a = make_request([1, 2, 3, 4, 5, 6, 7, 8], hasher).block_hashes
+    b = make_request([9, 2, 3, 4, 5, 6, 7, 8], hasher).block_hashes
+    c = make_request([1, 2, 3, 4, 5, 6, 7, 9], hasher).block_hashes
+    assert a[0] != b[0]
+    assert a[1] != b[1]
+    assert a[0] == c[0]
+    assert a[1] != c[1]
+
+
+def test_block_sizes_do_not_mix():
+    small = make_request(range(8), make_block_hasher(4)).block_hashes
+    large = make_request(range(8), make_block_hasher(8)).block_hashes
+    assert not set(small) & set(large)
+
+
+def test_salts_separate_all_blocks():
+    hasher = make_block_hasher(4)
+    hashes = [
+        tuple(make_request(range(8), hasher, salt).block_hashes) for salt in (None, "", "a", "b")
+    ]
+    assert len({h for pair in hashes for h in pair}) == 8
+
+
+@pytest.mark.parametrize("keys", [[b"a"], [b"a", b""], [b"", b"a"], [b"aa"]])
+def test_extra_keys_do_not_run_together(keys):
+    others = [[], [b"a"], [b"a", b""], [b"", b"a"], [b"aa"]]
+    root = root_hash(None)
+    equal = [o for o in others if hash_block(root, [1], o) == hash_block(root, [1], keys)]
+    assert equal == [keys]
+
+
+def test_extra_keys_apply_to_their_block_and_those_after():
+    def media_in_second_block(request, start, end):
+        return [b"image"] if start == 4 else []
+
+    plain = make_request(range(12), make_block_hasher(4)).block_hashes
+    media = make_request(range(12), make_block_hasher(4, media_in_second_block)).block_hashes
+    assert plain[0] == media[0]
+    assert plain[1] != media[1]
+    assert plain[2] != media[2]

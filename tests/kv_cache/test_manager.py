@@ -1,0 +1,409 @@
+import pytest
+
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.hashing import make_block_hasher
+from octavo.kv_cache.manager import KVCacheManager
+from octavo.messages import EngineCoreRequest
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+
+BLOCK = 4
+
+
+def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True):
+    groups, size = make_kv_cache_groups(windows)
+    config = KVCacheConfig(num_blocks, BLOCK, groups, size, 1)
+    return KVCacheManager(config, max_model_len, enable_caching)
+
+
+def make_request(request_id, tokens, *, hashed=True, salt=None, **params):
+    core = EngineCoreRequest(request_id, list(tokens), SamplingParams(**params), 0.0, salt)
+    return Request(core, make_block_hasher(BLOCK) if hashed else None)
+
+
+def admit(manager, request, num_new=None, *, end_step=True, lookahead=0):
+    """Starts a request as the scheduler does; returns its hit in tokens, or None."""
+    hit, start = manager.get_computed_blocks(request)
+    num_new = request.num_tokens - start if num_new is None else num_new
+    if manager.allocate_slots(request, num_new, hit, lookahead) is None:
+        return None
+    request.num_computed_tokens = start + num_new
+    if end_step:
+        assert manager.take_blocks_to_copy() == []
+    return start
+
+
+def advance(manager, request, num_new=1, tokens=()):
+    """Continues a request, then appends sampled tokens."""
+    new = manager.allocate_slots(request, num_new)
+    request.num_computed_tokens += num_new
+    request.append_output_token_ids(list(tokens))
+    return new
+
+
+class TestAllocation:
+    def test_blocks_grow_with_the_tokens(self):
+        manager, request = make_manager(), make_request("a", range(6))
+        assert admit(manager, request) == 0
+        assert manager.get_block_ids(request) == [[1, 2]]
+        for token in (6, 7):
+            request.append_output_token_ids([token])
+            assert advance(manager, request) == []
+        request.append_output_token_ids([8])
+        assert advance(manager, request) == [[3]]
+        assert manager.get_block_ids(request) == [[1, 2, 3]]
+        manager.check_integrity([request])
+        manager.free(request)
+        manager.check_integrity([])
+        assert manager.num_used_blocks == 0
+
+    def test_groups_get_different_blocks(self):
+        manager, request = make_manager([None, 8]), make_request("a", range(6))
+        admit(manager, request)
+        first, second = manager.get_block_ids(request)
+        assert len(first) == len(second) == 2
+        assert not set(first) & set(second)
+
+    def test_nothing_changes_if_there_are_too_few(self):
+        manager = make_manager(num_blocks=5)
+        a, b = make_request("a", range(12)), make_request("b", range(100, 108))
+        admit(manager, a)
+        assert admit(manager, b) is None
+        manager.check_integrity([a])
+        assert manager.num_used_blocks == 3
+        assert advance(manager, a, 4) == [[4]]
+        assert manager.allocate_slots(a, 1) is None
+        manager.check_integrity([a])
+
+    def test_a_new_request_needs_room_for_all_its_tokens(self):
+        manager = make_manager(num_blocks=5)
+        assert admit(manager, make_request("a", range(17)), num_new=4) is None
+        assert admit(manager, make_request("b", range(16)), num_new=4) == 0
+
+    def test_lookahead_stays_within_the_context(self):
+        manager = make_manager(max_model_len=14)
+        request = make_request("a", range(6))
+        admit(manager, request, lookahead=3)
+        assert manager.get_block_ids(request) == [[1, 2, 3]]
+        request.num_computed_tokens = 12
+        assert manager.allocate_slots(request, 1, None, 9) == [[4]]
+
+    def test_the_end_of_a_request_is_reused_first(self):
+        manager = make_manager()
+        request = make_request("a", range(12))
+        admit(manager, request)
+        manager.free(request)
+        assert [b.block_id for b in manager.pool.free_queue.to_list()][-3:] == [3, 2, 1]
+
+
+class TestPrefixHits:
+    def test_whole_blocks_are_shared(self):
+        manager = make_manager()
+        a, b = make_request("a", range(10)), make_request("b", [*range(9), 99, 98])
+        admit(manager, a)
+        assert admit(manager, b) == 8
+        ids_a, ids_b = manager.get_block_ids(a)[0], manager.get_block_ids(b)[0]
+        assert ids_a[:2] == ids_b[:2]
+        assert ids_a[2] != ids_b[2]
+        manager.check_integrity([a, b])
+        assert (manager.num_queries, manager.num_hits) == (21, 8)
+
+    def test_also_within_a_step(self):
+        manager = make_manager()
+        a, b = make_request("a", range(10)), make_request("b", range(10))
+        admit(manager, a, end_step=False)
+        assert admit(manager, b) == 8
+
+    def test_only_what_a_step_computes_is_known(self):
+        manager = make_manager()
+        a = make_request("a", range(16))
+        admit(manager, a, num_new=9)
+        assert manager.get_computed_blocks(make_request("b", range(16)))[1] == 8
+        advance(manager, a, 7)
+        assert manager.get_computed_blocks(make_request("b", range(17)))[1] == 16
+
+    def test_drafts_and_unknown_tokens_are_not_known(self):
+        manager = make_manager()
+        a = make_request("a", range(7))
+        admit(manager, a)
+        manager.allocate_slots(a, 5)  # one token in flight and four drafts
+        a.num_computed_tokens += 5
+        assert manager.get_computed_blocks(make_request("b", range(12)))[1] == 4
+
+    def test_generated_tokens_are_found(self):
+        manager = make_manager()
+        a = make_request("a", range(7))
+        admit(manager, a)
+        a.append_output_token_ids([7])
+        advance(manager, a)
+        manager.free(a)
+        assert admit(manager, make_request("b", range(9))) == 8
+
+    def test_they_survive_until_their_block_is_needed(self):
+        manager = make_manager(num_blocks=6)
+        a = make_request("a", range(8))
+        admit(manager, a)
+        manager.free(a)
+        b = make_request("b", range(100, 116))
+        admit(manager, b)
+        assert manager.get_computed_blocks(make_request("c", range(9)))[1] == 4
+
+    def test_salts_do_not_share(self):
+        manager = make_manager()
+        admit(manager, make_request("a", range(8), salt="x"))
+        assert admit(manager, make_request("b", range(9), salt="y")) == 0
+        assert admit(manager, make_request("c", range(9))) == 0
+        assert admit(manager, make_request("d", range(9), salt="x")) == 8
+
+    def test_requests_without_hashes_neither_give_nor_take(self):
+        manager = make_manager()
+        admit(manager, make_request("a", range(8), hashed=False))
+        assert admit(manager, make_request("b", range(9))) == 0
+        assert admit(manager, make_request("c", range(9), hashed=False)) == 0
+        assert manager.num_queries == 9
+
+    def test_prompt_logprobs_need_the_prompt_computed(self):
+        manager = make_manager()
+        admit(manager, make_request("a", range(8)))
+        request = make_request("b", range(9), prompt_logprobs=1)
+        assert admit(manager, request) == 0
+        assert manager.num_queries == 8
+
+    def test_hits_that_are_free_cannot_be_handed_out_too(self):
+        manager = make_manager(num_blocks=5)
+        a = make_request("a", range(16))
+        admit(manager, a)
+        manager.free(a)
+        other = make_request("o", range(100, 104))
+        admit(manager, other)
+        # Three blocks of a's are left; all are hits, so there is none for the rest.
+        assert admit(manager, make_request("b", range(13))) is None
+        manager.check_integrity([other])
+
+    def test_without_caching_live_requests_share(self):
+        manager = make_manager(enable_caching=False)
+        a, b = make_request("a", range(8)), make_request("b", range(9))
+        admit(manager, a)
+        assert admit(manager, b) == 8
+        manager.free(a)
+        manager.free(b)
+        manager.check_integrity([])
+        assert admit(manager, make_request("c", range(9))) == 0
+
+    def test_reset(self):
+        manager = make_manager()
+        a = make_request("a", range(8))
+        admit(manager, a)
+        assert not manager.reset_prefix_cache()
+        manager.free(a)
+        assert manager.reset_prefix_cache()
+        assert admit(manager, make_request("b", range(9))) == 0
+
+
+class TestCopyOnWrite:
+    def test_a_shared_block_is_copied(self):
+        manager = make_manager()
+        a, b = make_request("a", range(8)), make_request("b", range(8))
+        admit(manager, a)
+        assert admit(manager, b, end_step=False) == 7
+        manager.check_integrity([a, b])
+        assert manager.take_blocks_to_copy() == [(2, 3)]
+        assert manager.take_blocks_to_copy() == []
+        assert manager.get_block_ids(b) == [[1, 3]]
+        manager.check_integrity([a, b])
+
+    def test_the_source_is_kept_until_the_step_is_scheduled(self):
+        manager = make_manager(num_blocks=5)
+        a, b = make_request("a", range(8)), make_request("b", range(8))
+        admit(manager, a)
+        admit(manager, b, end_step=False)
+        manager.free(a)  # cannot happen while scheduling, but shows who holds the source
+        assert admit(manager, make_request("c", range(100, 108)), end_step=False) is None
+        manager.take_blocks_to_copy()
+        assert manager.pool.num_free_blocks == 2
+
+    def test_a_block_that_nobody_uses_is_taken_over(self):
+        manager = make_manager(num_blocks=3)
+        a, b, c = (make_request(i, range(8)) for i in "abc")
+        admit(manager, a)
+        manager.free(a)
+        assert admit(manager, b) == 7
+        assert manager.get_block_ids(b) == [[1, 2]]
+        manager.check_integrity([b])
+        manager.free(b)
+        assert admit(manager, c) == 7
+
+    def test_a_block_without_content_is_not_copied(self):
+        manager = make_manager()
+        a, b, c = (make_request(i, range(8)) for i in "abc")
+        admit(manager, a, end_step=False)
+        assert admit(manager, b, end_step=False) == 4
+        assert manager.take_blocks_to_copy() == []
+        assert admit(manager, c, end_step=False) == 7
+        assert len(manager.take_blocks_to_copy()) == 1
+
+    def test_a_block_taken_over_is_not_copied_in_the_same_step(self):
+        manager = make_manager()
+        a, b, c = (make_request(i, range(8)) for i in "abc")
+        admit(manager, a)
+        manager.free(a)
+        assert admit(manager, b, end_step=False) == 7
+        assert admit(manager, c) == 4
+        manager.check_integrity([b, c])
+
+    def test_each_group_copies_its_own(self):
+        manager = make_manager([None, 8])
+        a, b = make_request("a", range(8)), make_request("b", range(8))
+        admit(manager, a)
+        admit(manager, b, end_step=False)
+        blocks_a, blocks_b = manager.get_block_ids(a), manager.get_block_ids(b)
+        copies = [(x[1], y[1]) for x, y in zip(blocks_a, blocks_b, strict=True)]
+        assert manager.take_blocks_to_copy() == copies
+
+    def test_a_copy_needs_a_free_block(self):
+        manager = make_manager(num_blocks=3)
+        a, b = make_request("a", range(8)), make_request("b", range(8))
+        admit(manager, a)
+        assert admit(manager, b) is None
+        manager.check_integrity([a])
+
+
+class TestSlidingWindow:
+    def test_blocks_out_of_the_window_are_given_back(self):
+        manager = make_manager([6])
+        a = make_request("a", range(32), hashed=False)
+        admit(manager, a, num_new=8)
+        assert manager.get_block_ids(a) == [[1, 2]]
+        advance(manager, a, 8)  # position 8 sees 3 to 7
+        assert manager.get_block_ids(a)[0][:2] == [1, 2]
+        advance(manager, a, 8)  # position 16 sees 11 to 15
+        assert manager.get_block_ids(a)[0][:3] == [0, 0, 3]
+        assert manager.num_used_blocks == 4
+        manager.check_integrity([a])
+        manager.free(a)
+        manager.check_integrity([])
+
+    def test_what_leaves_the_window_makes_room_at_once(self):
+        manager = make_manager([4], num_blocks=3)
+        a = make_request("a", range(4), hashed=False)
+        admit(manager, a)
+        for _ in range(20):
+            advance(manager, a, 1, [7])
+            manager.check_integrity([a])
+        assert manager.num_used_blocks == 2
+
+    def test_a_shared_block_does_not_make_room(self):
+        manager = make_manager([4], num_blocks=5)
+        a, b = make_request("a", range(9)), make_request("b", range(9))
+        admit(manager, a)
+        admit(manager, b)
+        assert manager.num_used_blocks == 4
+        a.append_output_token_ids([50] * 7)
+        assert advance(manager, a, 3) == []
+        assert advance(manager, a, 4) == [[1]]  # b never used block 1: its window is later
+        manager.check_integrity([a, b])
+        assert manager.allocate_slots(b, 4) is None
+        manager.check_integrity([a, b])
+
+    def test_a_hit_needs_only_the_window(self):
+        manager = make_manager([6])
+        a = make_request("a", range(17))
+        admit(manager, a, num_new=16)
+        advance(manager, a, 1)
+        b = make_request("b", range(17))
+        hit, start = manager.get_computed_blocks(b)
+        assert start == 16
+        assert [block.block_id for block in hit.blocks[0]] == [0, 0, 3, 4]
+
+    def test_a_hole_before_the_end_shortens_the_hit(self):
+        manager = make_manager([6])
+        a = make_request("a", range(17))
+        admit(manager, a)
+        blocks = manager.pool.blocks
+        manager.pool.uncache(blocks[3])  # positions 8 to 11
+        hit, start = manager.get_computed_blocks(make_request("b", range(17)))
+        assert start == 8
+        assert [block.block_id for block in hit.blocks[0]] == [1, 2][-len(hit.blocks[0]) :]
+
+    def test_copying_the_last_block_needs_one_more_position(self):
+        # Window 5: token 8 sees 4 to 7, one block; token 7, computed again, sees 3 to 6.
+        manager = make_manager([5])
+        a = make_request("a", range(8))
+        admit(manager, a)
+        manager.pool.uncache(manager.pool.blocks[1])
+        assert manager.get_computed_blocks(make_request("b", range(9)))[1] == 8
+        assert manager.get_computed_blocks(make_request("c", range(8)))[1] == 0
+
+    def test_groups_agree_on_the_hit(self):
+        manager = make_manager([None, 5])
+        a = make_request("a", range(17))
+        admit(manager, a)
+        full, sliding = manager.get_block_ids(a)
+        b = make_request("b", range(17))
+        assert manager.get_computed_blocks(b)[1] == 16
+        manager.pool.uncache(manager.pool.blocks[full[2]])
+        assert manager.get_computed_blocks(b)[1] == 8
+        manager.pool.uncache(manager.pool.blocks[sliding[1]])
+        hit, start = manager.get_computed_blocks(b)
+        assert start == 4
+        assert [[block.block_id for block in blocks] for blocks in hit.blocks] == [
+            full[:1],
+            sliding[:1],
+        ]
+        manager.pool.uncache(manager.pool.blocks[sliding[0]])
+        assert manager.get_computed_blocks(b)[1] == 0
+
+    def test_two_windows_are_asked_until_they_agree(self):
+        manager = make_manager([5, 9])
+        a = make_request("a", range(17))
+        admit(manager, a)
+        short, long = manager.get_block_ids(a)
+        manager.pool.uncache(manager.pool.blocks[long[3]])  # long ends after block 2
+        manager.pool.uncache(manager.pool.blocks[short[2]])  # short then after 1, long agrees
+        assert manager.get_computed_blocks(make_request("b", range(17)))[1] == 8
+        manager.pool.uncache(manager.pool.blocks[long[0]])
+        assert manager.get_computed_blocks(make_request("b", range(17)))[1] == 0
+
+
+class TestIntegrity:
+    @pytest.fixture
+    def admitted(self):
+        manager, request = make_manager(), make_request("a", range(10))
+        admit(manager, request)
+        manager.check_integrity([request])
+        return manager, request
+
+    def test_a_request_that_is_gone(self, admitted):
+        manager, _ = admitted
+        with pytest.raises(AssertionError, match="held by"):
+            manager.check_integrity([])
+
+    def test_a_wrong_reference(self, admitted):
+        manager, request = admitted
+        manager.pool.touch([manager.pool.blocks[1]])
+        with pytest.raises(AssertionError, match="1 real references"):
+            manager.check_integrity([request])
+
+    def test_a_wrong_hash(self, admitted):
+        manager, request = admitted
+        request.block_hashes[0] = b"x"
+        with pytest.raises(AssertionError, match="known as something else"):
+            manager.check_integrity([request])
+
+    def test_a_known_block_that_will_be_written(self, admitted):
+        manager, request = admitted
+        request.num_computed_tokens = 7
+        with pytest.raises(AssertionError, match="not full"):
+            manager.check_integrity([request])
+
+    def test_a_shared_block_that_will_be_written(self, admitted):
+        manager, request = admitted
+        manager.pool.touch([manager.pool.blocks[3]])
+        with pytest.raises(AssertionError, match="to write next"):
+            manager.check_integrity([request])
+
+    def test_too_few_slots(self, admitted):
+        manager, request = admitted
+        request.num_computed_tokens = 13
+        with pytest.raises(AssertionError, match="13 tokens in 12 slots"):
+            manager.check_integrity([request])

@@ -1,0 +1,113 @@
+"""Rotary tables against transformers' frequencies."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from octavo.layers import rotary
+from octavo.layers.rotary import build_cos_sin_cache
+from octavo.models.config_json import ConfigJson
+from octavo.models.positions import read_rope
+
+MAX_POSITION = 64
+HEAD = 32
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 48,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn-options": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 8,
+        "beta_slow": 2,
+        "attention_factor": 0.7,
+        "truncate": False,
+    },
+    "longrope": {
+        "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
+        "long_factor": [2.0 + 0.5 * i for i in range(HEAD // 2)],
+        "original_max_position_embeddings": 16,
+    },
+    "dynamic": {"factor": 4.0},
+}
+
+
+def config_of(name: str, **more: Any) -> LlamaConfig:
+    rope = {"rope_type": name.split("-")[0], "rope_theta": 5e4} | ROPES[name] | more
+    return LlamaConfig(
+        hidden_size=2 * HEAD,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters=rope,
+    )
+
+
+def spec_of(config: LlamaConfig) -> Any:
+    data = ConfigJson(config.to_dict(), "config.json")
+    return read_rope(data, head_size=HEAD, max_position=MAX_POSITION)
+
+
+def expected_rows(config: LlamaConfig, positions: torch.Tensor, seq_len: int | None) -> Any:
+    inverse, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](
+        config, None, seq_len=seq_len
+    )
+    angles = positions.float()[:, None] * inverse
+    return torch.cat([angles.cos(), angles.sin()], -1) * scale
+
+
+@pytest.mark.parametrize("name", [n for n in ROPES if n != "dynamic"])
+def test_equals_transformers(name: str) -> None:
+    config = config_of(name)
+    cache = build_cos_sin_cache(spec_of(config), 30000)
+    assert cache.shape == (30000, HEAD)
+    assert cache.dtype == torch.float32
+    # longrope: a table longer than the original context has the long factors throughout
+    expected = expected_rows(config, torch.arange(30000), 30000)
+    torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
+
+
+def test_short_longrope_table() -> None:
+    config = config_of("longrope")
+    cache = build_cos_sin_cache(spec_of(config), 16)
+    expected = expected_rows(config, torch.arange(16), 16)
+    torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
+
+
+def test_dynamic_takes_each_row_from_its_own_length() -> None:
+    config = config_of("dynamic")
+    cache = build_cos_sin_cache(spec_of(config), 4 * MAX_POSITION)
+    for position in (0, 5, MAX_POSITION - 1, MAX_POSITION, 100, 255):
+        row = expected_rows(config, torch.tensor([position]), position + 1)[0]
+        torch.testing.assert_close(cache[position], row, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["linear", "dynamic", "yarn"])
+def test_rows_do_not_depend_on_the_size_of_the_table(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(config_of(name))
+    whole = build_cos_sin_cache(spec, 256)
+    assert torch.equal(build_cos_sin_cache(spec, 77), whole[:77])
+    monkeypatch.setattr(rotary, "_ROWS_AT_ONCE", 50)
+    assert torch.equal(build_cos_sin_cache(spec, 256), whole)
+
+
+def test_partial() -> None:
+    data = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    spec = read_rope(ConfigJson(data, "config.json"), head_size=HEAD, max_position=MAX_POSITION)
+    assert build_cos_sin_cache(spec, 10).shape == (10, HEAD // 4)
+    config = SimpleNamespace(theta=1e4, dim=8)
+    angles = torch.arange(10)[:, None] / config.theta ** (torch.arange(0, 8, 2) / config.dim)
+    torch.testing.assert_close(
+        build_cos_sin_cache(spec, 10)[:, :4], angles.cos(), atol=1e-6, rtol=0
+    )

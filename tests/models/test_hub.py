@@ -1,0 +1,172 @@
+"""Where a model's name leads, and what is said when the hub fails."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_MODEL
+from octavo.errors import HubError, ModelError
+from octavo.models import hub
+from octavo.models.hub import resolve_model
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+
+
+@pytest.mark.usefixtures("no_network")
+class TestLocal:
+    def test_builtin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL):
+            folder = hub._BUILTIN[name]
+            assert folder.parts[-3:] == ("octavo", "builtin", name.split("/")[1])
+            (tmp_path / "config.json").write_text("{}")
+            monkeypatch.setitem(hub._BUILTIN, name, tmp_path)
+            assert resolve_model(name) == tmp_path
+
+    def test_builtin_that_is_not_installed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(hub._BUILTIN, BUILTIN_MODEL, tmp_path)
+        with pytest.raises(ModelError, match="not part of this installation"):
+            resolve_model(BUILTIN_MODEL)
+
+    def test_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert resolve_model(str(tmp_path)) == tmp_path
+        monkeypatch.setenv("HOME", str(tmp_path))
+        (tmp_path / "model").mkdir()
+        assert resolve_model("~/model") == tmp_path / "model"
+        monkeypatch.chdir(tmp_path)
+        assert resolve_model("model") == Path("model")
+
+    @pytest.mark.parametrize("name", ["/no/such/folder", "./model", "~/model", "a/b/c", ".."])
+    def test_no_folder(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        if name == "..":
+            assert resolve_model(name) == Path("..")
+            return
+        with pytest.raises(ModelError, match="There is no folder"):
+            resolve_model(name)
+
+    def test_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "model.gguf"
+        file.touch()
+        with pytest.raises(ModelError, match=r"model\.gguf is a file; name the model's folder"):
+            resolve_model(str(file))
+
+
+class FakeHub:
+    """Stands for `snapshot_download`: keeps its arguments, then raises or answers."""
+
+    def __init__(self, result: Exception | Path) -> None:
+        self.result = result
+
+    def __call__(self, repo_id: str, **options: Any) -> str:
+        self.repo_id, self.options = repo_id, options
+        if isinstance(self.result, Exception):
+            raise self.result
+        return str(self.result)
+
+
+def http_error(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
+    request = httpx.Request("GET", "http://hub.invalid/api")
+    response: Any = httpx.Response(status, request=request)
+    return kind(f"{status} Client Error.\n\nDetails.", response=response)
+
+
+def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    fake = FakeHub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    folder = resolve_model("org/name", revision="v2", download_dir="somewhere")
+    assert folder == tmp_path
+    assert fake.repo_id == "org/name"
+    assert fake.options["revision"] == "v2"
+    assert fake.options["cache_dir"] == "somewhere"
+    assert fake.options["local_files_only"] is False
+
+
+@pytest.mark.parametrize(
+    ("load_format", "wanted"),
+    [
+        ("auto", {"model-00001-of-00002.safetensors", "model.safetensors"}),
+        ("pt", {"pytorch_model.bin", "pytorch_model-00001-of-00002.bin"}),
+        ("dummy", set()),
+    ],
+)
+def test_only_needed_files(
+    load_format: str, wanted: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    resolve_model("org/name", load_format=load_format)
+    always = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
+    always |= {"chat_template.jinja", "merges.txt", "vocab.json", "model.safetensors.index.json"}
+    repo = always | {"model.safetensors", "model-00001-of-00002.safetensors", "README.md"}
+    repo |= {"pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "training_args.bin"}
+    repo |= {"consolidated.safetensors", "original/params.json", "onnx/model.onnx", "tf_model.h5"}
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        sorted(repo),
+        allow_patterns=fake.options["allow_patterns"],
+        ignore_patterns=fake.options["ignore_patterns"],
+    )
+    assert set(chosen) == always | wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (http_error(errors.RepositoryNotFoundError, 401), r"neither a folder .*nor a model"),
+        (http_error(errors.GatedRepoError, 403), r"is gated.*HF_TOKEN"),
+        (http_error(errors.RevisionNotFoundError, 404), r"has no revision 'v9'"),
+        (http_error(errors.DisabledRepoError, 403), r"hub refused .*403 Client Error\.$"),
+        (http_error(errors.HfHubHTTPError, 503), r"hub refused .*503 Client Error\.$"),
+        (errors.HFValidationError("bad"), r"neither a folder here nor a hub id"),
+        (errors.LocalEntryNotFoundError("?"), r"not been downloaded before.*cannot be reached"),
+        (errors.IncompleteSnapshotError("?", "/cache"), r"in /cache is incomplete"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"disk is full.*download_dir"),
+        (OSError(errno.EACCES, "Permission denied"), r"failed: .*Permission denied"),
+        (httpx.ConnectError("no route"), r"ConnectError: no route\. Check the network"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", FakeHub(error))
+    with pytest.raises(HubError, match=message):
+        resolve_model("org/name", revision="v9")
+
+
+def test_offline_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real client, which finds nothing and must not look further."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE forbids the network"):
+        resolve_model("org/name", download_dir=str(tmp_path))
+
+
+def test_offline_with_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    commit = "0" * 40
+    folder = tmp_path / "models--org--name" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    refs = tmp_path / "models--org--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    assert resolve_model("org/name", download_dir=str(tmp_path)) == folder
+
+
+def test_invalid_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubError, match="neither a folder here nor a hub id"):
+        resolve_model("not a name", download_dir=str(tmp_path))

@@ -1,0 +1,294 @@
+"""Reading of config.json and generation_config.json, and the sizes the memory plan asks for."""
+
+import json
+import struct
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.errors import ModelError
+from octavo.models.loader import load_model
+from octavo.models.registry import FAMILIES
+from octavo.models.spec import ModelSpec
+from tests.models.harness import CPU, Runner
+from tests.models.test_parity import CASES, make_hf
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def read(folder: Path, config: dict[str, Any], **options: Any) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelSpec.from_folder(folder, **options)
+
+
+def test_llama(tmp_path: Path) -> None:
+    spec = read(tmp_path, LLAMA)
+    assert spec.architecture == "LlamaForCausalLM"
+    assert (spec.head_size, spec.num_key_value_heads, spec.num_layers) == (8, 2, 2)
+    assert spec.layer_windows == (None, None)
+    assert spec.max_model_len == 512
+    assert spec.dtype == "bfloat16"
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
+    assert spec.generation_config == {}
+    assert spec.ropes[0].rope_type == "default"
+    assert spec.ropes[0].theta == 10000.0
+    assert not spec.tie_word_embeddings
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    generation |= {"do_sample": True, "max_new_tokens": 99, "repetition_penalty": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    spec = read(tmp_path, LLAMA)
+    assert spec.eos_token_ids == (2, 7)
+    assert spec.generation_config == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "max_tokens": 99,
+    }
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ModelError, match=r"generation_config.json: temperature='hot'"):
+        read(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_model_len"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"type": "dynamic", "factor": 2}, 1024),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}, 1024),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
+            | {"original_max_position_embeddings": 64},
+            512,
+        ),
+    ],
+    ids=["linear", "dynamic", "yarn", "llama3"],
+)
+def test_max_model_len(rope: dict[str, Any], max_model_len: int, tmp_path: Path) -> None:
+    spec = read(tmp_path, LLAMA | {"rope_scaling": rope, "rope_theta": 5e5})
+    assert spec.max_model_len == max_model_len
+    assert spec.ropes[0].theta == 5e5
+    new = {"rope_type": rope.get("rope_type", rope.get("type"))} | rope | {"rope_theta": 5e5}
+    assert read(tmp_path, LLAMA | {"rope_parameters": new}) == spec
+
+
+def test_windows(tmp_path: Path) -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    assert read(tmp_path, mistral | {"sliding_window": 100}).layer_windows == (100, 100)
+    assert read(tmp_path, mistral | {"sliding_window": None}).layer_windows == (None, None)
+    # as long as the context: hides nothing
+    assert read(tmp_path, mistral | {"sliding_window": 512}).layer_windows == (None, None)
+    types = ["full_attention", "sliding_attention"]
+    mixed = mistral | {"sliding_window": 100, "layer_types": types}
+    assert read(tmp_path, mixed).layer_windows == (None, 100)
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}
+    assert read(tmp_path, qwen | {"use_sliding_window": False}).layer_windows == (None, None)
+    some = qwen | {"use_sliding_window": True, "max_window_layers": 1}
+    assert read(tmp_path, some).layer_windows == (None, 100)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, r"architectures=.*supported: LlamaForCausalLM, Mi"),
+        ({"architectures": None}, r"architectures=None"),
+        ({"auto_map": {"AutoModel": "m.M"}}, r"auto_map=.*trust_remote_code"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config=.*float32, float16 or"),
+        ({"num_local_experts": 8}, r"num_local_experts=8.*mixtures of experts"),
+        ({"hidden_act": "mish"}, r"hidden_act='mish'.*supported: silu"),
+        ({"torch_dtype": "float64"}, r"torch_dtype='float64'.*float32, float16, bfloat16"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, r"rope_type='mrope'.*yarn"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling: the field factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, r"factor=-2"),
+        ({"rope_theta": 0}, r"rope_theta=0"),
+        ({"partial_rotary_factor": 0.4}, r"3 of 8 elements"),
+        ({"vocab_size": "many"}, r"config.json: vocab_size='many'.*whole number"),
+        ({"vocab_size": 0}, r"vocab_size=0"),
+        ({"vocab_size": True}, r"vocab_size=True"),
+        ({"hidden_size": None}, r"config.json: the field hidden_size is missing"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, r"do not divide hidden size 32"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3.*divide 4"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id='</s>'"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id="),
+        ({"rms_norm_eps": float("nan")}, r"rms_norm_eps=nan"),
+        ({"attention_bias": "yes"}, r"attention_bias='yes'"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\].*object"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, LLAMA | change)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("MistralForCausalLM", {"layer_types": ["full_attention"]}, r"layer_types=.*each layer"),
+        ("MistralForCausalLM", {"layer_types": ["linear_attention"] * 2}, r"layer_types="),
+        ("MistralForCausalLM", {"layer_types": ["sliding_attention"] * 2}, r"sliding_window=None"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"only causal"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
+        ("Qwen3ForCausalLM", {}, r"head_dim is missing"),
+        ("OPTForCausalLM", {"layer_norm_elementwise_affine": False}, r"norms without weights"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, r"cross attention"),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, r"residuals"),
+        ("MptForCausalLM", {"attn_config": {"alibi": False}}, r"attn_config: alibi=False.*ALiBi"),
+        ("MptForCausalLM", {"logit_scale": "inv_sqrt_d_model"}, r"logit_scale="),
+    ],
+)
+def test_refused_by_family(
+    architecture: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, LLAMA | {"architectures": [architecture]} | change)
+
+
+def test_remote_code_is_accepted_when_trusted_and_never_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    config = LLAMA | {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}
+    spec = read(tmp_path, config, trust_remote_code=True)
+    assert spec == read(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_damaged_config(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        ModelSpec.from_folder(tmp_path)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        ModelSpec.from_folder(tmp_path)
+
+
+def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
+    config = {k: v for k, v in LLAMA.items() if k != "torch_dtype"}
+    assert read(tmp_path, config).dtype == "float32"
+    header = {"__metadata__": {}, "a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}
+    raw = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + b"\0\0")
+    assert read(tmp_path, config).dtype == "float16"
+    assert read(tmp_path, config | {"dtype": "bfloat16"}).dtype == "bfloat16"
+    file.write_bytes(struct.pack("<Q", 10**6))
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        read(tmp_path, config)
+
+
+def load_dummy(folder: Path, dtype: torch.dtype) -> Any:
+    spec = ModelSpec.from_folder(folder)
+    return load_model(spec, folder, dtype=dtype, device=CPU, load_format="dummy")
+
+
+def tensors_of(value: object, seen: dict[int, int]) -> None:
+    """Bytes of all tensors that an object reaches, by address."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            tensors_of(item, seen)
+    elif type(value).__module__.startswith("octavo"):
+        names = getattr(value, "__dict__", None) or getattr(type(value), "__slots__", ())
+        for name in names:
+            tensors_of(getattr(value, name), seen)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["llama-mqa-tied-bias", "gemma3", "opt-350m", "gpt2", "mpt"])
+def test_weight_nbytes_is_exact(case: str, dtype: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    model = load_dummy(tmp_path, getattr(torch, dtype))
+    seen: dict[int, int] = {}
+    tensors_of(model, seen)
+    assert sum(seen.values()) == model.spec.weight_nbytes(dtype)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Most bytes of tensors made while it is on and alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            address = tensor.untyped_storage().data_ptr()
+            if address not in self.users:
+                if tensor._base is not None or func._schema.name.startswith("aten::view"):
+                    continue  # of something older
+                self.users[address] = 0
+                self.sizes[address] = tensor.untyped_storage().nbytes()
+            self.users[address] += 1
+            weakref.finalize(tensor, self.release, address)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return out
+
+    def release(self, address: int) -> None:
+        self.users[address] -= 1
+        if not self.users[address]:
+            del self.users[address], self.sizes[address]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "opt-350m", "gpt2", "bloom"])
+def test_activation_nbytes_is_an_upper_bound(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    config = config | {"vocab_size": 3000}
+    make_hf(architecture, **config).config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    model = load_dummy(tmp_path, torch.float32)
+    runner = Runner(model, 1, 128)
+    tokens = list(range(100))
+    memory = PeakMemory()
+    compute_logits = model.compute_logits
+    model.compute_logits = lambda hidden: hidden
+    with memory:
+        runner.step({0: tokens})
+    model.compute_logits = compute_logits
+    bound = model.spec.activation_nbytes(len(tokens), "float32")
+    inputs = 8192  # the harness's own small tensors
+    assert bound / 3 < memory.peak < bound + inputs
+
+
+def test_control_plane_imports_no_torch() -> None:
+    code = (
+        "import sys, octavo.models.spec, octavo.models.hub, octavo.models.weights;"
+        "assert 'torch' not in sys.modules and 'huggingface_hub' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_family_has_a_parity_case() -> None:
+    assert {architecture for architecture, _ in CASES.values()} == set(FAMILIES)

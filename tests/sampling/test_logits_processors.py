@@ -1,0 +1,94 @@
+"""Each processor against a reference that goes token by token."""
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.sampling.logits_processors import apply_grammar_bitmask, apply_logits_processors
+from octavo.sampling_params import SamplingParams
+from tests.sampling.harness import Row, make_metadata, random_row, reference_process
+
+VOCAB = 150
+
+
+def processed(logits, rows):
+    out = torch.from_numpy(logits.copy())
+    apply_logits_processors(out, make_metadata(rows, VOCAB))
+    return out.numpy()
+
+
+def random_logits(rows, seed=0):
+    return np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 5
+
+
+PROMPT, OUTPUT = [5, 6, 6, 140], [6, 7, 7, 7, 149, 1, 2]
+ALONE = {
+    "nothing": {},
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition below one": {"repetition_penalty": 0.6},
+    "frequency": {"frequency_penalty": 1.9},
+    "presence": {"presence_penalty": -1.5},
+    "all penalties": {
+        "repetition_penalty": 1.1,
+        "frequency_penalty": -0.3,
+        "presence_penalty": 0.9,
+    },
+    "logit_bias": {"logit_bias": {0: 100.0, 149: -100.0, 7: 0.1}},
+    "allowed_token_ids": {"allowed_token_ids": [3, 1, 149, 3]},
+    "bad_words": {"bad_words_token_ids": [[3], [1, 2, 9], [2, 2, 10], [2, 11]]},
+    "min_tokens": {"min_tokens": 8, "all_stop_token_ids": [0, 149]},
+    "min_tokens reached": {"min_tokens": 7, "all_stop_token_ids": [0, 149]},
+    "several": {
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.2,
+        "logit_bias": {7: 2.0, 3: -1.0},
+        "allowed_token_ids": [1, 2, 3, 7, 9, 140],
+        "bad_words_token_ids": [[1, 2, 9]],
+        "min_tokens": 10,
+        "all_stop_token_ids": [1],
+    },
+}
+
+
+@pytest.mark.parametrize("fields", ALONE.values(), ids=ALONE.keys())
+def test_one_feature(fields):
+    row = Row(SamplingParams(temperature=0.0, max_tokens=50, **fields), PROMPT, OUTPUT)
+    plain = Row(SamplingParams(temperature=0.0), PROMPT, OUTPUT)
+    logits = random_logits(3)
+    logits[1, 6] = -np.inf  # something else may have excluded a token that is penalised
+    got = processed(logits, [plain, row, plain])
+    np.testing.assert_array_equal(got[1], reference_process(logits[1], row))
+    np.testing.assert_array_equal(got[[0, 2]], logits[[0, 2]])
+
+
+def test_random_batches():
+    rng = np.random.default_rng(1)
+    rows = [random_row(rng, VOCAB) for _ in range(80)]
+    logits = random_logits(len(rows), seed=2)
+    got = processed(logits, rows)
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(got[i], reference_process(logits[i], row))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
+def test_grammar_bitmask(vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.normal(size=(5, vocab_size)).astype(np.float32)
+    allowed = rng.random((2, vocab_size)) < 0.5
+    words = np.zeros((2, -(-vocab_size // 32)), np.int64)
+    for row, token in zip(*np.nonzero(allowed), strict=True):
+        words[row, token // 32] |= 1 << (token % 32)
+    bitmask = torch.from_numpy(words.astype(np.uint32).view(np.int32))
+    expected = logits.copy()
+    expected[[3, 1]] = np.where(allowed, logits[[3, 1]], -np.inf)
+    got = torch.from_numpy(logits)
+    apply_grammar_bitmask(got, bitmask, torch.tensor([3, 1]))
+    np.testing.assert_array_equal(got.numpy(), expected)
+
+
+def test_grammar_bitmask_of_more_rows_than_a_chunk(monkeypatch):
+    monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 2 * 64)
+    bitmask = torch.tensor([[1 << i, 0] for i in range(7)], dtype=torch.int32)
+    logits = torch.zeros(7, 64)
+    apply_grammar_bitmask(logits, bitmask, torch.arange(7))
+    assert torch.equal(logits.isfinite(), torch.eye(7, 64, dtype=torch.bool))

@@ -1,0 +1,388 @@
+"""Tokens against a slow reference, their distribution, and their independence of the batch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from octavo.kernels import native
+from octavo.sampling import philox
+from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
+from octavo.sampling_params import SamplingParams
+from tests.sampling.harness import Row, make_metadata, make_state, random_row, reference_sample
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def draw(sampler, logits, params, count):
+    """`count` tokens from the same logits [V] at the output positions 0, 1, 2 ..."""
+    metadata = make_state([Row(params)], logits.shape[0]).metadata(np.zeros(count, np.int64))
+    metadata = dataclasses.replace(metadata, positions=np.arange(count))
+    out = sampler.sample(logits.expand(count, -1).clone(), metadata)
+    assert out.errors == {}
+    return out.token_ids.numpy()
+
+
+def sample(sampler, logits, rows):
+    return sampler.sample(logits.clone(), make_metadata(rows, logits.shape[1]))
+
+
+# --- greedy ---------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_lowest_id_among_equals(sampler):
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-1.0, -1.0, -1.0, -2.0], [0.0, -0.0, 0.0, -1.0]])
+    out = sample(sampler, logits, [Row(GREEDY)] * 3)
+    assert out.token_ids.dtype == torch.int64
+    assert out.token_ids.tolist() == [1, 0, 0]
+    assert out.logprobs == {}
+    assert out.errors == {}
+
+
+def test_all_greedy_is_one_argmax(ops):
+    calls = []
+
+    class Spy:
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(ops, name)
+
+    sample(Sampler(Spy()), torch.randn(9, 50), [Row(GREEDY)] * 9)
+    assert calls == ["argmax"]
+
+
+def test_greedy_rows_among_sampled_ones(sampler):
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    rows = [Row(GREEDY if i % 2 else SamplingParams(seed=i)) for i in range(6)]
+    tokens = sample(sampler, logits, rows).token_ids
+    assert tokens[1::2].tolist() == logits[1::2].argmax(-1).tolist()
+
+
+# --- sampled: token for token ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocab_size", "count"), [(7, 60), (130, 60), (1500, 25)])
+@pytest.mark.parametrize("levels", [None, 4], ids=["distinct", "ties"])
+def test_equals_the_slow_reference(sampler, ops, vocab_size, count, levels):
+    rng = np.random.default_rng(vocab_size)
+    rows = []
+    for _ in range(count):
+        row = random_row(rng, vocab_size)
+        row.params.allowed_token_ids = None  # may leave nothing: tested below
+        rows.append(row)
+    values = rng.normal(size=(count, vocab_size)) * 4
+    if levels:
+        values = np.round(values / levels) * levels
+    logits = torch.from_numpy(values.astype(np.float32))
+    out = sample(sampler, logits, rows)
+    assert out.errors == {}
+    for i, row in enumerate(rows):
+        assert out.token_ids[i] == reference_sample(logits[i].numpy(), row, ops), (i, row.params)
+
+
+def test_flat_nucleus_needs_the_whole_ranking(sampler, ops):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 3000, generator=generator) * 0.1
+    logits[1] = 0.0
+    logits[2] *= 100
+    rows = [Row(SamplingParams(seed=i, top_p=0.97)) for i in range(3)]
+    tokens = sample(sampler, logits, rows).token_ids.tolist()
+    assert tokens == [reference_sample(logits[i].numpy(), rows[i], ops) for i in range(3)]
+
+
+@pytest.mark.parametrize("k", [1, 3, 64, 65, 999, 1000])
+def test_top_candidates_order(ops, k):
+    rng = np.random.default_rng(0)
+    values = np.round(rng.normal(size=(4, 1000)) * 3).astype(np.float32)
+    values[0, :500] = -np.inf
+    values[1, ::7] = -0.0
+    values[2] *= 1e37
+    expected = np.stack([np.lexsort((np.arange(1000), -row))[:k] for row in values])
+    got = top_candidates(ops, torch.from_numpy(values), k)
+    np.testing.assert_array_equal(got.numpy(), expected)
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_min_p_one_keeps_the_most_probable(sampler, isa):
+    before = native.isa()
+    native.set_isa(isa)
+    try:
+        logits = torch.tensor([0.0, 2.0, 1.9999999, 2.0])
+        tokens = draw(sampler, logits, SamplingParams(seed=3, min_p=1.0), 200)
+    finally:
+        native.set_isa(before)
+    assert set(tokens.tolist()) == {1, 3}
+
+
+# --- independence of the batch --------------------------------------------------------------
+
+
+def snapshot(out, i):
+    return out.token_ids[i].item(), out.logprobs.get(i), out.errors.get(i)
+
+
+@pytest.mark.parametrize("vocab_size", [37, 1003, 5000])
+def test_batch_invariance(sampler, vocab_size):
+    """A row alone, among 64 others, and among the same ones in another order."""
+    rng = np.random.default_rng(7)
+    rows = [random_row(rng, vocab_size) for _ in range(65)]
+    logits = torch.from_numpy(rng.normal(size=(65, vocab_size)).astype(np.float32) * 3)
+    logits[50, 3] = torch.nan
+    together = sample(sampler, logits, rows)
+    order = rng.permutation(65)
+    shuffled = sample(sampler, logits[order], [rows[i] for i in order])
+    for at, i in enumerate(order.tolist()):
+        alone = sample(sampler, logits[i : i + 1], [rows[i]])
+        assert snapshot(together, i) == snapshot(alone, 0)
+        assert snapshot(shuffled, at) == snapshot(alone, 0)
+    assert 50 in together.errors
+    assert together.logprobs
+
+
+def test_chunks_change_nothing(sampler, monkeypatch):
+    rng = np.random.default_rng(8)
+    rows = [random_row(rng, 300) for _ in range(40)]
+    logits = torch.from_numpy(rng.normal(size=(40, 300)).astype(np.float32) * 3)
+    whole = sample(sampler, logits, rows)
+    monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 3 * 300)
+    parts = sample(sampler, logits, rows)
+    assert torch.equal(whole.token_ids, parts.token_ids)
+    assert whole.logprobs == parts.logprobs
+
+
+def test_seed_and_position_determine_the_draw(sampler):
+    logits = torch.zeros(1000)
+    one = draw(sampler, logits, SamplingParams(seed=5), 50)
+    again = draw(sampler, logits, SamplingParams(seed=5), 50)
+    other = draw(sampler, logits, SamplingParams(seed=6), 50)
+    assert one.tolist() == again.tolist()
+    assert one.tolist() != other.tolist()
+    assert len(set(one.tolist())) > 40
+    # The position is the number of tokens generated, whatever the prompt.
+    row = Row(SamplingParams(seed=5), prompt=[1, 2, 3], output=[4] * 7)
+    assert sample(sampler, logits[None], [row]).token_ids[0] == one[7]
+
+
+# --- distributions --------------------------------------------------------------------------
+
+DRAWS = 20_000
+LOGITS = torch.from_numpy(np.random.default_rng(11).normal(size=50).astype(np.float32) * 1.5)
+
+
+def softmax(z):
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def expected_probs(params, prompt=(), output=()):
+    """Float64 probabilities by the definitions of the parameters."""
+    z = LOGITS.numpy().astype(np.float64)
+    for t in set(prompt) | set(output):
+        z[t] = z[t] / params.repetition_penalty if z[t] > 0 else z[t] * params.repetition_penalty
+    for t in set(output):
+        z[t] -= params.frequency_penalty * output.count(t) + params.presence_penalty
+    for t, bias in (params.logit_bias or {}).items():
+        z[t] += bias
+    p = softmax(z / params.temperature)
+    p[p < params.min_p * p.max()] = 0
+    ranking = np.argsort(-p, kind="stable")
+    if params.top_k:
+        p[ranking[params.top_k :]] = 0
+    p /= p.sum()
+    before = np.cumsum(p[ranking]) - p[ranking]
+    p[ranking[before >= params.top_p]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 3.0},
+        {"top_k": 8},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"temperature": 1.4, "top_k": 20, "top_p": 0.85, "min_p": 0.02},
+        {"logit_bias": {3: 2.0, 4: -2.0}},
+    ],
+    ids=str,
+)
+def test_distribution(sampler, fields):
+    params = SamplingParams(seed=1234, **fields)
+    check_distribution(draw(sampler, LOGITS, params, DRAWS), expected_probs(params))
+
+
+def test_distribution_with_penalties(sampler):
+    params = SamplingParams(
+        seed=99, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.6
+    )
+    prompt, output = [1, 2, 3], [3, 4, 4, 5, 6, 6, 6]
+    state = make_state([Row(params, prompt, output)], len(LOGITS))
+    metadata = state.metadata(np.zeros(DRAWS, np.int64))
+    metadata = dataclasses.replace(metadata, positions=np.arange(DRAWS))
+    tokens = sampler.sample(LOGITS.expand(DRAWS, -1).clone(), metadata).token_ids.numpy()
+    check_distribution(tokens, expected_probs(params, prompt, output))
+
+
+def check_distribution(tokens, probs):
+    """Chi-square at p > 1e-4; tokens expected fewer than 5 times are taken together."""
+    counts = np.bincount(tokens, minlength=len(probs))
+    assert counts[probs == 0].sum() == 0
+    expected = probs * len(tokens)
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    if wanted[-1] == 0:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert stats.chisquare(observed, wanted).pvalue > 1e-4
+
+
+# --- extremes -------------------------------------------------------------------------------
+
+
+def test_very_low_temperature_is_greedy_without_overflow(sampler):
+    logits = torch.tensor([3e38, -3e38, 2.9e38, -torch.inf])
+    assert set(draw(sampler, logits, SamplingParams(seed=1, temperature=1e-4), 100)) == {0}
+
+
+def test_very_high_temperature_is_nearly_uniform(sampler):
+    tokens = draw(sampler, LOGITS, SamplingParams(seed=1, temperature=100.0), DRAWS)
+    check_distribution(tokens, softmax(LOGITS.numpy().astype(np.float64) / 100))
+
+
+def test_tiny_top_p_keeps_one(sampler):
+    tokens = draw(sampler, LOGITS, SamplingParams(seed=1, top_p=1e-6), 100)
+    assert set(tokens) == {int(LOGITS.argmax())}
+    # The first of equals.
+    assert set(draw(sampler, torch.zeros(9), SamplingParams(seed=1, top_p=1e-6), 100)) == {0}
+
+
+def test_top_k_cuts_between_equals_by_id(sampler):
+    logits = torch.tensor([1.0, 5.0, 2.0, 2.0, 2.0, 0.0])
+    assert set(draw(sampler, logits, SamplingParams(seed=1, top_k=3), 2000)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.999}, {"top_k": 70}], ids=str)
+def test_one_token_left(sampler, temperature, filters):
+    logits = torch.full((100,), -torch.inf)
+    logits[41] = -3.0
+    params = SamplingParams(seed=1, temperature=temperature, **filters)
+    assert set(draw(sampler, logits, params, 100)) == {41}
+    allowed = SamplingParams(seed=1, temperature=temperature, allowed_token_ids=[17], **filters)
+    assert sample(sampler, torch.randn(1, 100), [Row(allowed)]).token_ids.tolist() == [17]
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 50}, {"top_p": 0.999999}, {"top_k": 80}], ids=str
+)
+@pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])
+def test_ends_of_the_interval(sampler, monkeypatch, filters, u):
+    """The last and the first token are impossible: neither end of [0, 1) may reach them."""
+    monkeypatch.setattr(philox, "uniform", lambda seeds, positions: np.full(len(seeds), u))
+    logits = torch.zeros(100)
+    logits[:3] = logits[-5:] = -torch.inf
+    token = draw(sampler, logits, SamplingParams(seed=1, **filters), 1)[0]
+    top_k = filters.get("top_k", 92)
+    assert token == (3 if u == 0.0 else 3 + min(top_k, 92) - 1)
+
+
+def test_rows_that_cannot_be_sampled_fail_alone(sampler):
+    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = torch.nan
+    logits[2, 7] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, :20] = -torch.inf
+    asks = SamplingParams(seed=1, logprobs=2)
+    nothing_left = SamplingParams(seed=1, logprobs=2, allowed_token_ids=[3])
+    rows = [Row(p) for p in (asks, asks, GREEDY, asks, nothing_left, GREEDY, asks)]
+    out = sample(sampler, logits, rows)
+    assert sorted(out.errors) == [1, 2, 3, 4]
+    assert all("not finite" in out.errors[i] for i in (1, 2, 3))
+    assert "no token is left" in out.errors[4]
+    assert out.token_ids[1:5].tolist() == [-1] * 4
+    assert sorted(out.logprobs) == [0, 6]
+    good = sample(sampler, logits[[0, 5, 6]], [rows[i] for i in (0, 5, 6)])
+    assert good.token_ids.tolist() == out.token_ids[[0, 5, 6]].tolist()
+
+
+def test_penalty_that_overflows_fails_its_row(sampler):
+    params = SamplingParams(temperature=0.0, repetition_penalty=1e-30)
+    out = sample(sampler, torch.full((2, 4), 1e20), [Row(params, prompt=[1]), Row(GREEDY)])
+    assert list(out.errors) == [0]
+    assert out.token_ids.tolist() == [-1, 0]
+
+
+def test_no_rows(sampler):
+    out = sample(sampler, torch.empty(0, 30), [])
+    assert out.token_ids.shape == (0,)
+
+
+# --- grammar --------------------------------------------------------------------------------
+
+
+def test_grammar_restricts_its_rows_only(sampler):
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(seed=1, logprobs=1)
+    metadata = make_metadata([Row(GREEDY), Row(params), Row(params)], 40)
+    bitmask = torch.tensor([[0, 1 << 5], [0, 0]], dtype=torch.int32)
+    out = sampler.sample(logits.clone(), metadata, bitmask, torch.tensor([1, 2]))
+    assert out.token_ids.tolist() == [logits[0].argmax().item(), 37, -1]
+    assert list(out.errors) == [2]
+    # Logprobs are those of the model, not of what the grammar left.
+    expected = logits[1].log_softmax(-1)
+    np.testing.assert_allclose(out.logprobs[1].logprobs[0][0], expected[37].item(), atol=1e-5)
+    assert out.logprobs[1].token_ids[0][1] == logits[1].argmax()
+
+
+# --- logprobs -------------------------------------------------------------------------------
+
+
+def check_logprobs(lists, logits, tokens, k):
+    """One position for each row of logits: the token, its rank, and the k best."""
+    expected = torch.log_softmax(logits.double(), -1).numpy()
+    values = logits.numpy()
+    for i, token in enumerate(tokens):
+        order = np.lexsort((np.arange(values.shape[1]), -values[i])).tolist()
+        assert lists.token_ids[i] == [token, *order[:k]]
+        assert lists.ranks[i] == order.index(token) + 1
+        np.testing.assert_allclose(lists.logprobs[i], expected[i][lists.token_ids[i]], atol=2e-5)
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, 64, 70, 100])
+@pytest.mark.parametrize("ties", [False, True])
+def test_logprobs_are_of_the_raw_logits(sampler, k, ties):
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(k)) * 3
+    if ties:
+        logits = logits.round()
+    rows = [
+        Row(SamplingParams(temperature=t, seed=4, logprobs=k, logit_bias=bias, top_k=3))
+        for t in (0.0, 2.0)
+        for bias in (None, {7: 50.0})
+    ]
+    out = sample(sampler, logits, rows)
+    assert out.token_ids[1] == 7
+    for i in range(4):
+        check_logprobs(out.logprobs[i], logits[i : i + 1], [out.token_ids[i].item()], k)
+    assert out.logprobs[0].ranks == [1]
+
+
+def test_logprobs_of_the_whole_vocabulary_beside_fewer(sampler):
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(5))
+    rows = [Row(SamplingParams(seed=1, logprobs=k)) for k in (-1, 2, None)]
+    out = sample(sampler, logits, rows)
+    assert sorted(out.logprobs) == [0, 1]
+    check_logprobs(out.logprobs[0], logits[:1], [out.token_ids[0].item()], 100)
+    check_logprobs(out.logprobs[1], logits[1:2], [out.token_ids[1].item()], 2)
+
+
+def test_prompt_logprobs(ops, monkeypatch):
+    monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 3 * 60)
+    logits = torch.randn(10, 60, generator=torch.Generator().manual_seed(6))
+    targets = torch.arange(10) * 5
+    for k, count in ((0, 0), (3, 3), (-1, 60)):
+        lists = prompt_logprobs(ops, logits, targets, k)
+        check_logprobs(lists, logits, targets.tolist(), count)

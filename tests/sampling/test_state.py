@@ -1,0 +1,238 @@
+"""Persistent rows: what was added, appended, resumed and removed."""
+
+import numpy as np
+import pytest
+
+from octavo.errors import RequestError
+from octavo.sampling.metadata import NO_LOGPROBS
+from octavo.sampling.sizes import state_nbytes
+from octavo.sampling.state import SamplingState
+from octavo.sampling_params import SamplingParams
+
+VOCAB = 100
+
+
+def entries(found):
+    """Entries as a dict (row, token) -> the other columns, whatever their order."""
+    if found is None:
+        return {}
+    if not hasattr(found, "token_ids"):  # penalties come in portions
+        portions = [entries(portion) for portion in found]
+        merged = {key: value for portion in portions for key, value in portion.items()}
+        assert len(merged) == sum(len(portion) for portion in portions)
+        return merged
+    columns = [getattr(found, name).tolist() for name in _columns(found)]
+    rows, tokens, *rest = columns
+    result = {}
+    for i, key in enumerate(zip(rows, tokens, strict=True)):
+        result[key] = tuple(column[i] for column in rest)
+    return result
+
+
+def _columns(found):
+    names = ["rows", "token_ids", "values", "output_counts", "repetition", "frequency", "presence"]
+    return [name for name in names if hasattr(found, name)]
+
+
+def same(a, b):
+    """Whether two metadata say the same."""
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "num_logprobs"):
+        if not np.array_equal(getattr(a, name), getattr(b, name)):
+            return False
+    kinds = ("allowed", "banned", "logit_bias", "penalties")
+    return all(entries(getattr(a, k)) == entries(getattr(b, k)) for k in kinds)
+
+
+RICH = SamplingParams(
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.1,
+    seed=-1,
+    repetition_penalty=1.5,
+    frequency_penalty=0.25,
+    presence_penalty=0.5,
+    logit_bias={3: 1.5, 7: -2.0},
+    allowed_token_ids=[1, 2, 3, 3],
+    min_tokens=3,
+    max_tokens=50,
+    logprobs=4,
+    bad_words_token_ids=[[9], [1, 2, 8]],
+    all_stop_token_ids=[0, 50, 5000],
+)
+PLAIN = SamplingParams(temperature=0.0)
+ONE = np.array([1])
+
+
+def test_metadata_holds_the_parameters():
+    state = SamplingState(4, VOCAB)
+    state.add_row(1, RICH, [10, 11, 11], 3)
+    meta = state.metadata(ONE)
+    assert meta.num_rows == 1
+    assert meta.temperature[0] == np.float32(0.7)
+    assert (meta.top_k[0], meta.top_p[0], meta.min_p[0]) == (5, 0.9, np.float32(0.1))
+    assert meta.seeds[0] == 2**64 - 1
+    assert (meta.positions[0], meta.num_logprobs[0]) == (0, 4)
+    assert entries(meta.logit_bias) == {(0, 3): (1.5,), (0, 7): (-2.0,)}
+    assert set(entries(meta.allowed)) == {(0, 1), (0, 2), (0, 3)}
+    assert meta.allowed.restricted_rows.tolist() == [0]
+    assert set(entries(meta.banned)) == {(0, 9), (0, 0), (0, 50)}
+    assert entries(meta.penalties) == {
+        (0, 10): (0.0, 1.5, 0.25, 0.5),
+        (0, 11): (0.0, 1.5, 0.25, 0.5),
+    }
+
+
+def test_plain_rows_need_nothing():
+    state = SamplingState(4, VOCAB)
+    state.add_row(0, RICH, [10], 1)
+    state.add_row(1, PLAIN, [10], 1)
+    meta = state.metadata(ONE)
+    assert not meta.changes_logits
+    assert meta.num_logprobs[0] == NO_LOGPROBS
+    assert state.metadata(np.array([1, 0])).changes_logits
+
+
+def test_rows_follow_the_order_asked_for():
+    state = SamplingState(4, VOCAB)
+    state.add_row(0, RICH, [10], 1)
+    state.add_row(3, PLAIN, [10], 1)
+    meta = state.metadata(np.array([3, 0]))
+    assert meta.temperature.tolist() == [0.0, np.float32(0.7)]
+    assert set(entries(meta.logit_bias)) == {(1, 3), (1, 7)}
+    assert meta.allowed.restricted_rows.tolist() == [1]
+    assert set(entries(meta.penalties)) == {(1, 10)}
+
+
+def test_append_counts_and_moves_on():
+    state = SamplingState(4, VOCAB)
+    state.add_row(0, RICH, [10], 1)
+    state.add_row(2, PLAIN, [10], 1)
+    rows = np.array([2, 0])
+    for tokens in ([5, 10], [5, 20], [5, 20]):
+        state.append_token(rows, np.array(tokens))
+    meta = state.metadata(np.array([0]))
+    assert meta.positions[0] == 3
+    counts = {token: values[0] for (_, token), values in entries(meta.penalties).items()}
+    assert counts == {10: 1.0, 20: 2.0}
+    assert set(entries(meta.banned)) == {(0, 9)}  # min_tokens is reached
+    assert state.metadata(np.array([2])).positions[0] == 3
+
+
+def test_bad_word_is_banned_only_after_its_beginning():
+    state = SamplingState(1, VOCAB)
+    params = SamplingParams(
+        temperature=0.0, bad_words_token_ids=[[1, 2, 8], [2, 7], [4], [500], [6, 500]]
+    )
+    # The prompt ends like the word begins, but only generated tokens count.
+    state.add_row(0, params, [1, 2], 2)
+
+    def banned():
+        return {token for _, token in entries(state.metadata(np.array([0])).banned)}
+
+    seen = [banned()]
+    for token in (1, 2, 2, 1, 2):
+        state.append_token(np.array([0]), np.array([token]))
+        seen.append(banned())
+    assert seen == [{4}, {4}, {4, 7, 8}, {4, 7}, {4}, {4, 7, 8}]
+
+
+def test_only_repetition_looks_at_the_prompt():
+    state = SamplingState(1, VOCAB)
+    state.add_row(0, SamplingParams(temperature=0.0, presence_penalty=1.0), [1, 2, 3], 2)
+    assert set(entries(state.metadata(np.array([0])).penalties)) == {(0, 3)}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 20])
+def test_resumed_row_equals_one_that_never_stopped(cut):
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 12, 9).tolist()
+    output = rng.integers(0, 12, 20).tolist()
+    state, resumed = SamplingState(3, VOCAB), SamplingState(3, VOCAB)
+    state.add_row(1, RICH, prompt, len(prompt))
+    for token in output:
+        state.append_token(ONE, np.array([token]))
+    resumed.add_row(1, RICH, prompt + output[:cut], len(prompt))
+    for token in output[cut:]:
+        resumed.append_token(ONE, np.array([token]))
+    assert same(state.metadata(ONE), resumed.metadata(ONE))
+
+
+def test_removed_row_leaves_nothing_behind():
+    used, fresh = SamplingState(2, VOCAB), SamplingState(2, VOCAB)
+    used.add_row(1, RICH, [1, 2, 3, 4], 2)
+    used.append_token(ONE, np.array([7]))
+    used.remove_row(1)
+    meta = used.metadata(ONE)
+    assert meta.temperature[0] == 0.0
+    assert meta.num_logprobs[0] == NO_LOGPROBS
+    assert not meta.changes_logits
+    for params in (RICH, SamplingParams(seed=1, frequency_penalty=1.0), PLAIN):
+        for state in (used, fresh):
+            state.add_row(1, params, [5, 6, 6], 1)
+        assert same(used.metadata(ONE), fresh.metadata(ONE))
+        for state in (used, fresh):
+            state.remove_row(1)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (SamplingParams(temperature=0.0, logit_bias={VOCAB: 1.0}), "logit_bias"),
+        (SamplingParams(temperature=0.0, allowed_token_ids=[1, VOCAB]), "allowed_token_ids"),
+        (SamplingParams(temperature=1.0), "seed"),
+    ],
+)
+def test_unusable_parameters_leave_the_row_empty(params, field):
+    state = SamplingState(2, VOCAB)
+    with pytest.raises(RequestError) as error:
+        state.add_row(1, params, [1], 1)
+    assert error.value.param == field
+    assert same(state.metadata(ONE), SamplingState(2, VOCAB).metadata(ONE))
+
+
+def test_penalties_come_in_portions(monkeypatch):
+    rng = np.random.default_rng(0)
+    state = SamplingState(20, VOCAB)
+    for row in range(20):
+        params = SamplingParams(seed=row, frequency_penalty=0.0 if row % 5 == 0 else 1.0)
+        state.add_row(row, params, rng.integers(0, VOCAB, int(rng.integers(0, 80))).tolist(), 0)
+    rows = np.array([*range(19, 0, -1)])
+    whole = state.metadata(rows).penalties
+    assert len(list(whole)) == 1
+    expected = entries(whole)
+    monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 2 * VOCAB)
+    portions = list(state.metadata(rows).penalties)
+    assert 4 < len(portions) < 19
+    assert max(len(p.rows) for p in portions) <= 2 * VOCAB // 4 + 80
+    assert entries(portions) == expected
+
+
+def test_row_stays_empty_whatever_goes_wrong():
+    state = SamplingState(2, VOCAB)
+    broken = SamplingParams(
+        temperature=0.0, repetition_penalty=2.0, logprobs=1, bad_words_token_ids=[["x"]]
+    )
+    with pytest.raises(TypeError):  # "x" is no token id
+        state.add_row(1, broken, [1, 2, 3], 1)
+    assert same(state.metadata(ONE), SamplingState(2, VOCAB).metadata(ONE))
+    fresh = SamplingState(2, VOCAB)
+    for each in (state, fresh):
+        each.add_row(1, RICH, [4], 1)
+    assert same(state.metadata(ONE), fresh.metadata(ONE))
+
+
+def test_tokens_outside_the_vocabulary_in_the_prompt_are_passed_over():
+    state = SamplingState(1, VOCAB)
+    state.add_row(0, SamplingParams(temperature=0.0, repetition_penalty=2.0), [VOCAB, 3], 2)
+    assert set(entries(state.metadata(np.array([0])).penalties)) == {(0, 3)}
+
+
+def test_arrays_stay_within_the_planned_bytes():
+    state = SamplingState(8, VOCAB)
+    arrays = [v for v in vars(state).values() if isinstance(v, np.ndarray)]
+    assert sum(a.nbytes for a in arrays) <= state_nbytes(8, VOCAB)
+    # A row that has seen every token still fits its arrays.
+    state.add_row(0, SamplingParams(temperature=0.0, repetition_penalty=2.0), range(VOCAB), VOCAB)
+    state.append_token(np.array([0]), np.array([VOCAB - 1]))
+    assert len(entries(state.metadata(np.array([0])).penalties)) == VOCAB

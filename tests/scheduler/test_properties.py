@@ -1,0 +1,221 @@
+"""Random lives of many requests against the fake worker, which checks every slot it reads."""
+
+import dataclasses
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from octavo.kv_cache.groups import make_kv_cache_groups
+from octavo.messages import FinishReason
+from octavo.request import Request, RequestStatus
+from tests.fakes import VOCAB, FakeEngine, expected_output
+
+MAX_MODEL_LEN = 64
+
+windows = st.sampled_from(
+    [(None,), (None, None), (11,), (None, 9), (24, None, 24), (5, 12, None), (9, 9, 9, None)]
+)
+
+
+@st.composite
+def engines(draw, **fixed):
+    layers = draw(windows)
+    num_groups = len(make_kv_cache_groups(layers)[0])
+    options = {
+        "windows": layers,
+        # From room for one request of the greatest length up to room for several.
+        "num_blocks": num_groups * 8 * draw(st.integers(1, 4)) + draw(st.integers(1, 4)),
+        "block_size": 8,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_batched_tokens": draw(st.sampled_from([8, 13, 32, 200])),
+        "max_num_seqs": draw(st.sampled_from([1, 3, 8])),
+        "depth": draw(st.integers(1, 3)),
+        "caching": draw(st.booleans()),
+        "num_drafts": draw(st.sampled_from([0, 0, 3])),
+        "num_lookahead_tokens": draw(st.sampled_from([0, 3])),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
+        "fail": ("r3",) if draw(st.booleans()) else (),
+    }
+    return FakeEngine(**(options | fixed))
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A few families of prompts, so that prefixes are shared often."""
+
+    family: int
+    length: int
+    own: list[int]
+
+    @property
+    def tokens(self):
+        shared = [(self.family * 17 + i * i) % VOCAB for i in range(self.length)]
+        return (shared + self.own)[: MAX_MODEL_LEN - 1]
+
+
+prompts = st.builds(
+    Prompt,
+    st.integers(0, 1),
+    st.sampled_from([1, 7, 8, 16, 24, 31, 40]),
+    st.lists(st.integers(0, VOCAB - 1), max_size=10) | st.just([]),
+)
+parameters = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 40),
+        "seed": st.integers(0, 1),
+        "priority": st.integers(0, 2),
+        "stop": st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        "salt": st.sampled_from([None, None, "s"]),
+        "hashed": st.sampled_from([True, True, False]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, wait, run, get preempted, aborted, overdue; the books are checked all along.
+
+    `FakeEngine` checks after each turn that books agree, that the budget is kept and that the
+    worker's rows are the running requests.
+    """
+
+    @initialize(engine=engines())
+    def start(self, engine):
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.requests: dict[str, Request] = {}
+        self.ended_early: set[str] = set()
+
+    def add(self, prompt, params, deadline=None):
+        name = f"r{len(self.requests)}"
+        room = MAX_MODEL_LEN - len(prompt.tokens)
+        params = params | {"max_tokens": min(params["max_tokens"], room)}
+        if params["salt"] is not None and not self.engine.hasher:
+            params = params | {"salt": None}
+        self.requests[name] = self.engine.add(name, prompt.tokens, deadline=deadline, **params)
+        return name
+
+    @rule(prompt=prompts, params=parameters)
+    def arrive(self, prompt, params):
+        self.add(prompt, params)
+
+    @rule(prompt=prompts, params=parameters, n=st.integers(2, 4))
+    def siblings_arrive(self, prompt, params, n):
+        for seed in range(n):
+            self.add(prompt, params | {"seed": seed})
+
+    @rule(prompt=prompts, params=parameters, seconds=st.floats(0.5, 3))
+    def arrive_with_deadline(self, prompt, params, seconds):
+        self.add(prompt, params, deadline=self.engine.now + seconds)
+
+    @rule(prompt=prompts, params=parameters)
+    def arrive_and_wait(self, prompt, params):
+        name = self.add(prompt, params)
+        self.scheduler.hold(name, RequestStatus.WAITING_FOR_GRAMMAR)
+
+    @precondition(lambda self: self.scheduler._held)
+    @rule(data=st.data())
+    def be_ready(self, data):
+        self.scheduler.set_ready(data.draw(st.sampled_from(sorted(self.scheduler._held))))
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+        self.ended_early.add(name)
+        self.scheduler.check_integrity()
+
+    @rule(seconds=st.floats(0.1, 1))
+    def time_passes(self, seconds):
+        self.engine.now += seconds
+
+    @precondition(lambda self: len(self.engine.in_flight) < self.engine.depth)
+    @rule()
+    def schedule(self):
+        running = list(self.scheduler.running)
+        self.engine.schedule()
+        work = self.engine.steps[-1]
+        if running and running[0].status == RequestStatus.RUNNING and not self.engine.in_flight:
+            assert running[0].request_id in work.num_scheduled_tokens
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def update(self):
+        self.engine.update()
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count):
+        for _ in range(count):
+            self.engine.step()
+
+    @rule()
+    def reset_prefix_cache(self):
+        assert self.scheduler.reset_prefix_cache() == (not self.scheduler.running)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for name in list(self.scheduler._held):
+            self.scheduler.set_ready(name)
+        self.engine.run()
+        for name, request in self.requests.items():
+            self.check(name, request)
+
+    def check(self, name, request):
+        outputs = self.engine.outputs[name]
+        tokens = self.engine.tokens(name)
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        alone = expected_output(request.sampling_params, prompt, MAX_MODEL_LEN)
+        if name in self.ended_early:
+            assert tokens == alone[: len(tokens)]
+            return
+        last = outputs[-1]
+        if last.finish_reason == FinishReason.ERROR:
+            assert tokens == alone[: len(tokens)]
+            deadline = last.error_kind == "DeadlineError" and request.deadline is not None
+            assert deadline or name in self.engine.executor.fail
+            return
+        assert tokens == alone
+        is_stop = alone[-1] in request.stop_token_ids
+        assert last.finish_reason == (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+        if request.skip_reading_prefix_cache:
+            rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs is not None]
+            assert [t for r in rows for (t,) in r.token_ids] == prompt[1:]
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=80,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), jobs=st.lists(st.tuples(prompts, parameters), min_size=4, max_size=14))
+def test_everyone_is_served_from_a_tiny_pool(data, jobs):
+    """All arrive at once at a pool with room for one or two: no starvation, same tokens."""
+    engine = data.draw(engines(fail=()))
+    requests = []
+    for i, (prompt, params) in enumerate(jobs):
+        params = params | {"max_tokens": MAX_MODEL_LEN - len(prompt.tokens)}
+        requests.append(engine.add(f"r{i}", prompt.tokens, **params))
+    engine.run()
+    for request in requests:
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        alone = expected_output(request.sampling_params, prompt, MAX_MODEL_LEN)
+        assert engine.tokens(request.request_id) == alone
+
+
+@settings(max_examples=30, deadline=None)
+@given(prompt=prompts, params=parameters, chunk=st.sampled_from([1, 7, 16, 512]))
+def test_a_request_alone_gives_the_expected_tokens(prompt, params, chunk):
+    engine = FakeEngine(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=chunk, max_num_seqs=1)
+    request = engine.add("a", prompt.tokens, **params)
+    engine.run()
+    alone = expected_output(request.sampling_params, prompt.tokens, MAX_MODEL_LEN)
+    assert engine.tokens("a") == alone

@@ -1,0 +1,670 @@
+import msgspec
+import pytest
+
+from octavo.errors import ContextLengthError, RequestError
+from octavo.messages import FinishReason, ModelRunnerOutput
+from octavo.request import RequestStatus
+from tests.fakes import FakeEngine, expected_output
+
+
+def ids(requests):
+    return [request.request_id for request in requests]
+
+
+def check_tokens(engine, *requests):
+    for request in requests:
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        alone = expected_output(request.sampling_params, prompt, engine.scheduler.max_model_len)
+        assert engine.tokens(request.request_id) == alone
+
+
+class TestBudget:
+    def test_running_requests_come_first_then_prompts_in_chunks(self):
+        engine = FakeEngine(max_num_batched_tokens=10)
+        engine.add("a", range(4))
+        engine.step()
+        engine.add("b", range(20, 35))
+        engine.add("c", range(40, 50))
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 9}
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 6, "c": 3}
+        assert engine.steps[-1].total_num_scheduled_tokens == 10
+        engine.run()
+
+    def test_prompts_stay_whole_without_chunked_prefill(self):
+        engine = FakeEngine(max_num_batched_tokens=16, enable_chunked_prefill=False)
+        engine.add("a", range(12))
+        engine.add("b", range(20, 30))
+        engine.add("c", range(2))
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 12}  # nobody overtakes b
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 10, "c": 2}
+        engine.run()
+
+    def test_a_preempted_request_longer_than_the_budget_is_split_all_the_same(self):
+        engine = FakeEngine(
+            max_num_batched_tokens=16,
+            enable_chunked_prefill=False,
+            num_blocks=7,
+            max_num_seqs=2,
+        )
+        a = engine.add("a", range(14), max_tokens=30)
+        b = engine.add("b", range(20, 34), max_tokens=30)
+        engine.run()
+        assert b.num_preemptions > 0
+        check_tokens(engine, a, b)
+        assert any(
+            data.req_id == "b" and len(data.token_ids) > 16
+            for work in engine.steps
+            for data in work.scheduled_new_reqs
+        )
+
+    def test_long_prompts_are_limited(self):
+        engine = FakeEngine(max_num_batched_tokens=40, long_prefill_token_threshold=6)
+        engine.add("a", range(20))
+        engine.add("b", range(30, 35))
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 6, "b": 5}
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 6, "b": 1}
+
+    def test_max_num_seqs(self):
+        engine = FakeEngine(max_num_seqs=2)
+        for name in "abc":
+            engine.add(name, range(4), max_tokens=3)
+        engine.step()
+        assert ids(engine.scheduler.running) == ["a", "b"]
+        assert engine.scheduler.make_stats().num_waiting_reqs == 1
+        engine.run()
+
+
+class TestArrival:
+    @pytest.mark.parametrize(
+        ("prompt", "max_tokens", "message"),
+        [
+            (40, 1, "context holds 40 tokens"),
+            (20, 30, "need 5 KV-cache blocks, but there are 4"),
+        ],
+    )
+    def test_what_never_fits_is_refused(self, prompt, max_tokens, message):
+        engine = FakeEngine(max_model_len=40, num_blocks=5)
+        with pytest.raises(ContextLengthError, match=message):
+            engine.add("a", range(prompt), max_tokens=max_tokens)
+        assert not engine.scheduler.has_requests()
+        engine.add("b", range(20), max_tokens=12)
+        engine.run()
+
+    def test_a_prompt_longer_than_a_step_needs_chunks(self):
+        engine = FakeEngine(max_num_batched_tokens=16, enable_chunked_prefill=False)
+        with pytest.raises(ContextLengthError, match="chunked prefill is off"):
+            engine.add("a", range(17))
+
+    def test_an_empty_prompt(self):
+        with pytest.raises(RequestError, match="empty"):
+            FakeEngine().add("a", [])
+
+    def test_an_id_in_use(self):
+        engine = FakeEngine()
+        engine.add("a", range(4))
+        with pytest.raises(RequestError, match="in use"):
+            engine.add("a", range(4))
+        engine.run()
+        engine.add("a", range(4))
+        engine.run()
+
+    def test_the_context_bounds_the_output(self):
+        engine = FakeEngine(max_model_len=20)
+        a = engine.add("a", range(12), max_tokens=100)
+        engine.run()
+        assert len(engine.tokens("a")) == 8
+        assert engine.finish_reason("a") == FinishReason.LENGTH
+        check_tokens(engine, a)
+
+
+class TestStop:
+    def outputs(self, **params):
+        engine = FakeEngine()
+        engine.add("a", range(8), **params)  # its first ten tokens differ from one another
+        engine.run()
+        return engine.tokens("a"), engine.outputs["a"][-1]
+
+    def test_max_tokens(self):
+        tokens, last = self.outputs(max_tokens=5)
+        assert len(tokens) == 5
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.LENGTH, None)
+
+    def test_stop_token_of_the_request(self):
+        free, _ = self.outputs(max_tokens=10)
+        tokens, last = self.outputs(max_tokens=10, stop_token_ids=[free[4]])
+        assert tokens == free[:5]
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, free[4])
+
+    def test_end_of_sequence(self):
+        free, _ = self.outputs(max_tokens=10)
+        tokens, last = self.outputs(max_tokens=10, stop=[free[4]])
+        assert tokens == free[:5]
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
+
+    def test_min_tokens(self):
+        free, _ = self.outputs(max_tokens=10)
+        tokens, _ = self.outputs(max_tokens=10, min_tokens=4, stop=[free[3]])
+        assert tokens == free  # the fourth token may not end it yet
+        tokens, _ = self.outputs(max_tokens=10, min_tokens=4, stop=[free[4]])
+        assert tokens == free[:5]
+
+    def test_a_stop_token_that_is_the_last_allowed_is_a_stop(self):
+        free, _ = self.outputs(max_tokens=10)
+        _, last = self.outputs(max_tokens=5, stop=[free[4]])
+        assert last.finish_reason == FinishReason.STOP
+
+
+class TestOutputs:
+    def test_logprobs_are_passed_on(self):
+        engine = FakeEngine(max_num_batched_tokens=4)
+        engine.add("a", range(10), max_tokens=3, logprobs=1, prompt_logprobs=1)
+        engine.run()
+        outputs = engine.outputs["a"]
+        prompt_rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs]
+        assert [t for rows in prompt_rows for (t,) in rows.token_ids] == list(range(1, 10))
+        assert len(prompt_rows) == 3
+        rows = [o.new_logprobs for o in outputs if o.new_logprobs]
+        assert [t for r in rows for (t,) in r.token_ids] == engine.tokens("a")
+        assert [o.new_token_ids for o in outputs][:2] == [[], []]
+
+    def test_prompt_logprobs_come_once_after_a_preemption(self):
+        engine = FakeEngine(num_blocks=7, max_num_batched_tokens=16)
+        a = engine.add("a", range(20), max_tokens=20)
+        b = engine.add("b", range(20, 40), max_tokens=20, prompt_logprobs=1)
+        engine.run()
+        assert b.num_preemptions > 0
+        rows = [o.new_prompt_logprobs for o in engine.outputs["b"] if o.new_prompt_logprobs]
+        assert [t for r in rows for (t,) in r.token_ids] == list(range(21, 40))
+        check_tokens(engine, a, b)
+
+    def test_what_a_request_is_told_about_itself(self):
+        engine = FakeEngine()
+        engine.now = 7.0
+        engine.add("a", range(20), max_tokens=2)
+        engine.step()
+        engine.now = 9.0
+        engine.add("b", range(20), max_tokens=2)
+        engine.run()
+        assert [(o.num_cached_tokens, o.first_scheduled_time) for o in engine.outputs["a"]] == [
+            (0, 7.0)
+        ] * 2
+        assert [(o.num_cached_tokens, o.first_scheduled_time) for o in engine.outputs["b"]] == [
+            (16, 9.0)
+        ] * 2
+
+    def test_statistics(self):
+        engine = FakeEngine()
+        engine.add("a", range(20), max_tokens=2)
+        engine.add("b", range(20), max_tokens=2)
+        engine.step()
+        stats = engine.scheduler.make_stats()
+        assert stats.num_running_reqs == 2
+        assert stats.num_used_blocks == 4  # two shared and one each
+        assert stats.num_total_blocks == 63
+        assert stats.kv_cache_usage == 4 / 63
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (40, 16)
+        assert (stats.num_steps, stats.num_scheduled_tokens) == (1, 24)
+        engine.run()
+        stats = engine.scheduler.make_stats()
+        assert (stats.num_steps, stats.num_scheduled_tokens) == (2, 26)
+        assert stats.num_used_blocks == 0
+
+    def test_an_error_fails_its_request_only(self):
+        engine = FakeEngine(fail=["b"], depth=2)
+        a, b, c = (engine.add(name, range(20)) for name in "abc")
+        engine.run()
+        check_tokens(engine, a, c)
+        (last,) = engine.outputs["b"]
+        assert last.finish_reason == FinishReason.ERROR
+        assert (last.error, last.error_kind) == ("made to fail", "RequestError")
+        assert (b.status, b.error) == (RequestStatus.FINISHED_ERROR, "made to fail")
+
+
+class TestPreemption:
+    def test_the_latest_request_gives_way(self):
+        engine = FakeEngine(num_blocks=8)
+        requests = [engine.add(name, [i] * 15, max_tokens=30) for i, name in enumerate("abc")]
+        engine.run()
+        assert requests[0].num_preemptions == 0
+        assert requests[2].num_preemptions > 0
+        check_tokens(engine, *requests)
+        assert engine.scheduler.make_stats().num_preemptions == sum(
+            r.num_preemptions for r in requests
+        )
+        assert engine.outputs["c"][-1].num_preemptions == requests[2].num_preemptions
+        ends = [i for i, work in enumerate(engine.steps) for r in work.finished_req_ids if r == "a"]
+        assert len(ends) == 1
+
+    def test_no_request_of_the_step_is_preempted(self):
+        engine = FakeEngine(num_blocks=8, num_drafts=3)
+        for i in range(5):
+            engine.add(f"r{i}", [i] * 10, max_tokens=30)
+        engine.run()
+        for work in engine.steps:
+            assert not set(work.finished_req_ids) & set(work.num_scheduled_tokens)
+
+    def test_memory_for_two_and_many_offered(self):
+        engine = FakeEngine(num_blocks=2 * 8 + 1, max_num_seqs=32, depth=2)
+        requests = [engine.add(f"r{i}", [i] * 20, max_tokens=40) for i in range(32)]
+        engine.run()
+        check_tokens(engine, *requests)
+        assert engine.scheduler.make_stats().num_preemptions > 0
+
+    def test_a_token_in_flight_survives(self):
+        engine = FakeEngine(num_blocks=6, depth=3)
+        a = engine.add("a", [1] * 14, max_tokens=20)
+        b = engine.add("b", [2] * 14, max_tokens=20)
+        while not b.num_preemptions:
+            engine.step()
+        assert b.num_output_placeholders > 0
+        assert b.status == RequestStatus.PREEMPTED
+        engine.run()
+        check_tokens(engine, a, b)
+
+    def test_a_request_can_end_while_preempted(self):
+        engine = FakeEngine(num_blocks=6, depth=2)
+        engine.add("a", [1] * 14, max_tokens=20)
+        b = engine.add("b", [2] * 16, max_tokens=18)
+        while not b.num_output_placeholders or not b.num_preemptions:
+            engine.step()
+        left = b.num_output_tokens + b.num_output_placeholders
+        b.max_tokens = left  # the token in flight is its last
+        engine.run()
+        assert len(engine.tokens("b")) == left
+        assert engine.finish_reason("b") == FinishReason.LENGTH
+
+    def test_arrival_order_is_kept(self):
+        engine = FakeEngine(num_blocks=8, max_num_seqs=4)
+        for i in range(8):
+            engine.add(f"r{i}", [i] * 15, max_tokens=10)
+        ends = []
+        while engine.scheduler.has_requests():
+            ends += [o.request_id for o in engine.step() if o.finish_reason is not None]
+        assert engine.scheduler.make_stats().num_preemptions > 0
+        assert ends == [f"r{i}" for i in range(8)]
+
+
+class TestPriority:
+    def test_better_priority_is_served_first(self):
+        engine = FakeEngine(scheduling_policy="priority", max_num_seqs=1)
+        engine.add("late", range(4), priority=5)
+        engine.add("early", range(4), priority=-5)
+        engine.step()
+        assert ids(engine.scheduler.running) == ["early"]
+        engine.run()
+
+    def test_it_takes_a_seat(self):
+        engine = FakeEngine(scheduling_policy="priority", max_num_seqs=2)
+        a = engine.add("a", range(4), priority=1, max_tokens=20)
+        b = engine.add("b", range(4), priority=2, max_tokens=20)
+        engine.step()
+        c = engine.add("c", range(4), priority=1)
+        engine.step()
+        assert ids(engine.scheduler.running) == ["a", "c"]
+        assert (a.num_preemptions, b.num_preemptions, c.num_preemptions) == (0, 1, 0)
+        engine.run()
+        check_tokens(engine, a, b, c)
+
+    def test_equal_priority_does_not(self):
+        engine = FakeEngine(scheduling_policy="priority", max_num_seqs=1)
+        a = engine.add("a", range(4), priority=1, arrival_time=5.0)
+        engine.step()
+        engine.add("b", range(4), priority=1, arrival_time=1.0)
+        engine.step()
+        assert ids(engine.scheduler.running) == ["a"]
+        assert a.num_preemptions == 0
+        engine.run()
+
+    def test_it_takes_blocks(self):
+        engine = FakeEngine(scheduling_policy="priority", num_blocks=9, max_model_len=64)
+        a = engine.add("a", [1] * 30, priority=1, max_tokens=10)
+        b = engine.add("b", [2] * 30, priority=2, max_tokens=10)
+        engine.step()
+        c = engine.add("c", [3] * 30, priority=0, max_tokens=10)
+        engine.step()
+        assert ids(engine.scheduler.running) == ["c", "a"]
+        engine.run()
+        check_tokens(engine, a, b, c)
+        assert b.num_preemptions > 0
+
+    def test_it_takes_the_budget(self):
+        engine = FakeEngine(scheduling_policy="priority", max_num_batched_tokens=8)
+        engine.add("a", range(4), priority=1)
+        engine.step()
+        engine.add("b", range(20), priority=0)
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"b": 8}
+        assert engine.scheduler.make_stats().num_preemptions == 0
+        engine.run()
+
+    def test_no_one_is_preempted_for_want_of_budget(self):
+        engine = FakeEngine(
+            scheduling_policy="priority", max_num_batched_tokens=20, enable_chunked_prefill=False
+        )
+        a = engine.add("a", range(4), priority=0)
+        b = engine.add("b", range(4), priority=2)
+        engine.step()
+        engine.add("c", range(20), priority=1)
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 1}
+        engine.run()
+        assert a.num_preemptions == b.num_preemptions == 0
+
+
+class TestFinish:
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_abort_in_every_state(self, depth):
+        engine = FakeEngine(max_num_seqs=2, depth=depth)
+        requests = {name: engine.add(name, range(20), max_tokens=30) for name in "abcd"}
+        engine.scheduler.hold("d", RequestStatus.WAITING_FOR_GRAMMAR)
+        for _ in range(3):
+            engine.step()
+        engine.scheduler.finish_requests(["a", "c", "d", "unknown"], RequestStatus.FINISHED_ABORTED)
+        engine.scheduler.check_integrity()
+        before = engine.tokens("a")
+        engine.run()
+        assert engine.tokens("a") == before
+        assert engine.tokens("c") == engine.tokens("d") == []
+        check_tokens(engine, requests["b"])
+        engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+
+    def test_a_result_for_a_former_owner_of_an_id_is_dropped(self):
+        engine = FakeEngine(depth=2)
+        engine.add("a", [1] * 8)
+        engine.schedule()
+        engine.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+        a = engine.add("a", [2] * 12)
+        engine.run()
+        check_tokens(engine, a)
+
+    def test_blocks_of_an_aborted_request_are_handed_out_while_its_step_is_in_flight(self):
+        engine = FakeEngine(num_blocks=5, depth=3)
+        engine.add("a", [1] * 24, max_tokens=8)
+        engine.schedule()
+        engine.schedule()
+        engine.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+        b = engine.add("b", [2] * 24, max_tokens=8)
+        c = engine.add("c", [1] * 24, max_tokens=8)
+        engine.run()
+        check_tokens(engine, b, c)
+
+    def test_errors_from_outside_are_put_out(self):
+        engine = FakeEngine()
+        engine.add("a", range(4))
+        engine.scheduler.hold("a", RequestStatus.WAITING_FOR_GRAMMAR)
+        engine.scheduler.fail_request("a", "bad grammar")
+        engine.scheduler.fail_request("a", "twice")
+        assert engine.scheduler.has_requests()
+        (output,) = engine.step()
+        assert (output.error, output.error_kind) == ("bad grammar", "RequestError")
+        assert not engine.scheduler.has_requests()
+
+    def test_deadlines(self):
+        engine = FakeEngine(max_num_seqs=2, depth=2)
+        engine.add("a", [1] * 8, deadline=5.0, max_tokens=50)
+        b = engine.add("b", [2] * 8, deadline=500.0)
+        engine.add("c", [3] * 8, deadline=5.0)
+        d = engine.add("d", [4] * 8)
+        for _ in range(4):
+            engine.step()
+        engine.now = 5.0
+        engine.run()
+        for name in "ac":
+            last = engine.outputs[name][-1]
+            assert last.finish_reason == FinishReason.ERROR
+            assert last.error_kind == "DeadlineError"
+        check_tokens(engine, b, d)
+        assert 0 < len(engine.tokens("a")) < 50
+        assert engine.tokens("c") == []
+
+
+class TestWaits:
+    def test_they_do_not_block_the_queue(self):
+        engine = FakeEngine(max_num_seqs=1)
+        a = engine.add("a", range(4))
+        engine.scheduler.hold("a", RequestStatus.WAITING_FOR_GRAMMAR)
+        b, c = engine.add("b", range(4)), engine.add("c", range(4))
+        engine.step()
+        assert ids(engine.scheduler.running) == ["b"]
+        assert engine.scheduler.make_stats().num_waiting_reqs == 2
+        engine.scheduler.set_ready("a")
+        engine.scheduler.set_ready("a")
+        while ids(engine.scheduler.running) == ["b"]:
+            engine.step()
+        engine.step()
+        assert ids(engine.scheduler.running) == ["a"]  # it came before c
+        engine.run()
+        check_tokens(engine, a, b, c)
+
+    def test_a_request_can_arrive_with_one(self):
+        engine = FakeEngine()
+        donor = engine.add("x", range(4))
+        engine.scheduler.finish_requests(["x"], RequestStatus.FINISHED_ABORTED)
+        donor.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        engine.scheduler.add_request(donor)
+        assert engine.schedule().total_num_scheduled_tokens == 0
+        engine.update()
+        engine.scheduler.set_ready("x")
+        engine.run()
+        check_tokens(engine, donor)
+
+
+class TestAsync:
+    def test_steps_are_scheduled_ahead(self):
+        engine = FakeEngine(depth=3)
+        a = engine.add("a", range(4), max_tokens=5)
+        works = [engine.schedule() for _ in range(3)]
+        assert [w.num_scheduled_tokens for w in works] == [{"a": 4}, {"a": 1}, {"a": 1}]
+        assert [w.scheduled_cached_reqs.num_computed_tokens for w in works] == [[], [4], [5]]
+        assert a.num_output_placeholders == 3
+        engine.run()
+        check_tokens(engine, a)
+
+    def test_never_past_the_last_token(self):
+        engine = FakeEngine(depth=4)
+        engine.add("a", range(4), max_tokens=2)
+        works = [engine.schedule() for _ in range(4)]
+        assert [w.total_num_scheduled_tokens for w in works] == [4, 1, 0, 0]
+        engine.run()
+        engine = FakeEngine(depth=4, max_model_len=6)
+        engine.add("a", range(4), max_tokens=100)
+        assert [engine.schedule().total_num_scheduled_tokens for _ in range(4)] == [4, 1, 0, 0]
+        engine.run()
+
+    def test_what_comes_after_a_stop_is_dropped(self):
+        alone = FakeEngine()
+        alone.add("a", range(4), max_tokens=10)
+        alone.run()
+        engine = FakeEngine(depth=3)
+        a = engine.add("a", range(4), max_tokens=10, stop=[alone.tokens("a")[2]])
+        engine.run()
+        assert len(engine.steps) > 4  # steps for its fourth and fifth token were in flight
+        check_tokens(engine, a)
+
+    def test_updates_must_come_in_order(self):
+        engine = FakeEngine(depth=2)
+        engine.add("a", range(4))
+        engine.schedule()
+        engine.schedule()
+        with pytest.raises(AssertionError, match="in order"):
+            engine.scheduler.update_from_output(*engine.in_flight[1])
+
+
+class TestSpeculation:
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_tokens_are_those_without(self, depth):
+        engine = FakeEngine(num_drafts=4, depth=depth, num_lookahead_tokens=4)
+        requests = [engine.add(f"r{i}", [i] * 10, max_tokens=40) for i in range(4)]
+        engine.run()
+        check_tokens(engine, *requests)
+        assert engine.executor.num_accepted > 20
+
+    def test_drafts_keep_to_the_budget(self):
+        engine = FakeEngine(num_drafts=4, max_num_batched_tokens=8)
+        requests = [engine.add(f"r{i}", [i] * 3, max_tokens=30) for i in range(8)]
+        engine.run()
+        check_tokens(engine, *requests)
+        assert engine.executor.num_accepted > 0
+
+    def test_rejected_drafts_are_rolled_back(self):
+        engine = FakeEngine(num_drafts=4)
+        a = engine.add("a", range(10), max_tokens=40)
+        while "a" in engine.scheduler.requests:
+            engine.step()
+            if a.status == RequestStatus.RUNNING:
+                assert a.num_computed_tokens == a.num_tokens - 1
+        drafts = sum(len(w.scheduled_spec_decode_tokens.get("a", [])) for w in engine.steps)
+        assert drafts > engine.executor.num_accepted > 0
+
+    def test_a_request_with_drafts_in_flight_waits_for_them(self):
+        engine = FakeEngine(num_drafts=4, depth=2)
+        a = engine.add("a", range(10), max_tokens=40)
+        while "a" not in engine.schedule().scheduled_spec_decode_tokens:
+            engine.update()
+        assert "a" not in engine.schedule().num_scheduled_tokens
+        engine.run()
+        check_tokens(engine, a)
+
+    def test_drafts_after_a_stop_are_dropped_with_their_logprobs(self):
+        alone = FakeEngine()
+        alone.add("a", range(10), max_tokens=40)
+        alone.run()
+        for at in range(1, 20):
+            engine = FakeEngine(num_drafts=4)
+            stop = [alone.tokens("a")[at]]
+            a = engine.add("a", range(10), max_tokens=40, stop=stop, logprobs=0)
+            engine.run()
+            check_tokens(engine, a)
+            rows = [t for o in engine.outputs["a"] for (t,) in o.new_logprobs.token_ids]
+            assert rows == engine.tokens("a")
+
+    def test_never_past_the_context(self):
+        engine = FakeEngine(num_drafts=4, max_model_len=20, num_lookahead_tokens=4)
+        a = engine.add("a", range(10), max_tokens=40)
+        engine.run()
+        check_tokens(engine, a)
+        assert len(engine.tokens("a")) == 10
+
+
+class TestFailedStep:
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_its_requests_fail_and_the_others_start_over(self, depth):
+        engine = FakeEngine(depth=depth, max_num_batched_tokens=16)
+        engine.add("a", range(16))
+        engine.add("b", range(16))
+        engine.schedule()
+        while len(engine.in_flight) < depth:
+            engine.schedule()
+        c = engine.add("c", range(16))
+        work, _ = engine.in_flight.popleft()
+        failed = engine.scheduler.fail_step(work, "out of memory")
+        engine.scheduler.check_integrity()
+        assert [(o.request_id, o.error) for o in failed] == [("a", "out of memory")]
+        assert engine.scheduler.kv_cache_manager.num_used_blocks == 0
+        # What the step should have written is not there, and nothing may rest on it.
+        engine.executor.memory.clear()
+        engine.run()
+        assert engine.tokens("a") == []
+        assert engine.tokens("b") == engine.tokens("c")
+        check_tokens(engine, c)
+
+    def test_an_empty_step(self):
+        engine = FakeEngine()
+        assert engine.scheduler.fail_step(engine.scheduler.schedule(), "no") == []
+
+
+class TestCaching:
+    def test_siblings_share_the_prompt_in_their_first_step(self):
+        engine = FakeEngine()
+        requests = [engine.add(f"r{i}", range(20), seed=i) for i in range(4)]
+        engine.step()
+        assert engine.steps[0].num_scheduled_tokens == {"r0": 20, "r1": 4, "r2": 4, "r3": 4}
+        engine.run()
+        check_tokens(engine, *requests)
+
+    def test_a_prompt_known_to_its_end_is_copied_on_write(self):
+        engine = FakeEngine()
+        a = engine.add("a", range(16), max_tokens=20)
+        engine.step()
+        b = engine.add("b", range(16), max_tokens=20, seed=3)
+        engine.step()
+        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 1}
+        assert len(engine.steps[-1].blocks_to_copy) == 1
+        engine.run()
+        check_tokens(engine, a, b)
+        assert b.num_cached_tokens == 15
+
+    def test_a_resumed_request_finds_its_own_blocks(self):
+        engine = FakeEngine(num_blocks=8)
+        for i, name in enumerate("abc"):
+            engine.add(name, [i] * 16, max_tokens=20)
+        engine.run()
+        resumed = [
+            data.num_computed_tokens
+            for work in engine.steps
+            for data in work.scheduled_new_reqs
+            if len(data.token_ids) > data.num_prompt_tokens
+        ]
+        assert any(resumed)
+
+    def test_reset(self):
+        engine = FakeEngine()
+        engine.add("a", range(20))
+        engine.step()
+        assert not engine.scheduler.reset_prefix_cache()
+        engine.run()
+        assert engine.scheduler.reset_prefix_cache()
+        b = engine.add("b", range(20))
+        engine.run()
+        assert b.num_cached_tokens == 0
+
+
+class TestIntegrity:
+    @pytest.fixture
+    def engine(self):
+        engine = FakeEngine(max_num_seqs=2)
+        for name in "abc":
+            engine.add(name, range(10))
+        engine.step()
+        return engine
+
+    @pytest.mark.parametrize(
+        ("harm", "message"),
+        [
+            (lambda s: s.running.pop(), "lost"),
+            (lambda s: s.waiting.push(s.running[0]), "two places"),
+            (lambda s: s.running.reverse(), "in order"),
+            (lambda s: setattr(s.running[0], "num_output_placeholders", 1), "misses tokens"),
+            (lambda s: setattr(s.running[0], "status", RequestStatus.WAITING), "WAITING"),
+            (lambda s: setattr(s.waiting.peek(), "num_computed_tokens", 1), "waits with"),
+            (lambda s: setattr(s.running[0], "num_computed_tokens", 12), "beyond its tokens"),
+            (lambda s: s.kv_cache_manager.free(s.running[0]), "held by"),
+        ],
+    )
+    def test_what_does_not_add_up_is_found(self, engine, harm, message):
+        engine.scheduler.check_integrity()
+        harm(engine.scheduler)
+        with pytest.raises(AssertionError, match=message):
+            engine.scheduler.check_integrity()
+
+
+def test_a_worker_that_samples_nothing_is_a_bug():
+    engine = FakeEngine()
+    engine.add("a", range(4))
+    work, result = engine.schedule(), engine.in_flight[0][1]
+    broken = msgspec.structs.replace(result, sampled_token_ids=[[]])
+    with pytest.raises(AssertionError, match="a got 0 tokens"):
+        engine.scheduler.update_from_output(work, broken)
+
+
+def test_an_empty_step_brings_nothing():
+    engine = FakeEngine()
+    work = engine.scheduler.schedule()
+    assert work.num_scheduled_tokens == {}
+    assert engine.scheduler.update_from_output(work, ModelRunnerOutput()) == []

@@ -1,0 +1,351 @@
+"""An `AsyncLLM` without a model: real input and output processing, invented tokens.
+
+Every request gets the bytes of `answer` as tokens, one a step, then the end-of-sequence token.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.input_processor import InputProcessor, fan_out
+from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.errors import EngineDeadError
+from octavo.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+    SchedulerStats,
+)
+from octavo.metrics import EngineMetrics
+from octavo.server.app import build_app
+from octavo.server.state import ServerState
+from octavo.tokenizer import Tokenizer
+
+ANSWER = "Hello, wörld!"
+MAX_MODEL_LEN = 256
+BOS, EOS = 256, 257
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must come first') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{{ hint or '' }}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    """One token for each byte, <s> and </s>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: ord(c))
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: byte_of[c] for c in alphabet}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    return Tokenizer(backend, config, {} if template is None else {"default": template})
+
+
+class FakeAsyncLLM:
+    """See the module. `paused` holds all requests where they are."""
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        generation_config: dict[str, float | int] | None = None,
+    ) -> None:
+        self.config = config or EngineConfig.from_kwargs(served_model_name=["fake"])
+        self.tokenizer = (
+            None if self.config.model.skip_tokenizer_init else tokenizer or make_tokenizer()
+        )
+        self.spec = SimpleNamespace(
+            vocab_size=258, eos_token_ids=(EOS,), generation_config=generation_config or {}
+        )
+        self.max_model_len = MAX_MODEL_LEN
+        self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
+        self.stats = SchedulerStats()
+        self.ready = True
+        self.answer = ANSWER
+        self.num_cached_tokens = 0
+        self.paused = False
+        self.step_time = 0.0
+        self.dead: EngineDeadError | None = None
+        self.load_error: Exception | None = None
+        self.loaded = asyncio.Event()
+        self.loaded.set()
+        self.requests: list[EngineCoreRequest] = []
+        self.live: dict[str, EngineCoreRequest] = {}
+        self.aborted: list[str] = []
+        self.was_reset = False
+        self.was_shut_down = False
+        self._progress: dict[str, int] = {}
+        self._input = InputProcessor(
+            self.config.model, self.spec, self.tokenizer, self.max_model_len
+        )
+        self._output = OutputProcessor(self.tokenizer)
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def generate(
+        self,
+        prompt,
+        sampling_params,
+        request_id,
+        *,
+        cache_salt=None,
+        deadline=None,
+        add_special_tokens=True,
+    ):
+        if self.dead is not None:
+            raise self.dead
+        request, text = self._input.process(
+            request_id,
+            prompt,
+            sampling_params,
+            arrival_time=time.monotonic(),
+            cache_salt=cache_salt,
+            deadline=deadline,
+            add_special_tokens=add_special_tokens,
+        )
+        queue = RequestOutputCollector(sampling_params.output_kind)
+        finished = False
+        try:
+            for core_request, parent, index in fan_out(request):
+                self._output.add_request(core_request, text, parent, index, queue)
+                self.requests.append(core_request)
+                self.live[core_request.request_id] = core_request
+                self._progress[core_request.request_id] = 0
+            if self._stepping is None or self._stepping.done():
+                self._stepping = asyncio.create_task(self._run())
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                await self.abort(request_id)
+
+    async def abort(self, request_id):
+        for core_id in self._output.abort_requests([request_id]):
+            self.live.pop(core_id, None)
+            self.aborted.append(core_id)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return self._output.num_unfinished_requests
+
+    def health(self):
+        if self.dead is not None:
+            return SimpleNamespace(ok=False, reason=str(self.dead))
+        return SimpleNamespace(ok=True, reason="ok")
+
+    async def wait_ready(self):
+        await self.loaded.wait()
+        if self.load_error is not None:
+            raise self.load_error
+
+    async def reset_prefix_cache(self):
+        self.was_reset = True
+        return True
+
+    async def shutdown(self):
+        self.was_shut_down = True
+        if self._stepping is not None:
+            self._stepping.cancel()
+
+    def die(self, reason: str) -> None:
+        self.dead = EngineDeadError(reason)
+        self.ready = False
+        self.live.clear()
+        self._output.propagate_error(self.dead)
+
+    async def _run(self) -> None:
+        while self.live:
+            await asyncio.sleep(self.step_time)
+            if self.paused or not self.ready:
+                await asyncio.sleep(0.005)
+                continue
+            outputs = [self._step(request) for request in list(self.live.values())]
+            for core_id in self._output.process_outputs(outputs, time.monotonic()).reqs_to_abort:
+                self.live.pop(core_id, None)
+
+    def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
+        params = request.sampling_params
+        core_id = request.request_id
+        at = self._progress[core_id]
+        self._progress[core_id] += 1
+        data = self.answer.encode()
+        position = at % (len(data) + 1)
+        ended = position == len(data) and EOS in params.all_stop_token_ids
+        token = EOS if position == len(data) else data[position]
+        reason = FinishReason.STOP if ended else None
+        if reason is None and at + 1 == params.max_tokens:
+            reason = FinishReason.LENGTH
+        prompt = request.prompt_token_ids
+        if reason is not None:
+            del self.live[core_id]
+        return EngineCoreOutput(
+            core_id,
+            [token],
+            new_logprobs=None if params.logprobs is None else _rows([token], params.logprobs),
+            new_prompt_logprobs=_rows(prompt[1:], params.prompt_logprobs)
+            if at == 0 and params.prompt_logprobs is not None
+            else None,
+            finish_reason=reason,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def _rows(tokens: list[int], k: int) -> LogprobsLists:
+    """The token itself has rank 1; the next ids follow, the last one impossible."""
+    ids = [[t, *((t + i) % 256 for i in range(k))] for t in tokens]
+    last = float("-inf")
+    values = [[-0.5, *(last if i == k - 1 > 0 else -0.5 - i for i in range(k))] for _ in tokens]
+    return LogprobsLists(ids, values, [1] * len(tokens))
+
+
+@dataclass
+class Served:
+    """A server around a fake engine, and a client of it."""
+
+    engine: FakeAsyncLLM
+    state: ServerState
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.post("/v1/completions", **{"prompt": "hi", "max_tokens": 64, **body})
+
+    async def chat(self, *messages: Any, **body: Any) -> httpx.Response:
+        chat = list(messages) or [{"role": "user", "content": "hi"}]
+        return await self.post("/v1/chat/completions", messages=chat, **body)
+
+
+def with_server(
+    scenario: Callable[[Served], Awaitable[None]],
+    engine: Callable[[], FakeAsyncLLM] = FakeAsyncLLM,
+    headers: dict[str, str] | None = None,
+    **settings: Any,
+) -> None:
+    """Runs a scenario against a server in this process, without sockets."""
+
+    async def run() -> None:
+        fake = engine()
+
+        async def start() -> FakeAsyncLLM:
+            return fake
+
+        state = ServerState(ServerConfig(**settings), fake.config, start)
+        state.start()
+        await asyncio.sleep(0)
+        transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers=headers, timeout=20
+        ) as http:
+            await scenario(Served(fake, state, http))
+        assert state.num_active == 0
+        assert fake.num_unfinished_requests == 0
+        await state.close()
+        assert fake.was_shut_down
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+class Call:
+    """One request made by hand, so that a test can watch the answer grow and go away."""
+
+    def __init__(
+        self,
+        served: Served,
+        path: str,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        chunks: int = 1,
+        cut_after: int | None = None,
+    ) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.grown = asyncio.Event()
+        self._gone = asyncio.Event()
+        size = max(1, -(-len(body) // chunks))
+        parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
+        self._parts = parts[:cut_after]
+        self._num_parts = len(parts)
+        if cut_after is not None:
+            self._gone.set()
+        self.num_read = 0
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (k.lower().encode(), v.encode())
+                for k, v in {"content-type": "application/json", **(headers or {})}.items()
+            ],
+            "client": ("10.0.0.1", 1),
+            "server": ("test", 80),
+        }
+        app = served.http._transport.app
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self.num_read < len(self._parts):
+            self.num_read += 1
+            return {
+                "type": "http.request",
+                "body": self._parts[self.num_read - 1],
+                "more_body": self.num_read < self._num_parts,
+            }
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+        self.grown.set()
+
+    async def wait_for_body(self) -> None:
+        while not any(m["type"] == "http.response.body" for m in self.sent):
+            self.grown.clear()
+            await self.grown.wait()
+
+    def disconnect(self) -> None:
+        self._gone.set()
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.sent)
+
+
+async def events(response: httpx.Response) -> list[str]:
+    """The data of a stream's server-sent events."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    text = response.text
+    assert text.endswith("data: [DONE]\n\n")
+    lines = text.split("\n\n")[:-1]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line.removeprefix("data: ") for line in lines[:-1]]
+
+
+__all__ = ["Call", "FakeAsyncLLM", "Served", "aclosing", "events", "make_tokenizer", "with_server"]

@@ -1,0 +1,34 @@
+"""`octavo serve` with a fake engine: python -m tests.server.fake_serve MODE [flags].
+
+MODE: ready; slow (needs 100 ms a token); loading (never gets ready); broken (cannot load).
+"""
+
+import asyncio
+import sys
+
+from octavo import cli
+from octavo.errors import EngineDeadError
+from octavo.server import run
+from tests.server.fake_engine import FakeAsyncLLM
+
+
+def main() -> int:
+    mode = sys.argv[1]
+
+    async def start(config, engine_config):
+        engine = FakeAsyncLLM(engine_config)
+        engine.step_time = 0.1 if mode == "slow" else 0.0
+        if mode in ("loading", "broken"):
+            engine.ready = False
+            engine.loaded.clear()
+        if mode == "broken":
+            engine.load_error = EngineDeadError("the weights need 5 GiB, 1 GiB is free")
+            asyncio.get_running_loop().call_later(0.3, engine.loaded.set)
+        return engine
+
+    run._start_engine = start
+    return cli.main(["serve", "--host", "127.0.0.1", "--port", "0", *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+import asyncio
+
+import pytest
+
+import octavo
+from octavo.config import EngineConfig
+from octavo.errors import EngineDeadError
+from tests.server.fake_engine import FakeAsyncLLM, with_server
+
+
+def loading_engine():
+    engine = FakeAsyncLLM()
+    engine.ready = False
+    engine.loaded.clear()
+    return engine
+
+
+def test_index_lists_the_addresses():
+    async def scenario(served):
+        answer = (await served.http.get("/")).json()
+        assert answer["version"] == octavo.__version__
+        assert answer["models"] == ["fake"]
+        assert "POST /v1/chat/completions" in answer["endpoints"]
+        assert "GET /health" in answer["endpoints"]
+
+    with_server(scenario)
+
+
+def test_models():
+    config = EngineConfig.from_kwargs(served_model_name=["one", "org/two"])
+
+    async def scenario(served):
+        answer = (await served.http.get("/v1/models")).json()
+        assert answer["object"] == "list"
+        assert [m["id"] for m in answer["data"]] == ["one", "org/two"]
+        card = (await served.http.get("/v1/models/org/two")).json()
+        assert card == answer["data"][1]
+        assert card["object"] == "model"
+        assert card["max_model_len"] == 256
+        assert card["root"] == "octavo/stories"
+        for name in ("one", "org/two"):
+            assert (await served.complete(model=name)).json()["model"] == name
+        response = await served.complete(model="octavo/stories")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+        assert "one, org/two" in response.json()["error"]["message"]
+
+    with_server(scenario, lambda: FakeAsyncLLM(config))
+
+
+def test_health_and_ready():
+    async def scenario(served):
+        assert (await served.http.get("/health")).status_code == 200
+        assert (await served.http.get("/ready")).status_code == 200
+        served.engine.die("the device is gone")
+        response = await served.http.get("/health")
+        assert response.status_code == 503
+        assert response.json()["reason"] == "the device is gone"
+
+    with_server(scenario)
+
+
+def test_requests_wait_while_the_model_loads():
+    async def scenario(served):
+        assert (await served.http.get("/health")).status_code == 200
+        response = await served.http.get("/ready")
+        assert response.status_code == 503
+        assert response.json()["reason"] == "loading the model"
+        assert (await served.http.get("/v1/models")).json()["data"][0]["max_model_len"] is None
+        waiting = asyncio.create_task(served.complete())
+        # What is wrong is told at once.
+        assert (await served.complete(temperature=-1)).status_code == 400
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        served.engine.ready = True
+        served.engine.loaded.set()
+        assert (await waiting).status_code == 200
+        assert (await served.http.get("/ready")).status_code == 200
+
+    with_server(scenario, loading_engine)
+
+
+def test_a_model_that_cannot_be_loaded():
+    async def scenario(served):
+        failed = asyncio.Event()
+        served.state.on_failure = failed.set
+        waiting = asyncio.create_task(served.complete())
+        await asyncio.sleep(0.02)
+        served.engine.load_error = EngineDeadError("out of memory: 5 GiB needed")
+        served.engine.die("out of memory: 5 GiB needed")
+        served.engine.loaded.set()
+        response = await waiting
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "out of memory: 5 GiB needed"
+        await failed.wait()
+        for path in ("/health", "/ready"):
+            assert (await served.http.get(path)).status_code == 503
+        assert (await served.complete()).status_code == 503
+
+    with_server(scenario, loading_engine)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dying_engine_ends_requests_with_an_error_and_the_server(stream):
+    async def scenario(served):
+        failed = asyncio.Event()
+        served.state.on_failure = failed.set
+        served.engine.step_time = 0.005
+        served.engine.answer = "x" * 200
+        task = asyncio.create_task(served.complete(max_tokens=200, stream=stream))
+        await asyncio.sleep(0.05)
+        served.engine.die("killed by signal 9")
+        response = await task
+        assert "killed by signal 9" in response.text
+        assert response.status_code == (200 if stream else 503)
+        assert failed.is_set()
+
+    with_server(scenario)
+
+
+def test_an_engine_that_dies_idle_ends_the_server_too():
+    async def scenario(served):
+        failed = asyncio.Event()
+        served.state.on_failure = failed.set
+        await served.complete()
+        served.engine.die("killed by signal 9")
+        await asyncio.wait_for(failed.wait(), 5)
+        assert "killed by signal 9" in str(served.state.failure)
+
+    with_server(scenario)
+
+
+def test_version_metrics_and_docs():
+    async def scenario(served):
+        assert (await served.http.get("/version")).json() == {"version": octavo.__version__}
+        metrics = await served.http.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain")
+        assert "octavo:num_requests_running" in metrics.text
+        assert (await served.http.get("/docs")).status_code == 200
+        description = (await served.http.get("/openapi.json")).json()
+        post = description["paths"]["/v1/chat/completions"]["post"]
+        ref = post["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = description["components"]["schemas"][ref.rpartition("/")[2]]
+        assert {"messages", "temperature", "max_completion_tokens"} <= set(schema["properties"])
+
+    with_server(scenario)
+
+
+def test_reset_prefix_cache():
+    async def scenario(served):
+        response = await served.post("/reset_prefix_cache")
+        assert response.json() == {"success": True}
+        assert served.engine.was_reset
+
+    with_server(scenario)
+
+
+def test_tokenize_and_back():
+    async def scenario(served):
+        answer = (await served.post("/tokenize", prompt="hé", return_token_strs=True)).json()
+        assert answer["count"] == 4
+        assert answer["max_model_len"] == 256
+        assert answer["tokens"] == [256, 104, 0xC3, 0xA9]
+        assert answer["token_strs"] == ["<s>", "h", "Ã", "©"]
+        answer = (await served.post("/detokenize", tokens=answer["tokens"])).json()
+        assert answer == {"prompt": "<s>hé"}
+        answer = (await served.post("/tokenize", prompt="h", add_special_tokens=False)).json()
+        assert answer["tokens"] == [104]
+        assert answer["token_strs"] is None
+        long = (await served.post("/tokenize", prompt="x" * 50_000)).json()
+        assert long["count"] == 50_001
+
+    with_server(scenario)
+
+
+def test_tokenize_a_chat():
+    async def scenario(served):
+        messages = [{"role": "user", "content": "a"}]
+        answer = (await served.post("/tokenize", messages=messages)).json()
+        text = (await served.post("/detokenize", tokens=answer["tokens"])).json()["prompt"]
+        assert text == "<s><user>a</s><assistant>"
+
+    with_server(scenario)
+
+
+def test_cors_only_for_the_allowed():
+    headers = {"Origin": "https://app.test", "Access-Control-Request-Method": "POST"}
+
+    async def allowed(served):
+        response = await served.http.options("/v1/completions", headers=headers)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://app.test"
+        # Errors carry the headers as well, so that scripts can read them.
+        response = await served.http.post("/v1/completions", headers=headers)
+        assert response.status_code == 401
+        assert response.headers["access-control-allow-origin"] == "https://app.test"
+
+    with_server(allowed, allowed_origins=["https://app.test"], api_key=["k"])
+
+    async def off(served):
+        response = await served.http.get("/version", headers=headers)
+        assert "access-control-allow-origin" not in response.headers
+
+    with_server(off)
+
+
+def test_request_ids():
+    async def scenario(served):
+        response = await served.http.get("/version", headers={"X-Request-Id": "abc-1"})
+        assert response.headers["x-request-id"] == "abc-1"
+        for bad in ("a b", "x" * 200, ""):
+            response = await served.http.get("/version", headers={"X-Request-Id": bad})
+            assert response.headers["x-request-id"] not in ("", bad)
+        error = await served.http.post(
+            "/v1/completions", json={}, headers={"X-Request-Id": "abc-2"}
+        )
+        assert error.status_code == 400
+        assert error.headers["x-request-id"] == "abc-2"
+        # The same id twice at a time is two requests.
+        both = await asyncio.gather(*(served.complete(request_id="same") for _ in range(2)))
+        assert [r.status_code for r in both] == [200, 200]
+
+    with_server(scenario)
+
+
+def test_an_unexpected_error_is_a_500_and_harms_no_other():
+    async def scenario(served):
+        async def broken():
+            raise RuntimeError("boom")
+
+        served.engine.reset_prefix_cache = broken
+        response = await served.post("/reset_prefix_cache")
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "boom" not in response.text
+        assert (await served.complete()).status_code == 200
+
+    with_server(scenario)

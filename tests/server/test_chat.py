@@ -1,0 +1,240 @@
+import json
+
+import pytest
+
+from tests.server.fake_engine import ANSWER, FakeAsyncLLM, events, make_tokenizer, with_server
+
+USER = {"role": "user", "content": "hi"}
+
+
+def rendered(served, index=-1):
+    return served.engine.tokenizer.decode(served.engine.requests[index].prompt_token_ids)
+
+
+def test_answer():
+    async def scenario(served):
+        served.engine.num_cached_tokens = 16
+        answer = (await served.chat()).json()
+        assert answer["id"].startswith("chatcmpl-")
+        assert answer["object"] == "chat.completion"
+        assert answer["choices"] == [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ]
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+        assert rendered(served) == "<s><user>hi</s><assistant>"
+
+    with_server(scenario)
+
+
+def test_stream_begins_with_the_role_and_ends_with_the_reason():
+    async def scenario(served):
+        response = await served.chat(
+            stream=True, stream_options={"include_usage": True}, n=2, temperature=1
+        )
+        chunks = [json.loads(item) for item in await events(response)]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        first, second, *rest, last = chunks
+        for i, chunk in enumerate((first, second)):
+            (choice,) = chunk["choices"]
+            assert choice["index"] == i
+            assert choice["delta"] == {"role": "assistant", "content": ""}
+        texts = ["", ""]
+        ended = [None, None]
+        for chunk in rest:
+            (choice,) = chunk["choices"]
+            assert ended[choice["index"]] is None
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            ended[choice["index"]] = choice["finish_reason"]
+            if choice["finish_reason"]:
+                assert choice["delta"] == {}
+        assert texts == [ANSWER, ANSWER]
+        assert ended == ["stop", "stop"]
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 30
+
+    with_server(scenario)
+
+
+def test_no_chunk_splits_a_character():
+    async def scenario(served):
+        chunks = [json.loads(item) for item in await events(await served.chat(stream=True))]
+        pieces = [c["choices"][0]["delta"].get("content", "") for c in chunks]
+        assert "ö" in pieces
+        assert not any("\ufffd" in piece for piece in pieces)
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(stream):
+    async def scenario(served):
+        response = await served.chat(logprobs=True, top_logprobs=2, max_tokens=2, stream=stream)
+        content = []
+        for item in await events(response) if stream else [response.text]:
+            logprobs = json.loads(item)["choices"][0]["logprobs"]
+            content += logprobs["content"] if logprobs else []
+        assert content == [
+            {
+                "token": token,
+                "logprob": -0.5,
+                "bytes": [ord(token)],
+                "top_logprobs": [
+                    {"token": token, "logprob": -0.5, "bytes": [ord(token)]},
+                    {
+                        "token": chr(ord(token) + 1),
+                        "logprob": -9999.0,
+                        "bytes": [ord(token) + 1],
+                    },
+                ],
+            }
+            for token in "He"
+        ]
+
+    with_server(scenario)
+
+
+def test_logprobs_without_alternatives_and_of_parts_of_characters():
+    async def scenario(served):
+        answer = (await served.chat(logprobs=True)).json()
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert all(entry["top_logprobs"] == [] for entry in content)
+        # Bytes put together give the text, though single tokens are no whole characters.
+        assert bytes(b for e in content[:-1] for b in e["bytes"]).decode() == ANSWER
+
+    with_server(scenario)
+
+
+def test_messages_of_all_kinds():
+    async def scenario(served):
+        await served.chat(
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
+            {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+            {"role": "user", "content": "d", "name": "Ann"},
+        )
+        assert rendered(served) == (
+            "<s><system>Be brief.</s><user>a\nb</s><assistant>c</s><user>d</s><assistant>"
+        )
+
+    with_server(scenario)
+
+
+def test_what_the_template_refuses_is_the_clients_mistake():
+    async def scenario(served):
+        response = await served.chat(USER, {"role": "system", "content": "late"})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "messages"
+        assert "the system message must come first" in error["message"]
+
+    with_server(scenario)
+
+
+def test_template_flags_and_variables():
+    async def scenario(served):
+        await served.chat(add_generation_prompt=False)
+        assert rendered(served) == "<s><user>hi</s>"
+        await served.chat(chat_template_kwargs={"hint": "HINT"})
+        assert rendered(served) == "<s><user>hi</s>HINT<assistant>"
+        answer = await served.chat(
+            USER, {"role": "assistant", "content": "Well,"}, continue_final_message=True
+        )
+        assert rendered(served) == "<s><user>hi</s><assistant>Well,"
+        assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+
+    with_server(scenario)
+
+
+def test_a_template_of_ones_own():
+    async def scenario(served):
+        await served.chat()
+        assert rendered(served) == "own:hi"
+
+    with_server(scenario, chat_template="own:{{ messages[0].content }}", response_role="bot")
+
+
+def test_a_model_without_template():
+    async def scenario(served):
+        response = await served.chat()
+        assert response.status_code == 400
+        assert "chat template" in response.json()["error"]["message"]
+
+    with_server(scenario, lambda: FakeAsyncLLM(tokenizer=make_tokenizer(template=None)))
+
+
+def test_a_broken_template_is_the_servers_mistake():
+    async def scenario(served):
+        response = await served.chat()
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert (await served.complete()).status_code == 200
+
+    with_server(scenario, lambda: FakeAsyncLLM(tokenizer=make_tokenizer("{% if %}")))
+
+
+def test_the_answer_may_fill_the_context():
+    async def scenario(served):
+        served.engine.answer = "x" * 300
+        answer = (await served.chat(ignore_eos=True)).json()
+        assert answer["usage"]["total_tokens"] == 256
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_length_limits(name):
+    async def scenario(served):
+        answer = (await served.chat(**{name: 3})).json()
+        assert answer["usage"]["completion_tokens"] == 3
+
+    with_server(scenario, lambda: FakeAsyncLLM(generation_config={"max_tokens": 5}))
+
+
+def test_the_models_own_limit_gives_way_to_what_fits():
+    async def scenario(served):
+        served.engine.answer = "x" * 300
+        assert (await served.chat()).json()["usage"]["total_tokens"] == 256
+        long = await served.chat({"role": "user", "content": "x" * 300})
+        assert long.json()["error"]["code"] == "context_length_exceeded"
+
+    with_server(scenario, lambda: FakeAsyncLLM(generation_config={"max_tokens": 1000}))
+
+
+def test_errors_about_the_prompt_blame_the_messages():
+    async def scenario(served):
+        response = await served.chat({"role": "user", "content": "x" * 300}, max_tokens=1)
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+    with_server(scenario)
+
+
+def test_prompt_logprobs_and_token_ids():
+    async def scenario(served):
+        answer = (await served.chat(prompt_logprobs=0, return_token_ids=True)).json()
+        assert answer["prompt_logprobs"][0] is None
+        assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
+        assert answer["choices"][0]["token_ids"] == [*ANSWER.encode(), 257]
+        response = await served.chat(stream=True, return_token_ids=True)
+        chunks = [json.loads(item)["choices"][0] for item in await events(response)]
+        assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+        ids = [t for c in chunks for t in c.get("token_ids", [])]
+        assert ids == answer["choices"][0]["token_ids"]
+
+    with_server(scenario)
+
+
+def test_more_logprobs_than_allowed():
+    async def scenario(served):
+        response = await served.chat(logprobs=True, top_logprobs=21)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "top_logprobs"
+
+    with_server(scenario)

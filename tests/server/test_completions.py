@@ -1,0 +1,302 @@
+import json
+
+import pytest
+
+from octavo.config import EngineConfig
+from tests.server.fake_engine import ANSWER, BOS, EOS, FakeAsyncLLM, events, with_server
+
+
+def chunks_of(data):
+    return [json.loads(item) for item in data]
+
+
+def test_text_in_text_out():
+    async def scenario(served):
+        served.engine.num_cached_tokens = 2
+        response = await served.complete(prompt="Say hello")
+        assert response.status_code == 200
+        answer = response.json()
+        assert answer["id"].startswith("cmpl-")
+        assert answer["object"] == "text_completion"
+        assert answer["model"] == "fake"
+        assert answer["system_fingerprint"].startswith("fp_")
+        assert answer["choices"] == [
+            {
+                "index": 0,
+                "text": ANSWER,
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ]
+        assert answer["usage"] == {
+            "prompt_tokens": 10,
+            "completion_tokens": len(ANSWER.encode()) + 1,
+            "total_tokens": 10 + len(ANSWER.encode()) + 1,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }
+
+    with_server(scenario)
+
+
+def test_default_length_is_openais():
+    async def scenario(served):
+        served.engine.answer = "x" * 50
+        response = await served.post("/v1/completions", prompt="hi")
+        assert response.json()["usage"]["completion_tokens"] == 16
+        assert response.json()["choices"][0]["finish_reason"] == "length"
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(stream):
+    async def scenario(served):
+        response = await served.complete(prompt=["a", "bc", "d"], n=2, stream=stream)
+        texts = dict.fromkeys(range(6), "")
+        finished = set()
+        for answer in chunks_of(await events(response)) if stream else [response.json()]:
+            for choice in answer["choices"]:
+                texts[choice["index"]] += choice["text"]
+                if choice["finish_reason"]:
+                    finished.add(choice["index"])
+        assert texts == dict.fromkeys(range(6), ANSWER)
+        assert finished == set(range(6))
+        prompts = [r.prompt_token_ids for r in served.engine.requests]
+        assert sorted(prompts) == sorted(2 * [[BOS, 97], [BOS, 98, 99], [BOS, 100]])
+
+    with_server(scenario)
+
+
+def test_token_ids_as_prompts():
+    async def scenario(served):
+        await served.complete(prompt=[5, 6, 7])
+        await served.complete(prompt=[[5], [6, 7]])
+        await served.complete(prompt="ab", add_special_tokens=False)
+        prompts = [r.prompt_token_ids for r in served.engine.requests]
+        assert prompts == [[5, 6, 7], [5], [6, 7], [97, 98]]
+
+    with_server(scenario)
+
+
+def test_stream_has_the_same_text_and_ends_with_usage():
+    async def scenario(served):
+        options = {"include_usage": True}
+        response = await served.complete(stream=True, stream_options=options)
+        chunks = chunks_of(await events(response))
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+        *content, last = chunks
+        assert "".join(c["choices"][0]["text"] for c in content) == ANSWER
+        assert [c["choices"][0]["finish_reason"] for c in content][-2:] == [None, "stop"]
+        assert all(c["usage"] is None for c in content)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 15
+
+    with_server(scenario)
+
+
+def test_stream_without_options_has_no_usage():
+    async def scenario(served):
+        chunks = chunks_of(await events(await served.complete(stream=True)))
+        assert all("usage" not in chunk for chunk in chunks)
+
+    with_server(scenario)
+
+
+def test_continuous_usage_counts_up():
+    async def scenario(served):
+        options = {"continuous_usage_stats": True}
+        response = await served.complete(stream=True, max_tokens=4, stream_options=options)
+        chunks = chunks_of(await events(response))
+        assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2, 3, 4]
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(stream):
+    async def scenario(served):
+        prompts = [[BOS, 104, 105], [BOS, 111]]
+        response = await served.complete(prompt=prompts, echo=True, stream=stream)
+        texts = ["", ""]
+        for answer in chunks_of(await events(response)) if stream else [response.json()]:
+            for choice in answer["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == ["hi" + ANSWER, "o" + ANSWER]
+
+    with_server(scenario)
+
+
+def test_echo_of_the_prompt_alone():
+    async def scenario(served):
+        response = await served.complete(echo=True, max_tokens=0, logprobs=0)
+        (choice,) = response.json()["choices"]
+        assert choice["text"] == "hi"
+        assert choice["logprobs"]["tokens"] == ["<s>", "h", "i"]
+        assert response.json()["usage"]["completion_tokens"] == 0
+
+    with_server(scenario)
+
+
+def test_echo_of_a_truncated_prompt_is_what_the_model_saw():
+    async def scenario(served):
+        response = await served.complete(
+            prompt="abcdef", echo=True, truncate_prompt_tokens=3, max_tokens=1
+        )
+        assert response.json()["choices"][0]["text"] == "defH"
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_with_echo(stream):
+    async def scenario(served):
+        response = await served.complete(echo=True, logprobs=2, max_tokens=2, stream=stream)
+        rows = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for answer in chunks_of(await events(response)) if stream else [response.json()]:
+            logprobs = answer["choices"][0]["logprobs"]
+            assert set(logprobs) == set(rows)
+            for name, values in rows.items():
+                values += logprobs[name]
+        assert rows["tokens"] == ["<s>", "h", "i", "H", "e"]
+        assert rows["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
+        assert rows["top_logprobs"][0] is None
+        assert rows["top_logprobs"][3] == {"H": -0.5, "I": -9999.0}
+        if not stream:
+            assert rows["text_offset"] == [0, 3, 4, 5, 6]
+
+    with_server(scenario)
+
+
+def test_prompt_logprobs_and_token_ids():
+    async def scenario(served):
+        response = await served.complete(
+            prompt="h", prompt_logprobs=1, return_token_ids=True, max_tokens=2
+        )
+        (choice,) = response.json()["choices"]
+        assert choice["prompt_logprobs"] == [
+            None,
+            {
+                "104": {"logprob": -0.5, "rank": 1, "decoded_token": "h"},
+            },
+        ]
+        assert choice["prompt_token_ids"] == [BOS, 104]
+        assert choice["token_ids"] == [72, 101]
+
+    with_server(scenario)
+
+
+def test_streamed_token_ids():
+    async def scenario(served):
+        response = await served.complete(stream=True, return_token_ids=True)
+        choices = [c["choices"][0] for c in chunks_of(await events(response))]
+        assert choices[0]["prompt_token_ids"] == [BOS, 104, 105]
+        assert all(c["prompt_token_ids"] is None for c in choices[1:])
+        assert [t for c in choices for t in c["token_ids"]] == [*ANSWER.encode(), EOS]
+
+    with_server(scenario)
+
+
+def test_stop_text_ends_the_answer_and_is_told():
+    async def scenario(served):
+        response = await served.complete(stop=["wör", "zzz"])
+        (choice,) = response.json()["choices"]
+        assert choice["text"] == "Hello, "
+        assert choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] == "wör"
+        chunks = chunks_of(await events(await served.complete(stop="wör", stream=True)))
+        assert "".join(c["choices"][0]["text"] for c in chunks) == "Hello, "
+        assert chunks[-1]["choices"][0]["stop_reason"] == "wör"
+
+    with_server(scenario)
+
+
+def test_every_parameter_reaches_the_engine():
+    given = {
+        "n": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 7,
+        "seed": 11,
+        "stop": ["zz"],
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "top_k": 5,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "truncate_prompt_tokens": 2,
+        "allowed_token_ids": [72, 101],
+        "bad_words": ["x"],
+        "priority": 3,
+        "logprobs": 2,
+    }
+
+    async def scenario(served):
+        response = await served.complete(
+            **given, logit_bias={"5": 1.5}, best_of=1, request_id="mine", user="u"
+        )
+        assert response.status_code == 200
+        assert response.headers["x-request-id"] == "mine"
+        assert response.json()["id"] == "cmpl-mine"
+        params = served.engine.requests[0].sampling_params
+        for name, value in given.items():
+            assert getattr(params, name) == value, name
+        assert params.logit_bias == {5: 1.5}
+
+    config = EngineConfig.from_kwargs(served_model_name=["fake"], scheduling_policy="priority")
+    with_server(scenario, lambda: FakeAsyncLLM(config))
+
+
+def test_null_means_not_given():
+    async def scenario(served):
+        names = ["n", "temperature", "top_p", "seed", "stop", "logit_bias", "stream", "echo"]
+        names += ["stream_options", "response_format", "suffix", "logprobs", "model", "user"]
+        response = await served.complete(**dict.fromkeys(names), unknown_field={"a": 1})
+        assert response.status_code == 200
+
+    with_server(scenario)
+
+
+def test_the_models_defaults_give_way_to_the_requests_fields():
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 5}
+
+    async def scenario(served):
+        await served.post("/v1/completions", prompt="hi", top_k=3)
+        params = served.engine.requests[0].sampling_params
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 3, 16)
+
+    with_server(scenario, lambda: FakeAsyncLLM(generation_config=defaults))
+
+
+def test_without_a_tokenizer_ids_go_in_and_out():
+    config = EngineConfig.from_kwargs(served_model_name=["fake"], skip_tokenizer_init=True)
+
+    async def scenario(served):
+        response = await served.complete(prompt=[5], max_tokens=3, return_token_ids=True)
+        (choice,) = response.json()["choices"]
+        assert choice["token_ids"] == list(ANSWER.encode()[:3])
+        assert choice["text"] == ""
+        response = await served.complete(prompt=[5], max_tokens=1, logprobs=1)
+        assert response.json()["choices"][0]["logprobs"]["tokens"] == ["token_id:72"]
+        assert (await served.complete(prompt="hi")).json()["error"]["param"] == "prompt"
+        assert (await served.chat()).json()["error"]["param"] == "messages"
+
+    with_server(scenario, lambda: FakeAsyncLLM(config))
+
+
+def test_too_long_names_the_counts():
+    async def scenario(served):
+        response = await served.complete(prompt=[5] * 250, max_tokens=20)
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert error["code"] == "context_length_exceeded"
+        for count in ("256", "250", "270"):
+            assert count in error["message"]
+
+    with_server(scenario)

@@ -1,0 +1,200 @@
+"""Size, number, time: what a server takes, and how it ends."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from tests.server.fake_engine import Call, events, with_server
+
+
+def body(**fields):
+    return json.dumps({"prompt": "hi", "max_tokens": 200, "ignore_eos": True, **fields}).encode()
+
+
+async def until(condition, timeout=5.0):
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_a_large_body_is_refused_by_its_announced_length_unread():
+    async def scenario(served):
+        call = Call(served, "/v1/completions", b"x" * 100, {"content-length": "2000"}, chunks=10)
+        await call.task
+        assert call.status == 413
+        assert call.num_read == 0
+
+    with_server(scenario, max_request_bytes=1024)
+
+
+def test_a_large_body_without_announcement_is_refused_while_it_is_read():
+    async def scenario(served):
+        call = Call(served, "/v1/completions", b"x" * 10_000, chunks=10)
+        await call.task
+        assert call.status == 413
+        assert call.num_read == 2
+        assert json.loads(call.body)["error"]["code"] == "request_too_large"
+
+    with_server(scenario, max_request_bytes=1024)
+
+
+def test_a_body_in_pieces():
+    async def scenario(served):
+        call = Call(served, "/v1/completions", body(max_tokens=1), chunks=7)
+        await call.task
+        assert call.status == 200
+
+    with_server(scenario)
+
+
+def test_the_queue_is_limited():
+    async def scenario(served):
+        served.engine.paused = True
+        tasks = [asyncio.create_task(served.complete(n=n)) for n in (1, 2)]
+        await until(lambda: served.engine.num_unfinished_requests == 3)
+        for more in ({"n": 2}, {"prompt": ["a", "b"]}):
+            response = await served.complete(**more)
+            assert response.status_code == 429
+            assert response.json()["error"]["code"] == "queue_full"
+            assert int(response.headers["retry-after"]) >= 1
+        tasks.append(asyncio.create_task(served.complete()))
+        await until(lambda: served.engine.num_unfinished_requests == 4)
+        assert (await served.complete(stream=True)).status_code == 429
+        never = await served.complete(prompt=["a"] * 5)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+        served.engine.paused = False
+        assert [(await t).status_code for t in tasks] == [200] * 3
+        assert (await served.complete(n=4)).status_code == 200
+
+    with_server(scenario, max_num_queued_reqs=4)
+
+
+def test_the_estimate_of_the_wait_follows_the_throughput():
+    async def scenario(served):
+        state = served.state
+        assert state._retry_after(10) == 1  # nothing is known yet
+        now = time.monotonic()
+        state._finish_times.extend(now - 10 + i / 10 for i in range(100))  # ten a second
+        assert state._retry_after(1) == 1
+        assert 9 <= state._retry_after(100) <= 12
+        assert state._retry_after(10**6) == 60
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadline_before_the_first_token(stream):
+    async def scenario(served):
+        served.engine.paused = True
+        response = await served.complete(deadline_ms=30, stream=stream)
+        assert response.status_code == 408
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("deadline_exceeded", "deadline_ms")
+        assert len(served.engine.aborted) == 1
+        assert served.engine.requests[0].deadline is not None
+
+    with_server(scenario)
+
+
+def test_deadline_in_a_stream_is_an_event():
+    async def scenario(served):
+        served.engine.step_time = 0.005
+        response = await served.complete(
+            deadline_ms=150, stream=True, max_tokens=200, ignore_eos=True
+        )
+        *chunks, last = [json.loads(item) for item in await events(response)]
+        assert 1 < len(chunks) < 200
+        assert all("choices" in chunk for chunk in chunks)
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert len(served.engine.aborted) == 1
+
+    with_server(scenario)
+
+
+def test_the_servers_own_time_limit():
+    async def scenario(served):
+        served.engine.paused = True
+        response = await served.complete(deadline_ms=60_000)
+        assert response.status_code == 408
+
+    with_server(scenario, request_timeout=0.03)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_the_engine(stream, fields):
+    async def scenario(served):
+        served.engine.step_time = 0.002
+        call = Call(served, "/v1/completions", body(stream=stream, **fields))
+        if stream:
+            await call.wait_for_body()
+        else:
+            await until(lambda: served.engine.num_unfinished_requests)
+        call.disconnect()
+        await asyncio.wait_for(call.task, 1)
+        assert served.engine.num_unfinished_requests == 0
+        assert set(served.engine.aborted) == {r.request_id for r in served.engine.requests}
+
+    with_server(scenario)
+
+
+def test_a_client_that_goes_away_before_its_request_is_complete():
+    async def scenario(served):
+        call = Call(served, "/v1/completions", body(), chunks=3, cut_after=2)
+        await asyncio.wait_for(call.task, 1)
+        assert call.sent == []
+        assert not served.engine.requests
+
+    with_server(scenario)
+
+
+def test_one_bad_prompt_ends_the_batch_and_its_siblings():
+    async def scenario(served):
+        response = await served.complete(prompt=[[5], [6], [300]])
+        assert response.status_code == 400
+        assert served.engine.num_unfinished_requests == 0
+
+    with_server(scenario)
+
+
+def test_draining_finishes_what_is_in_flight_and_takes_nothing_new():
+    async def scenario(served):
+        served.engine.paused = True
+        running = asyncio.create_task(served.complete(stream=True))
+        await until(lambda: served.engine.num_unfinished_requests)
+        served.state.begin_drain()
+        ready = await served.http.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "draining")
+        assert (await served.http.get("/health")).status_code == 200
+        for response in (await served.complete(), await served.http.get("/v1/models")):
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == "unavailable"
+        assert served.state.num_active == 1
+        served.engine.paused = False
+        assert len(await events(await running)) > 5
+        assert served.state.num_active == 0
+
+    with_server(scenario)
+
+
+def test_cutting_ends_what_is_in_flight_with_an_error():
+    async def scenario(served):
+        served.engine.step_time = 0.002
+        served.engine.answer = "x" * 200
+        stream = Call(served, "/v1/completions", body(stream=True))
+        await stream.wait_for_body()
+        plain = asyncio.create_task(served.complete(max_tokens=200))
+        await until(lambda: served.engine.num_unfinished_requests == 2)
+        served.state.cut()
+        await stream.task
+        assert stream.status == 200
+        last = stream.body.decode().split("\n\n")[-3]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert stream.body.endswith(b"data: [DONE]\n\n")
+        assert (await plain).status_code == 503
+        assert served.engine.num_unfinished_requests == 0
+
+    with_server(scenario)

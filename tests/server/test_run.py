@@ -1,0 +1,225 @@
+"""The server as a process: listening, signals, exit status."""
+
+import asyncio
+import contextlib
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from octavo.config import EngineConfig, ServerConfig
+from octavo.errors import ConfigError, OctavoError
+from octavo.server import run
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    def __init__(self, mode, *flags):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.fake_serve", mode, *flags],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines = []
+        self.listening = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            if match := re.search(r"listening on (https?://[\d.:]+)", line):
+                self.url = match[1]
+                self.listening.set()
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def wait_for(self, text):
+        end = time.monotonic() + 20
+        while not any(text in line for line in self.lines):
+            assert time.monotonic() < end, self.lines
+            time.sleep(0.01)
+
+    def wait(self):
+        status = self.process.wait(20)
+        self._reader.join()
+        return status
+
+
+@contextlib.contextmanager
+def serving(mode, *flags):
+    server = Process(mode, *flags)
+    try:
+        assert server.listening.wait(20), server.lines
+        yield server
+    finally:
+        server.process.kill()
+        server.wait()
+        server.process.stderr.close()
+
+
+def test_listens_while_loading_and_stops_at_once_then():
+    with serving("loading") as server:
+        assert httpx.get(server.url + "/health", timeout=10).status_code == 200
+        assert httpx.get(server.url + "/ready", timeout=10).status_code == 503
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_a_failure_to_load_is_the_last_line():
+    with serving("broken") as server:
+        assert server.wait() == 1
+        assert server.lines[-1] == "octavo: error: the weights need 5 GiB, 1 GiB is free"
+
+
+def test_drains_on_sigterm():
+    with serving("slow", "--log-format", "json") as server:
+        body = {"prompt": "hi", "max_tokens": 8, "stream": True}
+        with (
+            httpx.Client(timeout=20) as client,
+            client.stream("POST", server.url + "/v1/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.signal(signal.SIGTERM)
+            server.wait_for("draining")
+            refused = httpx.get(server.url + "/v1/models", timeout=10)
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+            assert httpx.get(server.url + "/ready", timeout=10).status_code == 503
+            rest = [line for line in lines if line]
+        assert len(rest) == 8
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait() == 0
+
+
+def test_the_drain_has_an_end():
+    with serving("slow", "--shutdown-timeout", "0.2") as server:
+        body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with (
+            httpx.Client(timeout=20) as client,
+            client.stream("POST", server.url + "/v1/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            server.signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert '"error"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait() == 0
+
+
+def test_a_second_signal_stops_at_once():
+    with serving("slow") as server:
+        body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with (
+            httpx.Client(timeout=20) as client,
+            client.stream("POST", server.url + "/v1/completions", json=body) as response,
+        ):
+            next(response.iter_lines())
+            server.signal(signal.SIGTERM)
+            server.wait_for("draining")
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 128 + signal.SIGTERM
+
+
+def test_a_disconnect_over_a_real_socket_frees_the_engine():
+    with serving("slow") as server:
+        body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/completions", json=body, timeout=0.3)
+        server.wait_for("status=499")
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_an_interrupted_upload_and_a_large_one():
+    with serving("ready", "--max-request-bytes", "2K") as server:
+        port = httpx.URL(server.url).port
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n"
+            )
+            raw.sendall((b"400\r\n" + b"x" * 1024 + b"\r\n") * 2)
+            assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
+        assert httpx.get(server.url + "/health", timeout=10).status_code == 200
+
+
+def test_keys_from_the_environment(monkeypatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-env")
+    with serving("ready", "--api-key", "from-flag") as server:
+        for key, status in (("from-env", 200), ("from-flag", 200), ("other", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            response = httpx.get(server.url + "/v1/models", headers=headers, timeout=10)
+            assert response.status_code == status
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        subprocess.run(
+            [*command, "-keyout", key, "-out", cert], check=True, capture_output=True, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("the openssl command is not installed")
+    return key, cert
+
+
+def test_tls(certificate):
+    key, cert = certificate
+    with serving("ready", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert)) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(cert))
+        assert httpx.get(server.url + "/health", verify=context, timeout=10).status_code == 200
+
+
+def test_wrong_tls_settings(tmp_path):
+    text = tmp_path / "x.pem"
+    text.write_text("nothing")
+    for settings in (
+        {"ssl_keyfile": str(text)},
+        {"ssl_keyfile": str(text), "ssl_certfile": str(tmp_path / "absent")},
+        {"ssl_keyfile": str(text), "ssl_certfile": str(text)},
+    ):
+        with pytest.raises(ConfigError, match="ssl_"):
+            run._check_tls(ServerConfig(**settings))
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OctavoError, match=f"port {port}"):
+            run._bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="host="):
+        run._bind("no.such.host.invalid", 0)
+
+
+def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
+    seen = {}
+
+    async def start(config, **kwargs):
+        seen.update(kwargs)
+
+    monkeypatch.setattr(run.AsyncLLM, "start", start)
+    monkeypatch.setattr(run, "resolve_model", lambda *args, **kwargs: seen.update(args=args))
+    config = EngineConfig.from_kwargs(model="org/name", served_model_name=["a", "b"])
+    asyncio.run(run._start_engine(ServerConfig(progress_timeout=7.0), config))
+    assert seen == {"args": ("org/name",), "progress_timeout": 7.0, "served_name": "a"}

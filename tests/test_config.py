@@ -1,0 +1,278 @@
+"""Settings: defaults, checks, contradictions, and what flags are made of."""
+
+import math
+import typing
+
+import msgspec
+import pytest
+
+from octavo.config import (
+    BUILTIN_MODEL,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    api_keys_from_environment,
+    build_section,
+    config_fields,
+    hub_offline,
+    optional_type,
+    parse_size,
+    section_fields,
+)
+from octavo.errors import ConfigError
+
+HUGE = 2**20_000  # more digits than Python turns into text
+NAN = math.nan
+
+
+def refused(**kwargs):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_kwargs(**kwargs)
+    return str(error.value)
+
+
+def test_defaults():
+    config = EngineConfig.from_kwargs()
+    assert config == EngineConfig()
+    assert config.model.model == BUILTIN_MODEL
+    assert (config.cache.block_size, config.scheduler.max_num_seqs) == (16, 256)
+    assert config.scheduler.enable_chunked_prefill
+    assert config.cache.enable_prefix_caching
+    assert not config.model.trust_remote_code
+
+
+def test_flat_names_find_their_sections():
+    config = EngineConfig.from_kwargs(
+        model="m", dtype="float32", block_size=32, max_num_seqs=4, load_format="dummy", device="cpu"
+    )
+    assert config.model == ModelConfig(model="m", dtype="float32")
+    assert config.cache.block_size == 32
+    assert config.scheduler == SchedulerConfig(max_num_seqs=4)
+    assert config.load == LoadConfig(load_format="dummy")
+    assert config.device.device == "cpu"
+
+
+def test_sections_are_frozen():
+    with pytest.raises(AttributeError):
+        EngineConfig().model.model = "x"
+
+
+BAD = {
+    "model": ["", None, 5, ["m"]],
+    "tokenizer": [5, ["t"]],
+    "skip_tokenizer_init": [1, "yes", None],
+    "trust_remote_code": ["true", 0],
+    "dtype": ["float64", "FLOAT32", 32, None],
+    "seed": [-1, 1.0, True, None, 2**63, HUGE],
+    "max_model_len": [-2, 0, 1.5, "4096", True, 2**70],
+    "revision": [5],
+    "served_model_name": [5, [5], [None], None],
+    "max_logprobs": [-2, None, 1.0],
+    "enforce_eager": ["no", 1],
+    "load_format": ["gguf", None],
+    "download_dir": [5],
+    "block_size": [0, 15, -16, "16", None, 16.5, True],
+    "gpu_memory_utilization": [0, 1.01, -0.5, NAN, math.inf, "0.9", None, True],
+    "kv_cache_memory_bytes": [0, -1, 1.5, "", "many", "4X", "-4G", "0G", "9" * 400, True, HUGE],
+    "num_gpu_blocks_override": [0, -1, 1.5, True],
+    "enable_prefix_caching": [None, 1],
+    "kv_cache_dtype": ["int3"],
+    "max_num_batched_tokens": [0, -1, 1.5, "8k"],
+    "max_num_seqs": [0, -1, 4097, 1.5, None, True, HUGE],
+    "scheduling_policy": ["random", 0],
+    "enable_chunked_prefill": [None, "on"],
+    "long_prefill_token_threshold": [-1, None, 0.5],
+    "async_scheduling": [None],
+    "device": ["tpu", None],
+    "attention_backend": ["fast"],
+    "num_threads": [0, -1, 1.5],
+}
+
+
+def cases(table):
+    """One test for each value; the values themselves may be too long for a test's name."""
+    return pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            pytest.param(n, v, id=f"{n}-{i}")
+            for n, values in table.items()
+            for i, v in enumerate(values)
+        ],
+    )
+
+
+@cases(BAD)
+def test_refuses_and_names_the_setting(name, value):
+    message = refused(**{name: value})
+    assert name in message
+    assert len(message) < 600
+
+
+def test_every_setting_is_tested():
+    assert {f.name for f in config_fields()} == set(BAD)
+
+
+BAD_SERVER = {
+    "host": [None, 5],
+    "port": [-1, 65536, "8000", None],
+    "api_key": [5, [None]],
+    "allowed_origins": [5],
+    "ssl_keyfile": [5],
+    "ssl_certfile": [5],
+    "chat_template": [5],
+    "response_role": [None],
+    "max_num_queued_reqs": [-1, 1.5],
+    "max_request_bytes": [0, 1023, "1K!", "1B"],
+    "request_timeout": [-1, NAN, "5s"],
+    "shutdown_timeout": [-1, NAN, None],
+    "progress_timeout": [0, -1, NAN],
+    "log_level": ["INFO", "trace"],
+    "log_format": ["xml"],
+    "enable_log_requests": [1],
+}
+
+
+@cases(BAD_SERVER)
+def test_server_refuses_and_names_the_setting(name, value):
+    with pytest.raises(ConfigError, match=name):
+        build_section(ServerConfig, {name: value})
+
+
+def test_every_server_setting_is_tested():
+    assert {f.name for f in section_fields(ServerConfig)} == set(BAD_SERVER)
+
+
+def test_choices_are_named():
+    assert "float32, float16, bfloat16" in refused(dtype="float64")
+    assert "8, 16, 32, 64, 128" in refused(block_size=17)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("max_modle_len", "max_model_len"), ("dtypes", "dtype"), ("max_num_seq", "max_num_seqs")],
+)
+def test_unknown_name_suggests_the_nearest(name, near):
+    assert f"did you mean {near}?" in refused(**{name: 1})
+
+
+def test_unknown_name_without_a_near_one():
+    message = refused(zzzzzz=1)
+    assert "zzzzzz" in message
+    assert "did you mean" not in message
+    with pytest.raises(ConfigError, match="did you mean port"):
+        build_section(ServerConfig, {"prot": 1})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_num_batched_tokens": 100, "max_num_seqs": 101},
+        {
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+            "max_model_len": 513,
+            "enable_chunked_prefill": False,
+        },
+        {"kv_cache_memory_bytes": "1G", "num_gpu_blocks_override": 100},
+        {"skip_tokenizer_init": True, "tokenizer": "t"},
+    ],
+)
+def test_contradictions_name_both_settings(kwargs):
+    message = refused(**kwargs)
+    contradicting = [n for n in kwargs if n not in ("max_num_seqs", "enable_chunked_prefill")]
+    assert all(name in message for name in contradicting)
+
+
+def test_what_does_not_contradict():
+    EngineConfig.from_kwargs(max_num_batched_tokens=100, max_num_seqs=100)
+    EngineConfig.from_kwargs(max_num_batched_tokens=512, max_model_len=513)
+    EngineConfig.from_kwargs(
+        max_num_batched_tokens=512, max_model_len=512, enable_chunked_prefill=False
+    )
+    EngineConfig.from_kwargs(max_model_len=-1, enable_chunked_prefill=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("512M", 512 * 2**20),
+        ("4G", 4 * 2**30),
+        ("4g", 4 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        (" 2 KB ", 2048),
+        ("1T", 2**40),
+        ("10B", 10),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size("x", text) == size
+    if size > 10**6:
+        assert EngineConfig.from_kwargs(kv_cache_memory_bytes=text).cache.kv_cache_memory_bytes == (
+            size
+        )
+
+
+def test_server_size():
+    assert build_section(ServerConfig, {"max_request_bytes": "1M"}).max_request_bytes == 2**20
+
+
+@pytest.mark.parametrize("text", ["", "G", "4 4G", "4GG", "-1G", "1e9", "0x10", "4P", "9" * 30])
+def test_no_sizes(text):
+    with pytest.raises(ConfigError, match="x="):
+        parse_size("x", text)
+
+
+def test_one_name_is_a_list_of_one():
+    assert EngineConfig.from_kwargs(served_model_name="a").model.served_model_name == ["a"]
+    assert build_section(ServerConfig, {"api_key": "k"}).api_key == ["k"]
+
+
+def test_round_trip():
+    config = EngineConfig.from_kwargs(
+        model="m",
+        kv_cache_memory_bytes="1.5G",
+        served_model_name=["a", "b"],
+        gpu_memory_utilization=0.5,
+        max_model_len=-1,
+        num_threads=2,
+    )
+    data = msgspec.msgpack.encode(config)
+    assert msgspec.msgpack.decode(data, type=EngineConfig) == config
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({"modell": {}}), type=EngineConfig)
+
+
+def test_fields_are_fit_for_flags():
+    fields = config_fields() + list(section_fields(ServerConfig))
+    assert len({f.flag for f in fields}) == len(fields)
+    for field in fields:
+        assert field.doc.endswith(".")
+        assert field.flag.startswith("--")
+        kind, optional = optional_type(field.type)
+        assert kind in (int, float, str, bool, list[str]) or typing.get_origin(kind) is (
+            typing.Literal
+        ), field
+        assert optional == (field.default is None)
+    by_name = {f.name: f for f in fields}
+    assert by_name["max_model_len"].flag == "--max-model-len"
+    assert optional_type(by_name["max_model_len"].type) == (int, True)
+    assert optional_type(by_name["tokenizer"].type) == (str, True)
+    assert by_name["block_size"].choices == (8, 16, 32, 64, 128)
+    assert by_name["model"].choices is None
+    assert by_name["max_num_seqs"].section == "scheduler"
+
+
+def test_environment(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "OCTAVO_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not hub_offline()
+    assert api_keys_from_environment() == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "true")
+    monkeypatch.setenv("OCTAVO_API_KEY", "k")
+    assert hub_offline()
+    assert api_keys_from_environment() == ["k"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert not hub_offline()

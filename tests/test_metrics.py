@@ -1,0 +1,166 @@
+"""Metrics: names, counters across restarts, times."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.messages import FinishReason, SchedulerStats
+from octavo.metrics import EngineMetrics
+from octavo.outputs import RequestMetrics
+
+# vLLM's names, with the prefix changed.
+NAMES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "iteration_tokens_total",
+    "request_success",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "admission_rejections",
+    "requests_aborted",
+    "cache_config_info",
+}
+
+
+@pytest.fixture
+def metrics():
+    return EngineMetrics("m", 1000)
+
+
+def read(metrics, name, **labels):
+    """The value of one sample."""
+    wanted = {"model_name": "m"} | labels
+    values = [
+        sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if sample.name == f"octavo:{name}" and sample.labels == wanted
+    ]
+    assert len(values) == 1, name
+    return values[0]
+
+
+def test_names(metrics):
+    metrics.set_cache_config_info({"block_size": 16, "num_gpu_blocks": 100})
+    metrics.record_rejection("queue_full")
+    families = {f.name for f in text_string_to_metric_families(metrics.render().decode())}
+    families = {f for f in families if not f.endswith("_created")}
+    assert families == {f"octavo:{name}" for name in NAMES}
+    assert read(metrics, "cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+    assert read(metrics, "admission_rejections_total", reason="queue_full") == 1
+
+
+def test_two_instances_do_not_meet(metrics):
+    other = EngineMetrics("m", 1000)
+    metrics.record_generation_tokens(3)
+    assert read(metrics, "generation_tokens_total") == 3
+    assert read(other, "generation_tokens_total") == 0
+
+
+def test_scheduler_stats(metrics):
+    def stats(steps, tokens, queries, hits, preemptions):
+        metrics.record_scheduler_stats(
+            SchedulerStats(
+                num_running_reqs=2,
+                num_waiting_reqs=steps,
+                kv_cache_usage=0.25,
+                prefix_cache_queries=queries,
+                prefix_cache_hits=hits,
+                num_preemptions=preemptions,
+                num_steps=steps,
+                num_scheduled_tokens=tokens,
+            )
+        )
+
+    stats(1, 10, 100, 40, 0)
+    stats(2, 14, 150, 40, 1)
+    stats(2, 14, 150, 40, 1)
+    assert read(metrics, "num_requests_running") == 2
+    assert read(metrics, "num_requests_waiting") == 2
+    assert read(metrics, "kv_cache_usage_perc") == 0.25
+    assert read(metrics, "prefix_cache_queries_total") == 150
+    assert read(metrics, "prefix_cache_hits_total") == 40
+    assert read(metrics, "num_preemptions_total") == 1
+    assert read(metrics, "iteration_tokens_total_count") == 2
+    assert read(metrics, "iteration_tokens_total_sum") == 14
+    # A new engine starts at zero: what it counts comes on top.
+    stats(1, 5, 30, 10, 0)
+    assert read(metrics, "prefix_cache_queries_total") == 180
+    assert read(metrics, "num_preemptions_total") == 1
+    # And so it does if it has got further than the old one when it is first heard of.
+    metrics.engine_restarted()
+    stats(7, 70, 500, 0, 2)
+    assert read(metrics, "prefix_cache_queries_total") == 680
+    assert read(metrics, "num_preemptions_total") == 3
+
+
+def test_a_requests_times(metrics):
+    times = RequestMetrics(
+        arrival_time=10.0,
+        first_scheduled_time=11.0,
+        first_token_time=13.0,
+        last_token_time=17.0,
+        finished_time=18.0,
+    )
+    metrics.record_first_token(3.0, 50, 20)
+    metrics.record_inter_token_latencies([1.0, 3.0])
+    metrics.record_finished(
+        FinishReason.LENGTH,
+        times,
+        num_prompt_tokens=50,
+        num_generation_tokens=5,
+        max_tokens=5,
+    )
+    metrics.record_params_n(2)
+    expected = {
+        "time_to_first_token_seconds": 3,
+        "inter_token_latency_seconds": 4,
+        "request_queue_time_seconds": 1,
+        "request_prefill_time_seconds": 2,
+        "request_decode_time_seconds": 4,
+        "request_inference_time_seconds": 6,
+        "request_time_per_output_token_seconds": 1,
+        "e2e_request_latency_seconds": 8,
+        "request_prompt_tokens": 50,
+        "request_generation_tokens": 5,
+        "request_params_max_tokens": 5,
+        "request_params_n": 2,
+    }
+    assert {name: read(metrics, f"{name}_sum") for name in expected} == expected
+    assert read(metrics, "prompt_tokens_total") == 50
+    assert read(metrics, "prompt_tokens_cached_total") == 20
+    assert read(metrics, "request_success_total", finished_reason="length") == 1
+    assert read(metrics, "request_success_total", finished_reason="stop") == 0
+
+
+def test_a_request_that_never_ran(metrics):
+    times = RequestMetrics(arrival_time=10.0, finished_time=12.0)
+    metrics.record_finished(
+        FinishReason.ABORT, times, num_prompt_tokens=5, num_generation_tokens=0, max_tokens=None
+    )
+    assert read(metrics, "requests_aborted_total") == 1
+    assert read(metrics, "e2e_request_latency_seconds_sum") == 2
+    assert read(metrics, "request_queue_time_seconds_count") == 0
+    assert read(metrics, "request_params_max_tokens_count") == 0
+
+
+def test_buckets_reach_the_longest_request(metrics):
+    text = metrics.render().decode()
+    assert 'octavo:request_prompt_tokens_bucket{le="1000.0",model_name="m"}' in text
+    assert 'octavo:request_prompt_tokens_bucket{le="2000.0",model_name="m"}' not in text

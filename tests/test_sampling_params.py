@@ -1,0 +1,224 @@
+"""What SamplingParams accepts, refuses, and sends over the wire."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.errors import RequestError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+HUGE = 10**5000  # more digits than Python turns into text
+NAN, INF = math.nan, math.inf
+
+
+def refused(**fields):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**fields)
+    return error.value
+
+
+def test_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
+    assert (params.min_p, params.repetition_penalty, params.seed) == (0.0, 1.0, None)
+    assert (params.max_tokens, params.min_tokens) == (16, 0)
+    assert (params.stop, params.stop_token_ids, params.logprobs) == ([], [], None)
+    assert (params.detokenize, params.skip_special_tokens, params.ignore_eos) == (True, True, False)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+    assert not params.greedy
+
+
+GOOD = [
+    ("n", [1, 1024, np.int64(3)]),
+    ("presence_penalty", [-2, 2.0, np.float32(0.5)]),
+    ("frequency_penalty", [-2.0, 2]),
+    ("repetition_penalty", [1e-3, 1, 1000.0]),
+    ("temperature", [0, 0.7, 100, np.float64(1.5)]),
+    ("top_p", [1e-6, 1]),
+    ("top_k", [-1, 0, 1, 2**62]),
+    ("min_p", [0, 1]),
+    ("seed", [None, 0, -(2**63), 2**64 - 1, np.uint64(5)]),
+    ("max_tokens", [None, 1, 2**62]),
+    ("min_tokens", [0, 16]),
+    ("logprobs", [None, -1, 0, 5, True, False]),
+    ("prompt_logprobs", [None, -1, 0, 5, True]),
+    ("truncate_prompt_tokens", [None, -1, 5]),
+    ("priority", [-5, 5]),
+    ("stop", [None, "a", ["a", "b"], ("a",), []]),
+    ("stop_token_ids", [None, [0, 5], (1,), [np.int64(3)]]),
+    ("allowed_token_ids", [None, [0], [1, 1]]),
+    ("bad_words", [None, [], ["x", "y z"]]),
+    ("logit_bias", [None, {}, {5: 1, "6": -100.0}, {np.int64(2): np.float32(1)}]),
+    ("ignore_eos", [True]),
+    ("detokenize", [False]),
+    ("skip_special_tokens", [False]),
+    ("spaces_between_special_tokens", [False]),
+    ("include_stop_str_in_output", [True]),
+    ("cache_salt", [None, "salt"]),
+    ("output_kind", [*RequestOutputKind, 1]),
+]
+BAD = [
+    ("n", [0, -1, 1025, 1.5, "1", None, True, HUGE]),
+    ("presence_penalty", [-2.1, 2.1, NAN, INF, "0", None, False]),
+    ("frequency_penalty", [-2.1, 2.1, NAN, [0.0]]),
+    ("repetition_penalty", [0, -1.0, NAN, INF, 1001, None]),
+    ("temperature", [-0.1, 100.1, NAN, INF, -INF, "hot", None, True, HUGE]),
+    ("top_p", [0, -0.1, 1.1, NAN, None, "1"]),
+    ("top_k", [-2, 1.0, None, "5", 2**63, HUGE]),
+    ("min_p", [-0.1, 1.1, NAN, None]),
+    ("seed", [-(2**63) - 1, 2**64, 1.0, "1", True, HUGE, NAN]),
+    ("max_tokens", [0, -1, 1.0, "1", True, 2**63]),
+    ("min_tokens", [-1, None, 1.0]),
+    ("logprobs", [-2, 1.0, "1"]),
+    ("prompt_logprobs", [-2, 1.0]),
+    ("truncate_prompt_tokens", [0, -2, 1.5]),
+    ("priority", [2**31, None, 0.5]),
+    ("stop", ["", [""], ["a", 5], 5, {"a": 1}, [None]]),
+    ("stop_token_ids", [5, "12", [-1], [1.0], [True], [2**31], [None], {1: 2}]),
+    ("allowed_token_ids", [[], 5, "5", [-1], ["5"]]),
+    ("bad_words", ["text", 5, [""], [5]]),
+    (
+        "logit_bias",
+        [[1, 2], "x", 5, {-1: 1.0}, {"a": 1.0}, {"1.5": 1.0}, {1.5: 1.0}, {True: 1.0}, {1: 100.5},
+         {1: NAN}, {1: "1"}, {1: None}, {2**31: 1.0}, {"9" * 5000: 1.0}, {HUGE: 1.0}],
+    ),
+    ("ignore_eos", [1, None, "true"]),
+    ("detokenize", [0]),
+    ("skip_special_tokens", [None]),
+    ("spaces_between_special_tokens", ["no"]),
+    ("include_stop_str_in_output", [2]),
+    ("cache_salt", ["", 5]),
+    ("output_kind", [3, "delta", None, 1.5]),
+]  # fmt: skip
+
+
+def cases(table):
+    """One test for each value; the values themselves may be too long for a test's name."""
+    return pytest.mark.parametrize(
+        ("field", "value"),
+        [pytest.param(f, v, id=f"{f}-{i}") for f, values in table for i, v in enumerate(values)],
+    )
+
+
+@cases(GOOD)
+def test_accepts(field, value):
+    SamplingParams(**{field: value})
+
+
+@cases(BAD)
+def test_refuses_and_names_the_field(field, value):
+    error = refused(**{field: value})
+    assert error.param == field
+    assert field in error.message
+    assert error.status == 400
+    assert len(error.message) < 400
+
+
+def test_every_field_is_tested():
+    inner = {"bad_words_token_ids", "all_stop_token_ids"}
+    fields = {f.name for f in msgspec.structs.fields(SamplingParams)} - inner
+    assert fields == {f for f, _ in GOOD} == {f for f, _ in BAD}
+
+
+def test_contradictions():
+    assert refused(min_tokens=17).param == "min_tokens"
+    assert refused(min_tokens=5, max_tokens=4).param == "min_tokens"
+    assert refused(stop="x", detokenize=False).param == "stop"
+    SamplingParams(min_tokens=17, max_tokens=None)
+
+
+def test_unknown_name():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
+
+
+def test_values_are_brought_to_one_form():
+    params = SamplingParams(
+        stop="x",
+        top_k=-1,
+        logprobs=True,
+        prompt_logprobs=False,
+        temperature=1,
+        seed=np.int64(7),
+        logit_bias={"5": 1, np.int64(6): 2},
+        stop_token_ids=(1, np.int32(2)),
+        output_kind=1,
+    )
+    assert params.stop == ["x"]
+    assert (params.top_k, params.logprobs, params.prompt_logprobs) == (0, 1, None)
+    assert type(params.temperature) is float
+    assert type(params.seed) is int
+    assert params.logit_bias == {5: 1.0, 6: 2.0}
+    assert params.stop_token_ids == [1, 2]
+    assert all(type(t) is int for t in params.stop_token_ids)
+    assert params.output_kind is RequestOutputKind.DELTA
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-4, False)])
+def test_greedy(temperature, greedy):
+    params = SamplingParams(temperature=temperature)
+    assert params.greedy is greedy
+    assert (params.temperature == 0.0) is greedy
+
+
+def test_lists_are_not_shared():
+    first, second = SamplingParams(), SamplingParams()
+    first.stop_token_ids.append(5)
+    assert second.stop_token_ids == []
+
+
+def test_check_vocab():
+    params = SamplingParams(logit_bias={9: 1.0}, allowed_token_ids=[8, 9])
+    params.check_vocab(10)
+    SamplingParams(stop_token_ids=[5000]).check_vocab(10)
+    with pytest.raises(RequestError, match="9") as error:
+        params.check_vocab(9)
+    assert error.value.param == "allowed_token_ids"
+    with pytest.raises(RequestError) as error:
+        SamplingParams(logit_bias={9: 1.0}).check_vocab(9)
+    assert error.value.param == "logit_bias"
+
+
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "n": st.integers(1, 1024),
+            "temperature": st.floats(0, 100),
+            "top_p": st.floats(1e-9, 1),
+            "top_k": st.integers(-1, 2**40),
+            "min_p": st.floats(0, 1),
+            "seed": st.none() | st.integers(-(2**63), 2**64 - 1),
+            "stop": st.lists(st.text(min_size=1), max_size=3),
+            "max_tokens": st.none() | st.integers(1, 2**62),
+            "logprobs": st.none() | st.integers(-1, 50),
+            "logit_bias": st.none()
+            | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
+            "stop_token_ids": token_ids,
+            "bad_words": st.none() | st.lists(st.text(min_size=1), max_size=3),
+            "bad_words_token_ids": st.lists(token_ids, max_size=3),
+            "all_stop_token_ids": token_ids,
+            "output_kind": st.sampled_from(RequestOutputKind),
+            "cache_salt": st.none() | st.text(min_size=1),
+            "ignore_eos": st.booleans(),
+        },
+    )
+)
+def test_round_trip(fields):
+    params = SamplingParams(**fields)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert again == params
+    assert type(again.output_kind) is RequestOutputKind
+
+
+def test_decoding_checks_too():
+    data = msgspec.msgpack.encode({"temperature": -1.0})
+    with pytest.raises(msgspec.ValidationError, match="temperature"):
+        msgspec.msgpack.decode(data, type=SamplingParams)
