@@ -206,6 +206,8 @@ class ServerState:
                 param,
             )
         if limit and self._num_admitted + count > limit:
+            if self.engine is not None:
+                self.engine.metrics.record_rejection("queue_full")
             raise QueueFullError(
                 f"{self._num_admitted} answers are being made or waited for, the most this server "
                 f"takes is {limit} (--max-num-queued-reqs); try again later.",

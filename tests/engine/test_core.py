@@ -1,0 +1,135 @@
+"""The engine core with a fake worker: order of calls, refusals, failures."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.engine import core as core_module
+from octavo.engine.core import EngineCore
+from octavo.messages import EngineCoreRequest, FinishReason
+from octavo.models.hub import resolve_model
+from octavo.sampling_params import SamplingParams
+from tests.fakes import FakeExecutor, expected_output
+
+
+class FakeWorkerExecutor:
+    """An `Executor` on the fake worker that records the calls it gets."""
+
+    def __init__(self, setup):
+        self.calls = []
+        self.fail_forward = False
+        self._worker = FakeExecutor(setup.kv_cache, setup.config.scheduler.max_num_seqs)
+        self._step = None
+
+    def execute_model(self, scheduler_output):
+        self.calls.append("execute")
+        self._step = scheduler_output
+        future = Future()
+        if self.fail_forward:
+            future.set_exception(ArithmeticError("the forward pass broke"))
+        else:
+            future.set_result(None)
+        return future
+
+    def sample_tokens(self):
+        self.calls.append("sample")
+        future = Future()
+        future.set_result(self._worker.execute(self._step))
+        return future
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def core(request, monkeypatch):
+    monkeypatch.setattr(core_module, "get_executor_class", lambda config: FakeWorkerExecutor)
+    config = EngineConfig.from_kwargs(
+        async_scheduling=request.param, max_num_seqs=4, num_gpu_blocks_override=20, max_model_len=64
+    )
+    core = EngineCore(config, resolve_model(BUILTIN_MODEL), default_batched_tokens=32)
+    yield core
+    core.check_integrity()
+    core.shutdown()
+
+
+def request(request_id, prompt, **params):
+    sampling = SamplingParams(temperature=0, seed=3, **params)
+    return EngineCoreRequest(request_id, prompt, sampling, arrival_time=float(request_id))
+
+
+def run(core):
+    tokens, reasons = {}, {}
+    while core.has_work():
+        for output in core.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                reasons[output.request_id] = output.finish_reason
+    return SimpleNamespace(tokens=tokens, reasons=reasons)
+
+
+def test_all_requests_are_served(core):
+    requests = [request(str(i), list(range(i, 3 * i + 5)), max_tokens=9) for i in range(10)]
+    for item in requests:
+        core.add_request(item)
+    result = run(core)
+    for item in requests:
+        assert result.tokens[item.request_id] == expected_output(
+            item.sampling_params, item.prompt_token_ids, 64
+        )
+        assert result.reasons[item.request_id] == FinishReason.LENGTH
+    assert core.stats().num_used_blocks == 0
+    assert not core.has_unfinished_requests()
+
+
+def test_async_scheduling_hands_out_the_next_step_before_the_last_result(core):
+    core.add_request(request("0", [1, 2, 3], max_tokens=4))
+    core.step()
+    ahead = 2 if core.config.scheduler.async_scheduling else 1
+    assert core.executor.calls == ["execute", "sample"] * ahead
+    run(core)
+
+
+def test_what_can_never_fit_is_answered_with_an_error(core):
+    core.add_request(request("0", list(range(65)), max_tokens=4))
+    core.add_request(request("1", [1], max_tokens=1))
+    outputs = {o.request_id: o for o in core.step().outputs}
+    assert outputs["0"].finish_reason == FinishReason.ERROR
+    assert outputs["0"].error_kind == "ContextLengthError"
+    assert "64" in outputs["0"].error
+    assert len(outputs["1"].new_token_ids) == 1
+    run(core)
+
+
+def test_aborted_requests_end_and_free_their_blocks(core):
+    for i in range(6):
+        core.add_request(request(str(i), [1, 2, 3], max_tokens=40))
+    core.step()
+    core.abort_requests(["0", "5", "unknown"])
+    result = run(core)
+    assert len(result.tokens["1"]) == 39  # and the one of the first step
+    assert len(result.tokens.get("0", [])) < 3
+    assert not result.tokens.get("5")
+
+
+def test_a_failed_forward_pass_raises_its_own_error(core):
+    core.add_request(request("0", [1, 2, 3], max_tokens=4))
+    core.executor.fail_forward = True
+    with pytest.raises(ArithmeticError, match="the forward pass broke"):
+        core.step()
+
+
+def test_reset_prefix_cache(core):
+    prompt = list(range(40))
+    core.add_request(request("0", prompt, max_tokens=2))
+    run(core)
+    core.add_request(request("1", prompt, max_tokens=2))
+    run(core)
+    assert core.stats().prefix_cache_hits > 0
+    assert core.reset_prefix_cache()
+    before = core.stats().prefix_cache_hits
+    core.add_request(request("2", prompt, max_tokens=2))
+    run(core)
+    assert core.stats().prefix_cache_hits == before
