@@ -199,10 +199,10 @@ INLINE void with_type(DType dtype, F f) {
 }
 
 // f(0) ... f(n - 1) on the threads of the process; `cost` is about the number of vector operations in
-// all: a few microseconds' work is not worth waking another thread.
+// all: ten microseconds' work is not worth waking another thread.
 template <class F>
 inline void parallel_for(int64_t n, int64_t cost, F f) {
-  int threads = cost < 16000 ? 1 : int(min<int64_t>(n, num_threads()));
+  int threads = cost < 50000 ? 1 : int(min<int64_t>(n, num_threads()));
   if (threads <= 1) {
     for (int64_t i = 0; i < n; i++) f(i);
     return;

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from octavo.device import limit_spinning
+
+limit_spinning()  # before any test imports torch
+
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 

@@ -251,6 +251,15 @@ class TestCopyOnWrite:
         assert admit(manager, c) == 4
         manager.check_integrity([b, c])
 
+    def test_nor_is_one_whose_content_is_missing_in_one_group(self):
+        manager = make_manager([None, 8])
+        a, b, c = (make_request(i, range(8)) for i in "abc")
+        admit(manager, a)
+        manager.pool.uncache(manager.pool.blocks[manager.get_block_ids(a)[1][1]])
+        assert admit(manager, b, end_step=False) == 4
+        assert admit(manager, c) == 4
+        manager.check_integrity([a, b, c])
+
     def test_each_group_copies_its_own(self):
         manager = make_manager([None, 8])
         a, b = make_request("a", range(8)), make_request("b", range(8))
@@ -293,17 +302,18 @@ class TestSlidingWindow:
         assert manager.num_used_blocks == 2
 
     def test_a_shared_block_does_not_make_room(self):
-        manager = make_manager([4], num_blocks=5)
-        a, b = make_request("a", range(9)), make_request("b", range(9))
+        manager = make_manager([4], num_blocks=4)
+        a, b = make_request("a", range(8)), make_request("b", range(9))
         admit(manager, a)
-        admit(manager, b)
-        assert manager.num_used_blocks == 4
-        a.append_output_token_ids([50] * 7)
-        assert advance(manager, a, 3) == []
-        assert advance(manager, a, 4) == [[1]]  # b never used block 1: its window is later
+        assert admit(manager, b) == 8
+        assert manager.get_block_ids(b) == [[0, 2, 3]]
+        a.append_output_token_ids([50] * 8)
+        assert advance(manager, a, 4) == [[1]]  # its own first block, out of the window
+        assert manager.allocate_slots(a, 4) is None  # its second one is b's, too
         manager.check_integrity([a, b])
-        assert manager.allocate_slots(b, 4) is None
-        manager.check_integrity([a, b])
+        manager.free(b)
+        assert advance(manager, a, 4) == [[3]]
+        manager.check_integrity([a])
 
     def test_a_hit_needs_only_the_window(self):
         manager = make_manager([6])

@@ -135,16 +135,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engine.in_flight) < self.engine.depth)
     @rule()
     def schedule(self):
-        running = list(self.scheduler.running)
-        self.engine.schedule()
-        work = self.engine.steps[-1]
-        if running and running[0].status == RequestStatus.RUNNING and not self.engine.in_flight:
-            assert running[0].request_id in work.num_scheduled_tokens
+        first = self.scheduler.running[0] if self.scheduler.running else None
+        may_stand_still = (
+            self.engine.in_flight or self.scheduler.config.scheduling_policy == "priority"
+        )
+        work = self.engine.schedule()
+        if first and first.status == RequestStatus.RUNNING and not may_stand_still:
+            assert first.request_id in work.num_scheduled_tokens
 
     @precondition(lambda self: self.engine.in_flight)
     @rule()
     def update(self):
         self.engine.update()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule(rarely=st.sampled_from([False, False, True]))
+    def step_fails(self, rarely):
+        if rarely:
+            work, _ = self.engine.in_flight.popleft()
+            for output in self.scheduler.fail_step(work, "the step failed"):
+                self.engine.outputs[output.request_id].append(output)
+            self.engine.executor.memory.clear()
+            self.scheduler.check_integrity()
 
     @rule(count=st.integers(1, 6))
     def steps(self, count):
@@ -176,7 +188,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if last.finish_reason == FinishReason.ERROR:
             assert tokens == alone[: len(tokens)]
             deadline = last.error_kind == "DeadlineError" and request.deadline is not None
-            assert deadline or name in self.engine.executor.fail
+            step_failed = last.error == "the step failed"
+            assert deadline or step_failed or name in self.engine.executor.fail
             return
         assert tokens == alone
         is_stop = alone[-1] in request.stop_token_ids

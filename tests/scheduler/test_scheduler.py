@@ -333,6 +333,17 @@ class TestPriority:
         check_tokens(engine, a, b, c)
         assert b.num_preemptions > 0
 
+    def test_not_from_those_of_equal_priority(self):
+        engine = FakeEngine(scheduling_policy="priority", num_blocks=9, max_model_len=64)
+        a = engine.add("a", [1] * 30, priority=1, max_tokens=10)
+        b = engine.add("b", [2] * 10, priority=2, max_tokens=4)
+        engine.step()
+        c = engine.add("c", [3] * 40, priority=1, max_tokens=2)
+        engine.run()
+        assert a.num_preemptions == 0
+        assert b.num_preemptions == 1
+        check_tokens(engine, a, b, c)
+
     def test_it_takes_the_budget(self):
         engine = FakeEngine(scheduling_policy="priority", max_num_batched_tokens=8)
         engine.add("a", range(4), priority=1)
@@ -406,10 +417,10 @@ class TestFinish:
         assert not engine.scheduler.has_requests()
 
     def test_deadlines(self):
-        engine = FakeEngine(max_num_seqs=2, depth=2)
+        engine = FakeEngine(max_num_seqs=1, depth=2)
         engine.add("a", [1] * 8, deadline=5.0, max_tokens=50)
-        b = engine.add("b", [2] * 8, deadline=500.0)
         engine.add("c", [3] * 8, deadline=5.0)
+        b = engine.add("b", [2] * 8, deadline=500.0)
         d = engine.add("d", [4] * 8)
         for _ in range(4):
             engine.step()
@@ -465,6 +476,14 @@ class TestAsync:
         assert a.num_output_placeholders == 3
         engine.run()
         check_tokens(engine, a)
+
+    def test_what_is_handed_to_the_worker_does_not_change_later(self):
+        engine = FakeEngine()
+        engine.add("a", range(4))
+        work = engine.schedule()
+        sent = msgspec.msgpack.encode(work)
+        engine.run()
+        assert msgspec.msgpack.encode(work) == sent
 
     def test_never_past_the_last_token(self):
         engine = FakeEngine(depth=4)
