@@ -19,6 +19,7 @@ from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.output_processor import OutputProcessor, ProcessedOutputs
 from octavo.errors import OctavoError, UnsupportedError
+from octavo.logs import setup_default_logging
 from octavo.messages import SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.outputs import CompletionOutput, RequestOutput
@@ -46,6 +47,7 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILTIN_MODEL, **kwargs: Any) -> None:
+        setup_default_logging()
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
         settings = self.config.model
         path, tokenizer_path = resolve_folders(self.config)

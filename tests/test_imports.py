@@ -28,7 +28,7 @@ LAYERS = [
     {"metrics", "request"},
     {"messages"},
     {"sampling_params", "config", "outputs"},
-    {"errors"},
+    {"errors", "logs"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 

@@ -47,7 +47,13 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, config: EngineConfig, progress_timeout: float, served_name: str | None
+        self,
+        config: EngineConfig,
+        *,
+        progress_timeout: float,
+        served_name: str | None,
+        log_level: str,
+        log_format: str,
     ) -> None:
         model = config.model
         path, tokenizer_path = resolve_folders(config)
@@ -55,7 +61,13 @@ class AsyncLLM:
         self.spec = ModelSpec.from_folder(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
-        self._client = AsyncMPClient(config, path, default_batched_tokens=SERVER_BATCHED_TOKENS)
+        self._client = AsyncMPClient(
+            config,
+            path,
+            default_batched_tokens=SERVER_BATCHED_TOKENS,
+            log_level=log_level,
+            log_format=log_format,
+        )
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
@@ -76,15 +88,30 @@ class AsyncLLM:
         *,
         progress_timeout: float = 60.0,
         served_name: str | None = None,
+        log_level: str = "info",
+        log_format: str = "text",
     ) -> AsyncLLM:
         """Starts the engine process and returns while the model still loads.
 
         Requests may be made at once; they wait for the model.
 
+        Args:
+            config: the engine's settings.
+            progress_timeout: seconds without a step after which `health` fails if requests wait.
+            served_name: the model's name in the metrics; default: the config's.
+            log_level: least level that the engine process logs.
+            log_format: "text" or "json".
+
         Raises:
             ConfigError, ModelError, HubError: if config, model folder or download are bad.
         """
-        return cls(config, progress_timeout, served_name)
+        return cls(
+            config,
+            progress_timeout=progress_timeout,
+            served_name=served_name,
+            log_level=log_level,
+            log_format=log_format,
+        )
 
     async def wait_ready(self) -> None:
         """Waits for the model.

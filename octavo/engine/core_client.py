@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import shutil
 import signal
 import subprocess
@@ -25,8 +24,6 @@ from octavo.engine import core_process as wire
 from octavo.errors import EngineDeadError
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
-logger = logging.getLogger(__name__)
-
 
 class AsyncMPClient:
     """Starts an engine-core process and talks to it from an asyncio event loop.
@@ -35,10 +32,18 @@ class AsyncMPClient:
         config: the engine's settings.
         model_path: the model's folder.
         default_batched_tokens: see `EngineCore`.
+        log_level: least level that the process logs.
+        log_format: "text" or "json".
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, *, default_batched_tokens: int
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        default_batched_tokens: int,
+        log_level: str,
+        log_format: str,
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="octavo-")
         self._context = zmq.asyncio.Context()
@@ -61,7 +66,8 @@ class AsyncMPClient:
                 default_batched_tokens=default_batched_tokens,
                 input_address=addresses[0],
                 output_address=addresses[1],
-                log_level=logging.getLogger().getEffectiveLevel(),
+                log_level=log_level,
+                log_format=log_format,
             )
         )
         self.process = subprocess.Popen(

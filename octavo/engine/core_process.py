@@ -24,6 +24,7 @@ import zmq
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import OctavoError
+from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class CoreProcessSetup(msgspec.Struct):
     default_batched_tokens: int
     input_address: str
     output_address: str
-    log_level: int
+    log_level: str
+    log_format: str
 
 
 class CoreReady(msgspec.Struct):
@@ -76,7 +78,7 @@ def main() -> None:
     threading.Thread(
         target=_receive_inputs, args=(setup.input_address, inputs), daemon=True
     ).start()
-    logging.basicConfig(level=setup.log_level, format="%(levelname)s %(name)s: %(message)s")
+    setup_logging(setup.log_level, setup.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL)
 
     output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.logs import REQUEST_ID
 from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import (
     ClientDisconnectError,
@@ -19,7 +20,6 @@ from octavo.server.errors import (
     error_response,
     log_unexpected,
 )
-from octavo.server.logging import REQUEST_ID
 from octavo.server.state import ServerState
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import uvloop
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError, OctavoError
-from octavo.models.hub import resolve_model
+from octavo.logs import setup_logging
+from octavo.models.hub import resolve_folders
 from octavo.server.app import build_app
-from octavo.server.logging import setup_logging
 from octavo.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -131,19 +131,15 @@ class _Ending:
 
 
 async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> AsyncLLM:
-    model = engine_config.model
-    # A download must not hold up the event loop; afterwards the files are found at once.
-    await asyncio.to_thread(
-        resolve_model,
-        model.model,
-        revision=model.revision,
-        download_dir=engine_config.load.download_dir,
-        load_format=engine_config.load.load_format,
-    )
+    # A download may take long; the server answers meanwhile.
+    await asyncio.to_thread(resolve_folders, engine_config)
+    names = engine_config.model.served_model_name
     return await AsyncLLM.start(
         engine_config,
         progress_timeout=config.progress_timeout,
-        served_name=model.served_model_name[0] if model.served_model_name else None,
+        served_name=names[0] if names else None,
+        log_level=config.log_level,
+        log_format=config.log_format,
     )
 
 

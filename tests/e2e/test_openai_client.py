@@ -1,9 +1,11 @@
 """OpenAI's own client against the real server and the built-in model."""
 
+import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -261,3 +263,17 @@ def test_run_without_a_server():
     )
     assert len(done.stdout) > 10
     assert done.stderr.strip().splitlines()[-1].startswith("[12 tokens | first token ")
+
+
+def test_the_example_runs(server):
+    script = Path(__file__).parents[2] / "examples" / "openai_client.py"
+    url = {"OCTAVO_URL": server.url + "/v1"}
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, **url},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert len(done.stdout) > 20

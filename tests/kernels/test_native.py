@@ -477,10 +477,10 @@ def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor],
 def test_rows_do_not_depend_on_company_or_threads(
     dtype: torch.dtype, one_and_two_threads: tuple[int, int]
 ) -> None:
-    x = random(97, 1106, dtype=dtype)
+    x = random(201, 1106, dtype=dtype)  # enough work to be shared between threads
     for name, f in row_operations(1106, dtype).items():
         native.set_num_threads(one_and_two_threads[0])
-        alone = torch.cat([f(x[i : i + 1]) for i in range(0, 97, 4)])
+        alone = torch.cat([f(x[i : i + 1]) for i in range(0, 201, 4)])
         for threads in one_and_two_threads:
             native.set_num_threads(threads)
             assert torch.equal(bits(f(x)[::4]), bits(alone)), name

@@ -4,7 +4,13 @@ import logging
 
 import pytest
 
-from octavo.server.logging import REQUEST_ID, JsonFormatter, TextFormatter, setup_logging
+from octavo.logs import (
+    REQUEST_ID,
+    JsonFormatter,
+    TextFormatter,
+    setup_default_logging,
+    setup_logging,
+)
 from tests.server.fake_engine import Call, with_server
 
 
@@ -107,3 +113,21 @@ def test_requests_are_logged_where_asked_for(lines):
     assert "my secret" not in json.dumps(line)
     with_server(scenario)
     assert len([e for e in lines() if e["message"] == "request"]) == 1
+
+
+def test_default_logging_leaves_a_program_s_own_alone(monkeypatch):
+    log, root = logging.getLogger("octavo"), logging.getLogger()
+    before = log.handlers, log.propagate, log.level
+    try:
+        log.handlers = []
+        monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+        setup_default_logging()
+        assert log.handlers == []
+        monkeypatch.setattr(root, "handlers", [])
+        setup_default_logging()
+        assert len(log.handlers) == 1
+        setup_default_logging()
+        assert len(log.handlers) == 1
+    finally:
+        log.handlers, log.propagate, level = before
+        log.setLevel(level)
