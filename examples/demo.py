@@ -7,7 +7,10 @@ import time
 
 from octavo import LLM, SamplingParams
 
-STORY = "Once upon a time, there was a little fox who"
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She had a small dog named Max. "
+    "One sunny day, Lily and Max went to the park to play with a red ball. Suddenly, they saw"
+)
 QUESTION = "What is 3 + 4?"
 
 
@@ -36,8 +39,8 @@ def main() -> None:
     with LLM() as llm:
         print(llm.memory_plan.report())
         print(f"ready in {time.perf_counter() - started:.1f} s\n")
-        params = SamplingParams(temperature=0.7, top_p=0.95, seed=7, max_tokens=160)
-        for _ in range(2):  # the second time, the prompt comes from the prefix cache
+        for seed in (7, 8):  # the second time, the prompt comes from the prefix cache
+            params = SamplingParams(temperature=0.7, top_p=0.95, seed=seed, max_tokens=120)
             print(STORY, end="")
             stream(llm, STORY, params, is_text=True)
         print(f"user: {QUESTION}\nassistant: ", end="")

@@ -68,7 +68,10 @@ class ModelConfig(_Section, frozen=True):
         int, Meta(description="Most logprobs a request may ask for; -1: no limit.", ge=-1)
     ] = 20
     enforce_eager: Annotated[
-        bool, Meta(description="Run every step operation by operation, never as a captured plan.")
+        bool,
+        Meta(
+            description="Run steps operation by operation, never captured (capturing is yet to come)."
+        ),
     ] = False
 
 

@@ -178,6 +178,8 @@ class AsyncLLM:
 
         long = isinstance(prompt, str) and len(prompt) > _LONG_TEXT
         request, text = await asyncio.to_thread(process) if long else process()
+        if self._dead is not None:  # it may have died while the thread was at work
+            raise self._dead
         queue = RequestOutputCollector(sampling_params.output_kind)
         if not self._output_processor.has_unfinished_requests():
             self._last_progress = time.monotonic()
