@@ -37,7 +37,6 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, *, is_text: bool) -> N
 def main() -> None:
     started = time.perf_counter()
     with LLM() as llm:
-        print(llm.memory_plan.report())
         print(f"ready in {time.perf_counter() - started:.1f} s\n")
         for seed in (7, 8):  # the second time, the prompt comes from the prefix cache
             params = SamplingParams(temperature=0.7, top_p=0.95, seed=seed, max_tokens=120)

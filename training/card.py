@@ -106,6 +106,7 @@ def card_text(
         f"| held-out stories, perplexity | {math.exp(loss):.2f} |",
         f"| the same with the shipped bfloat16 weights | {math.exp(shipped):.2f} |",
         "",
+        *_overfitting(history),
         "![training loss](loss.png)",
         "",
         "## What it can do",
@@ -131,6 +132,21 @@ def card_text(
         "",
     ]
     return "\n".join(lines)
+
+
+def _overfitting(history: History) -> list[str]:
+    """A warning where the held-out loss was lower earlier in the run."""
+    last = history.heldout[-1][1]
+    step, best = min(history.heldout, key=lambda measured: measured[1])
+    if last < best + 0.02:
+        return []
+    return [
+        f"The model is over-fitted: after {step:,} of {history.heldout[-1][0]:,} steps the held-out"
+        f" perplexity was {math.exp(best):.2f}, and rose from there while the training loss kept"
+        " falling. There are only about 4,600 stories, each was seen many times, and parts of what"
+        " it tells may be theirs word for word.",
+        "",
+    ]
 
 
 def write_extra_card(

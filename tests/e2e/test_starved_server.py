@@ -1,0 +1,29 @@
+"""KV memory for two long requests, 32 offered: all finish, and /metrics tells what it took."""
+
+import concurrent.futures
+
+from octavo import LLM, SamplingParams
+from tests.e2e.harness import serve
+
+PROMPTS = [list(range(100 + i, 200 + i)) for i in range(32)]
+COMMON = {"temperature": 0.7, "seed": 1, "max_tokens": 100, "ignore_eos": True}
+
+
+def test_a_starved_server_gives_the_answers_of_an_unstarved_engine(tmp_path):
+    with LLM(max_model_len=256) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(**COMMON), use_tqdm=False
+        )
+        expected = [o.outputs[0].token_ids for o in outputs]
+
+    flags = ["--max-model-len", "256", "--num-gpu-blocks-override", str(2 * 16 + 1)]
+    with serve(tmp_path, *flags) as server, concurrent.futures.ThreadPoolExecutor(32) as pool:
+
+        def ask(prompt):
+            body = {"model": "octavo/stories", "prompt": prompt, "return_token_ids": True, **COMMON}
+            return server.post("/v1/completions", body).json()["choices"][0]["token_ids"]
+
+        assert list(pool.map(ask, PROMPTS)) == expected
+        assert server.metric("octavo:num_preemptions_total") > 0
+        assert server.metric("octavo:request_success_total") == 32
+        assert server.metric("octavo:kv_cache_usage_perc") == 0
