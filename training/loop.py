@@ -197,7 +197,8 @@ class Loop:
         return sum(loss.item() for loss in losses)
 
     def _measure(self) -> None:
-        if self.evaluate is not None:
+        measured = self.history.heldout[-1][0] if self.history.heldout else None
+        if self.evaluate is not None and measured != self.step:
             self.history.heldout.append((self.step, self.evaluate()))
 
     def run(self, until_step: int | None = None) -> History:

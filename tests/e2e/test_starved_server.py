@@ -6,7 +6,7 @@ from octavo import LLM, SamplingParams
 from tests.e2e.harness import serve
 
 PROMPTS = [list(range(100 + i, 200 + i)) for i in range(32)]
-COMMON = {"temperature": 0.7, "seed": 1, "max_tokens": 100, "ignore_eos": True}
+COMMON = {"temperature": 0.7, "top_p": 1.0, "seed": 1, "max_tokens": 100, "ignore_eos": True}
 
 
 def test_a_starved_server_gives_the_answers_of_an_unstarved_engine(tmp_path):
