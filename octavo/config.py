@@ -108,7 +108,7 @@ class CacheConfig(_Section, frozen=True):
         bool, Meta(description="Reuse KV blocks of equal prompt beginnings.")
     ] = True
     kv_cache_dtype: Annotated[
-        Literal["auto"], Meta(description="Type of the KV cache; auto: the model's.")
+        Dtype, Meta(description="Type of the KV cache; it is the model's, named or as auto.")
     ] = "auto"
 
 

@@ -10,6 +10,7 @@ The tree::
     |   |-- ContextLengthError              prompt (plus answer) does not fit the context
     |   |-- UnsupportedError                asks for something that does not work yet
     |   |-- NotFoundError                   unknown model or resource
+    |   |-- StepFailedError             the engine failed while it computed; not the request's fault
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
     |   `-- DeadlineError                   the request's own deadline passed
     `-- EngineDeadError                     the engine process is gone; says the root cause
@@ -74,6 +75,16 @@ class NotFoundError(RequestError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param, code or "model_not_found")
+
+
+class StepFailedError(RequestError):
+    """The step that the request was part of failed; the same request may work again."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "step_failed")
 
 
 class QueueFullError(RequestError):

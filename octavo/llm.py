@@ -17,8 +17,8 @@ from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
 from octavo.engine.memory_plan import MemoryPlan
-from octavo.engine.output_processor import OutputProcessor, ProcessedOutputs
-from octavo.errors import OctavoError, UnsupportedError
+from octavo.engine.output_processor import OutputProcessor
+from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.logs import setup_default_logging
 from octavo.messages import SchedulerStats
 from octavo.models.hub import resolve_folders
@@ -60,6 +60,9 @@ class LLM:
         )
         self._output_processor = OutputProcessor(self._tokenizer)
         self._request_ids = itertools.count()
+        self._inboxes: dict[str, list[RequestOutput | OctavoError]] = {}
+        """What came for each live request and has not been taken yet."""
+        self._running = True
 
     def __enter__(self) -> LLM:
         return self
@@ -143,19 +146,21 @@ class LLM:
         """
         params = self._params_for([prompt], sampling_params)[0]
         request_id = self._add(prompt, params, RequestOutputKind.DELTA, add_special_tokens)
+        inbox = self._inboxes[request_id]
         finished = False
         try:
             while not finished:
-                processed = self._step()
-                if request_id in processed.errors:
+                if not inbox:
+                    self._step()
+                    continue
+                output = inbox.pop(0)
+                if isinstance(output, OctavoError):
                     finished = True
-                    raise processed.errors[request_id]
-                for output in processed.request_outputs:
-                    finished = output.finished
-                    yield output
+                    raise output
+                finished = output.finished
+                yield output
         finally:
-            if not finished:
-                self._abort([request_id])
+            self._end([request_id])
 
     def render_chat(
         self,
@@ -209,6 +214,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""
+        self._running = False
         self._core.shutdown()
 
     def _params_for(
@@ -234,17 +240,19 @@ class LLM:
         output_kind: RequestOutputKind,
         add_special_tokens: bool,
     ) -> str:
+        if not self._running:
+            raise EngineDeadError("This LLM was shut down; make a new one.")
         request_id = str(next(self._request_ids))
         request, text = self._input_processor.process(
             request_id,
             prompt,
             params,
             arrival_time=time.monotonic(),
-            cache_salt=params.cache_salt,
             clip_max_tokens=True,
             add_special_tokens=add_special_tokens,
         )
         request.sampling_params.output_kind = output_kind
+        self._inboxes[request_id] = []
         for core_request, parent, index in fan_out(
             request, enable_prefix_caching=self.config.cache.enable_prefix_caching
         ):
@@ -252,14 +260,22 @@ class LLM:
             self._core.add_request(core_request)
         return request_id
 
-    def _step(self) -> ProcessedOutputs:
+    def _step(self) -> list[str]:
+        """Runs a step; returns the ids of the requests that it brought something for."""
         outputs = self._core.step()
         processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp)
         self._core.abort_requests(processed.reqs_to_abort)
-        return processed
+        for output in processed.request_outputs:
+            self._inboxes[output.request_id].append(output)
+        for request_id, error in processed.errors.items():
+            self._inboxes[request_id].append(error)
+        return [*(o.request_id for o in processed.request_outputs), *processed.errors]
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def _end(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests; those that still run are aborted."""
         self._core.abort_requests(self._output_processor.abort_requests(request_ids))
+        for request_id in request_ids:
+            del self._inboxes[request_id]
 
     def _run(
         self,
@@ -270,30 +286,37 @@ class LLM:
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
         request_ids: list[str] = []
-        results: dict[str, RequestOutput] = {}
+        results: list[RequestOutput] = []
         try:
             for prompt, its_params in zip(prompts, params, strict=True):
                 request_ids.append(
                     self._add(prompt, its_params, RequestOutputKind.FINAL_ONLY, add_special_tokens)
                 )
+            waiting = set(request_ids)
             with tqdm(total=len(prompts), desc="Processed prompts", disable=not use_tqdm) as bar:
-                while self._output_processor.has_unfinished_requests():
-                    processed = self._step()
-                    for output in processed.request_outputs:
-                        results[output.request_id] = output
-                    for request_id, error in processed.errors.items():
-                        results[request_id] = _failed(request_id, error)
-                    bar.update(len(results) - bar.n)
-        except BaseException:
-            self._abort(request_ids)
-            raise
-        return [results[request_id] for request_id in request_ids]
+                while waiting:
+                    waiting.difference_update(self._step())
+                    bar.update(len(prompts) - len(waiting) - bar.n)
+            for request_id in request_ids:
+                (output,) = self._inboxes[request_id]
+                if isinstance(output, OctavoError):
+                    output = _failed(request_id, output)
+                results.append(output)
+        finally:
+            self._end(request_ids)
+        return results
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a string, a dict and a list of token ids are one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, a dict, or "
+            "a list of these.",
+            "prompts",
+        )
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]  # a list of ids: mypy cannot narrow it
     return list(prompts)  # type: ignore[arg-type]

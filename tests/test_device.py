@@ -14,7 +14,8 @@ def test_cores_and_memory_are_plausible():
 def test_a_cgroup_limits_cores_and_memory(tmp_path, monkeypatch):
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     (tmp_path / "memory.max").write_text(f"{2**28}\n")
-    (tmp_path / "memory.current").write_text(f"{2**27}\n")
+    (tmp_path / "memory.current").write_text(f"{2**27 + 4096}\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 4096\n")
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     assert device.num_cpus() == 1
     assert device.cpu_memory() == (2**28, 2**27)

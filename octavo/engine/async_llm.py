@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,6 +50,8 @@ class AsyncLLM:
     def __init__(
         self,
         config: EngineConfig,
+        path: Path,
+        tokenizer_path: Path,
         *,
         progress_timeout: float,
         served_name: str | None,
@@ -56,11 +59,14 @@ class AsyncLLM:
         log_format: str,
     ) -> None:
         model = config.model
-        path, tokenizer_path = resolve_folders(config)
         self.config = config
         self.spec = ModelSpec.from_folder(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
+        self.tokenizer: Tokenizer | None = None
+        if not model.skip_tokenizer_init:
+            self.tokenizer = Tokenizer.from_folder(tokenizer_path)
+        # Last, so that nothing that fails here leaves a process behind.
         self._client = AsyncMPClient(
             config,
             path,
@@ -68,9 +74,6 @@ class AsyncLLM:
             log_level=log_level,
             log_format=log_format,
         )
-        self.tokenizer: Tokenizer | None = None
-        if not model.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.from_folder(tokenizer_path)
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len)
         self.stats = SchedulerStats()
         self.ready = False
@@ -105,8 +108,11 @@ class AsyncLLM:
         Raises:
             ConfigError, ModelError, HubError: if config, model folder or download are bad.
         """
+        # A download may take long; the event loop goes on meanwhile.
+        folders = await asyncio.to_thread(resolve_folders, config)
         return cls(
             config,
+            *folders,
             progress_timeout=progress_timeout,
             served_name=served_name,
             log_level=log_level,
@@ -185,10 +191,12 @@ class AsyncLLM:
             self._last_progress = time.monotonic()
         finished = False
         try:
-            for core_request, parent, index in fan_out(
+            children = fan_out(
                 request, enable_prefix_caching=self.config.cache.enable_prefix_caching
-            ):
+            )
+            for core_request, parent, index in children:
                 self._output_processor.add_request(core_request, text, parent, index, queue)
+            for core_request, _, _ in children:
                 await self._client.add_request(core_request)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
@@ -222,7 +230,9 @@ class AsyncLLM:
         try:
             while True:
                 outputs = await self._client.get_output()
-                self._last_progress = time.monotonic()
+                computed = outputs.stats.num_scheduled_tokens if outputs.stats else 0
+                if outputs.outputs or computed > self.stats.num_scheduled_tokens:
+                    self._last_progress = time.monotonic()
                 processed = self._output_processor.process_outputs(
                     outputs.outputs, outputs.timestamp
                 )

@@ -124,18 +124,28 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """Schedules as far ahead as allowed, then takes in the oldest step's result.
 
-        Raises:
-            Exception: what the workers raised; the engine cannot go on then.
+        A step that fails as a whole fails the requests in it; the engine goes on.
         """
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
             work = self.scheduler.schedule()
             forward = self.executor.execute_model(work)
             self._in_flight.append((work, forward, self.executor.sample_tokens()))
-        outputs, self._refused = self._refused, []
+        outputs: list[EngineCoreOutput] = []
         if self._in_flight:
-            work, forward, result = self._in_flight.popleft()
-            forward.result()  # its failure is the cause of what sampling would report
-            outputs += self.scheduler.update_from_output(work, result.result())
+            work, forward, sampled = self._in_flight[0]
+            try:
+                forward.result()  # its failure is the cause of what sampling would report
+                result = sampled.result()
+            except Exception as error:
+                logger.exception("a step failed, and its requests with it")
+                message = f"The step failed: {type(error).__name__}: {error}"
+                outputs = self.scheduler.fail_step(work, message)
+            else:
+                outputs = self.scheduler.update_from_output(work, result)
+            # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
+            self._in_flight.popleft()
+        outputs += self._refused
+        self._refused = []
         return EngineCoreOutputs(outputs, self.scheduler.make_stats(), time.monotonic())
 
     def stats(self) -> SchedulerStats:

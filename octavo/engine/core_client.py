@@ -6,6 +6,7 @@ Offline use needs no client: `LLM` holds its `EngineCore` directly.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import signal
@@ -74,9 +75,11 @@ class AsyncMPClient:
             [sys.executable, "-m", "octavo.engine.core_process"], stdin=subprocess.PIPE
         )
         assert self.process.stdin is not None
-        # The pipe stays open: its end tells the child that this process is gone.
-        self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
-        self.process.stdin.flush()
+        # The pipe stays open: its end tells the child that this process is gone. A child that
+        # has died already is found by `get_output`.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
+            self.process.stdin.flush()
 
     async def get_output(self) -> EngineCoreOutputs:
         """The next step's outputs.

@@ -147,6 +147,8 @@ class _BusyLoop:
             self._core.abort_requests(message)
         elif isinstance(message, UtilityCall):
             self._outputs.put((RESULT, self._call(message)))
+        elif isinstance(message, Exception):
+            raise message
         else:
             self._running = False
 
@@ -170,9 +172,12 @@ def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:
         ABORT: msgspec.msgpack.Decoder(list[str]),
         UTILITY: msgspec.msgpack.Decoder(UtilityCall),
     }
-    while True:
-        kind, payload = socket.recv_multipart()
-        inputs.put(decoders[kind].decode(payload))
+    try:
+        while True:
+            kind, payload = socket.recv_multipart()
+            inputs.put(decoders[kind].decode(payload))
+    except Exception as error:
+        inputs.put(error)  # the busy loop raises it: without inputs the core is of no use
 
 
 def _send_outputs(

@@ -79,10 +79,17 @@ def fan_out(
     children: list[tuple[EngineCoreRequest, ParentRequest | None, int]] = []
     for i in range(params.n):
         seed = params.seed + i
+        # Logprobs of the prompt are the same for all: the first answer brings them.
+        prompt_logprobs = params.prompt_logprobs if i == 0 else None
         child = replace(
             request,
             request_id=f"{i}_{request.request_id}",
-            sampling_params=replace(params, n=1, seed=seed - 2**64 if seed >= 2**64 else seed),
+            sampling_params=replace(
+                params,
+                n=1,
+                seed=seed - 2**64 if seed >= 2**64 else seed,
+                prompt_logprobs=prompt_logprobs,
+            ),
             cache_salt=salt,
         )
         children.append((child, parent, i))

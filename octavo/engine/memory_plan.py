@@ -14,10 +14,10 @@ from octavo.kv_cache.groups import (
     make_kv_cache_groups,
     max_blocks_per_request,
 )
-from octavo.models.spec import ModelSpec
+from octavo.models.spec import DTYPE_NBYTES, ModelSpec
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
+from octavo.worker.input_batch import InputBatch
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
 # users than the engine.
 DEFAULT_CPU_KV_BYTES = 4 * 2**30
@@ -36,6 +36,8 @@ class MemoryPlan:
     activations: int
     logits: int
     """Logits and what sampling does with them."""
+    loading: int
+    """The largest weight as it is read, beside the packed ones; gone before a step is run."""
     rows: int
     """Token histories, block tables and sampling state of the running requests."""
     kv_cache: int
@@ -50,7 +52,11 @@ class MemoryPlan:
     def total(self) -> int:
         """All of it."""
         return (
-            self.runtime + self.weights + self.activations + self.logits + self.rows + self.kv_cache
+            self.runtime
+            + self.weights
+            + max(self.activations + self.logits, self.loading)
+            + self.rows
+            + self.kv_cache
         )
 
     @property
@@ -67,6 +73,7 @@ class MemoryPlan:
             f"  weights      {self.weights / mib:10,.1f} MiB",
             f"  activations  {self.activations / mib:10,.1f} MiB",
             f"  logits       {self.logits / mib:10,.1f} MiB",
+            f"  (loading     {self.loading / mib:10,.1f} MiB, given back before the first step)",
             f"  rows         {self.rows / mib:10,.1f} MiB",
             f"  KV cache     {self.kv_cache / mib:10,.1f} MiB = {self.num_blocks:,} blocks of "
             f"{self.block_size} tokens; {self.max_concurrency:.1f} requests of "
@@ -116,11 +123,16 @@ def make_memory_plan(
             message names what would.
     """
     dtype = resolve_dtype(config, spec)
+    if config.cache.kv_cache_dtype not in ("auto", dtype):
+        raise ConfigError(
+            f"kv_cache_dtype={config.cache.kv_cache_dtype} is not supported with a model in "
+            f"{dtype}; use auto."
+        )
     cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
     max_model_len = resolve_max_model_len(config, spec)
     groups, group_size = make_kv_cache_groups(spec.layer_windows)
     block_nbytes = bytes_per_block(
-        group_size, cache.block_size, spec.num_key_value_heads, spec.head_size, DTYPE_BYTES[dtype]
+        group_size, cache.block_size, spec.num_key_value_heads, spec.head_size, DTYPE_NBYTES[dtype]
     )
 
     def blocks_for(length: int) -> int:
@@ -131,12 +143,12 @@ def make_memory_plan(
     # Logits as they come, a processed copy where logprobs are asked for, the sampler's workspace.
     logits = 2 * 4 * max_num_seqs * spec.vocab_size
     logits += workspace_nbytes(max_num_seqs, spec.vocab_size)
-    blocks_per_row = -(-max_model_len // cache.block_size)
-    rows = max_num_seqs * 4 * (max_model_len + blocks_per_row * len(groups))
+    loading = spec.loading_nbytes(dtype)
+    rows = InputBatch.nbytes(max_num_seqs, max_model_len, cache.block_size, len(groups))
     rows += state_nbytes(max_num_seqs, spec.vocab_size)
     _, available = cpu_memory()
     limit = int(available * cache.gpu_memory_utilization)
-    left = limit - RUNTIME_NBYTES - weights - activations - logits - rows
+    left = limit - RUNTIME_NBYTES - weights - max(activations + logits, loading) - rows
     if left < 0:
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
@@ -178,6 +190,7 @@ def make_memory_plan(
         weights=weights,
         activations=activations,
         logits=logits,
+        loading=loading,
         rows=rows,
         kv_cache=num_blocks * block_nbytes,
         num_blocks=num_blocks,

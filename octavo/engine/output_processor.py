@@ -336,7 +336,8 @@ class OutputProcessor:
             times.first_scheduled_time = output.first_scheduled_time
         if output.num_preemptions:
             times.num_preemptions = output.num_preemptions
-        if output.num_cached_tokens > group.num_cached_tokens:
+        # Of n answers, the first one: the others find what it has just computed.
+        if state.index == 0 and output.num_cached_tokens:
             group.num_cached_tokens = output.num_cached_tokens
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
             state.prompt_logprobs += self._logprob_rows(output.new_prompt_logprobs, None)

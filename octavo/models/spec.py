@@ -117,6 +117,18 @@ class ModelSpec:
         tables = sum(4 * (max_model_len or self.max_model_len) * r.rotary_dim for r in self.ropes)
         return sum(nbytes(w) for w in model_weights(self)) + tables + 4 * len(self.alibi_slopes)
 
+    def loading_nbytes(self, dtype: str) -> int:
+        """Upper bound of what loading holds beside the loaded weights.
+
+        Weights are read one at a time: the largest one as float32 and converted, before packing.
+
+        Args:
+            dtype: "float32", "float16" or "bfloat16".
+        """
+        from octavo.models.weights import model_weights
+
+        return (4 + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in model_weights(self))
+
     def activation_nbytes(self, num_tokens: int, dtype: str) -> int:
         """Upper bound of the memory that a forward pass holds beside weights and KV cache.
 

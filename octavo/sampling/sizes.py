@@ -35,8 +35,3 @@ def workspace_nbytes(max_num_rows: int, vocab_size: int) -> int:
     The copy is there only when logprobs are asked for and processors change the logits.
     """
     return min(max_num_rows, rows_per_chunk(vocab_size)) * vocab_size * _WORKSPACE_BYTES
-
-
-def sampling_nbytes(max_num_rows: int, vocab_size: int) -> int:
-    """All that sampling takes at most, but for a copy of the logits."""
-    return state_nbytes(max_num_rows, vocab_size) + workspace_nbytes(max_num_rows, vocab_size)

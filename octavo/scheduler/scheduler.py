@@ -288,7 +288,7 @@ class Scheduler:
         assert step.output is scheduler_output, "steps must be updated in order"
         for request, _, _ in step.entries:
             if not request.status.finished:
-                outputs.append(self._fail(request, message, "RequestError"))
+                outputs.append(self._fail(request, message, "StepFailedError"))
         self._drop_finished_from_running()
         while self.running:
             self._preempt(self.running.pop())

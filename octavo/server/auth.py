@@ -5,16 +5,23 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+from octavo.errors import ConfigError
 from octavo.server.errors import AuthenticationError
 
-# Probes and scrapers carry no key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+# Probes, scrapers and a browser that reads the documentation carry no key.
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
 
 
 class ApiKeys:
-    """The accepted API keys; with none, everybody may ask."""
+    """The accepted API keys; with none, everybody may ask.
+
+    Raises:
+        ConfigError: a key is empty, as an unset shell variable would make it.
+    """
 
     def __init__(self, keys: list[str]) -> None:
+        if not all(key.strip() for key in keys):
+            raise ConfigError("api_key is empty: everybody could guess it. Give a real key.")
         self._digests = [(hashlib.sha256(key.encode()).digest(), key) for key in keys]
 
     def check(self, authorization: bytes | None) -> str | None:

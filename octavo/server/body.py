@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import DeadlineError, RequestError, UnsupportedError
 from octavo.server.errors import (
     BodyTooLargeError,
     ClientDisconnectError,
@@ -17,6 +18,8 @@ from octavo.server.errors import (
 )
 
 MAX_JSON_DEPTH = 64
+# Seconds in which a body must have arrived: a client that sends a byte now and then holds a place.
+BODY_TIMEOUT = 60.0
 
 M = TypeVar("M", bound="Body")
 
@@ -43,6 +46,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         BodyTooLargeError: it has more than `limit` bytes, announced or sent.
         MediaTypeError: it is not JSON by its headers.
         ClientDisconnectError: the client went away.
+        DeadlineError: it did not arrive in time.
     """
     content_type = request.headers.get("content-type", "application/json")
     media_type = content_type.partition(";")[0].strip().lower()
@@ -61,8 +65,15 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise BodyTooLargeError(limit)
     chunks: list[bytes] = []
     size = 0
+    deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT
     while True:
-        message = await request.receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await request.receive()
+        except TimeoutError:
+            raise DeadlineError(
+                f"The body did not arrive within {BODY_TIMEOUT:.0f} s; send it faster."
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnectError
         chunk: bytes = message.get("body", b"")

@@ -17,7 +17,6 @@ from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError, OctavoError
 from octavo.logs import setup_logging
-from octavo.models.hub import resolve_folders
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
 
@@ -131,8 +130,6 @@ class _Ending:
 
 
 async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> AsyncLLM:
-    # A download may take long; the server answers meanwhile.
-    await asyncio.to_thread(resolve_folders, engine_config)
     names = engine_config.model.served_model_name
     return await AsyncLLM.start(
         engine_config,

@@ -146,6 +146,8 @@ def _check_messages(value: object) -> object:
                 "assistant.",
                 "messages",
             )
+        if role == "assistant" and message.get("content", ...) is None:
+            message["content"] = ""  # so OpenAI's own answers look that have no text
         if not isinstance(message.get("content"), str | list):
             raise RequestError(
                 f"{where}.content={show(message.get('content'))} is not allowed; it is a string "

@@ -218,7 +218,7 @@ class ServerState:
             yield
         finally:
             self._num_admitted -= count
-            self._finish_times.extend([time.monotonic()] * min(count, _RECENT_ANSWERS))
+        self._finish_times.extend([time.monotonic()] * min(count, _RECENT_ANSWERS))
 
     def _retry_after(self, places: int) -> int:
         """Seconds until `places` more answers will have finished, from recent throughput."""

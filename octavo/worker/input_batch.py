@@ -60,10 +60,10 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     @staticmethod
-    def nbytes(max_num_seqs: int, max_model_len: int, kv_cache: KVCacheConfig) -> int:
+    def nbytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> int:
         """Bytes of the rows, for the memory plan."""
-        blocks = -(-max_model_len // kv_cache.block_size)
-        return max_num_seqs * 4 * (max_model_len + blocks * len(kv_cache.groups))
+        blocks = -(-max_model_len // block_size)
+        return max_num_seqs * 4 * (max_model_len + blocks * num_groups)
 
     def add(self, data: NewRequestData) -> int:
         """Gives a request a row; returns it."""

@@ -17,8 +17,8 @@ from octavo.sampling.state import SamplingState
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.setup import WorkerSetup
 
-# Prompt logprobs need logits for every prompt token; they are made for this many at a time, so
-# that they never take more memory than the logits of an ordinary step.
+# Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
+# or for `max_num_seqs` if that is less: no more than the memory plan has for an ordinary step.
 PROMPT_LOGPROBS_ROWS = 64
 
 
@@ -62,6 +62,7 @@ class ModelRunner:
         self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
         self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
         self.sampler = Sampler(get_ops(device))
+        self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, max_num_seqs)
         self._prompt_logprobs: dict[str, int] = {}
         """Requests that asked for prompt logprobs, and how many for each position."""
         self._failed: dict[str, str] = {}
@@ -186,8 +187,8 @@ class ModelRunner:
             if k is None or count <= 0:
                 continue
             lists = LogprobsLists([], [], [])
-            for at in range(0, count, PROMPT_LOGPROBS_ROWS):
-                n = min(PROMPT_LOGPROBS_ROWS, count - at)
+            for at in range(0, count, self._prompt_logprobs_rows):
+                n = min(self._prompt_logprobs_rows, count - at)
                 logits = self.model.compute_logits(hidden[begin + at : begin + at + n])
                 targets = self.batch.token_ids[row, first + at + 1 : first + at + 1 + n]
                 part = prompt_logprobs(

@@ -1,5 +1,6 @@
 """The offline API on the built-in model."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError, ContextLengthError, RequestError, UnsupportedError
+from octavo.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    RequestError,
+    UnsupportedError,
+)
 
 STORY = "Once upon a time, there was a little"
 
@@ -71,6 +78,7 @@ def test_n_shares_the_prompt_and_orders_the_answers(llm):
     output = llm.generate(STORY * 20, params, use_tqdm=False)[0]
     assert [o.index for o in output.outputs] == [0, 1, 2, 3]
     assert len({tuple(o.token_ids) for o in output.outputs}) > 1
+    assert output.num_cached_tokens == 0  # what siblings share with each other does not count
     again = llm.generate(STORY * 20, params, use_tqdm=False)[0]
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in output.outputs]
 
@@ -121,6 +129,36 @@ def test_stream_brings_the_same_text_piece_by_piece(llm):
     pieces = [o.outputs[0].text for o in llm.stream(STORY, params)]
     assert len(pieces) > 5
     assert "".join(pieces) == llm.generate(STORY, params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_streams_and_batches_may_be_interleaved(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = llm.generate([STORY, "The cat"], params, use_tqdm=False)
+    one, two = llm.stream(STORY, params), llm.stream("The cat", params)
+    texts = [next(one).outputs[0].text, next(two).outputs[0].text]
+    between = llm.generate("The cat", params, use_tqdm=False)[0]
+    texts[0] += "".join(o.outputs[0].text for o in one)
+    texts[1] += "".join(o.outputs[0].text for o in two)
+    assert texts == [o.outputs[0].text for o in expected]
+    assert between.outputs[0].text == texts[1]
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(llm):
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(
+                [STORY] * 8, SamplingParams(max_tokens=900, ignore_eos=True), use_tqdm=False
+            )
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
+    assert llm.stats().num_used_blocks == 0
 
 
 def test_a_closed_stream_frees_its_blocks(llm):
@@ -174,6 +212,23 @@ def test_a_cache_too_small_names_what_fits():
         LLM(max_model_len=1024, num_gpu_blocks_override=10)
     with LLM(max_model_len=-1, num_gpu_blocks_override=10) as llm:
         assert llm.memory_plan.max_model_len == 144
+
+
+def test_after_shutdown_it_says_so():
+    llm = LLM(max_model_len=128)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate("x")
+    with pytest.raises(RequestError, match="prompts is a int"):
+        llm.generate(5)
+
+
+def test_a_kv_cache_of_another_type_is_refused():
+    with pytest.raises(ConfigError, match="kv_cache_dtype=float16"):
+        LLM(kv_cache_dtype="float16")
+    with LLM(kv_cache_dtype="bfloat16", max_model_len=128) as llm:
+        assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
 
 
 def test_without_a_tokenizer():

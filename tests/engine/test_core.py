@@ -14,19 +14,33 @@ from octavo.sampling_params import SamplingParams
 from tests.fakes import FakeExecutor, expected_output
 
 
+class InterruptedFuture(Future):
+    """A result during the first wait for which Ctrl-C is pressed."""
+
+    interrupted = False
+
+    def result(self, timeout=None):
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return super().result(timeout)
+
+
 class FakeWorkerExecutor:
     """An `Executor` on the fake worker that records the calls it gets."""
 
     def __init__(self, setup):
         self.calls = []
         self.fail_forward = False
+        self.interrupt = False
         self._worker = FakeExecutor(setup.kv_cache, setup.config.scheduler.max_num_seqs)
         self._step = None
 
     def execute_model(self, scheduler_output):
         self.calls.append("execute")
         self._step = scheduler_output
-        future = Future()
+        future = InterruptedFuture() if self.interrupt else Future()
+        self.interrupt = False
         if self.fail_forward:
             future.set_exception(ArithmeticError("the forward pass broke"))
         else:
@@ -114,11 +128,24 @@ def test_aborted_requests_end_and_free_their_blocks(core):
     assert not result.tokens.get("5")
 
 
-def test_a_failed_forward_pass_raises_its_own_error(core):
+def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(core):
     core.add_request(request("0", [1, 2, 3], max_tokens=4))
     core.executor.fail_forward = True
-    with pytest.raises(ArithmeticError, match="the forward pass broke"):
+    (output,) = core.step().outputs
+    assert output.finish_reason == FinishReason.ERROR
+    assert output.error_kind == "StepFailedError"
+    assert "ArithmeticError: the forward pass broke" in output.error
+    core.executor.fail_forward = False
+    core.add_request(request("1", [1, 2, 3], max_tokens=4))
+    assert len(run(core).tokens["1"]) == 4
+
+
+def test_an_interrupt_while_waiting_loses_no_step(core):
+    core.add_request(request("0", [1, 2, 3], max_tokens=4))
+    core.executor.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
         core.step()
+    assert len(run(core).tokens["0"]) == 4
 
 
 def test_reset_prefix_cache(core):

@@ -10,9 +10,10 @@ import time
 import psutil
 import pytest
 
-from octavo.config import EngineConfig
+from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineDeadError, ModelError
+from octavo.models.hub import resolve_model
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
@@ -90,6 +91,43 @@ def test_a_start_failure_is_reported_with_its_root_cause(tmp_path):
             await engine.wait_ready()
         await engine.shutdown()
         await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_bad_tokenizer_is_refused_before_a_process_starts(tmp_path):
+    for file in resolve_model(BUILTIN_MODEL).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{")
+
+    async def main():
+        await AsyncLLM.start(EngineConfig.from_kwargs(model=str(tmp_path)))
+
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        asyncio.run(main())
+    assert not psutil.Process().children()
+
+
+def test_health_is_progress():
+    async def main():
+        config = EngineConfig.from_kwargs(**CONFIG)
+        engine = await AsyncLLM.start(config, progress_timeout=0.2)
+        try:
+            await engine.wait_ready()
+            os.kill(engine._client.process.pid, signal.SIGSTOP)
+            stream = engine.generate("The", SamplingParams(max_tokens=5), "a")
+            waiting = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0.05)
+            assert engine.health().ok
+            await asyncio.sleep(0.3)
+            assert not engine.health().ok
+            os.kill(engine._client.process.pid, signal.SIGCONT)
+            await waiting
+            assert engine.health().ok
+            await stream.aclose()
+        finally:
+            os.kill(engine._client.process.pid, signal.SIGCONT)
+            await engine.shutdown()
 
     asyncio.run(main())
 

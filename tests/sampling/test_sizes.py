@@ -15,8 +15,3 @@ def test_workspace_does_not_grow_with_the_batch():
     assert sizes.workspace_nbytes(10**6, 1000) == sizes.workspace_nbytes(10**5, 1000)
     assert sizes.workspace_nbytes(1, 1000) == sizes.workspace_nbytes(3, 1000) // 3
     assert sizes.rows_per_chunk(10**9) == 1
-
-
-def test_total_is_the_sum():
-    total = sizes.state_nbytes(8, 1000) + sizes.workspace_nbytes(8, 1000)
-    assert sizes.sampling_nbytes(8, 1000) == total

@@ -1,5 +1,6 @@
 import pytest
 
+from octavo.errors import ConfigError
 from octavo.server.auth import ApiKeys, private_salt
 from octavo.server.errors import AuthenticationError
 from tests.server.fake_engine import with_server
@@ -19,6 +20,11 @@ def test_each_key_opens_and_nothing_else_does():
             keys.check(bad)
 
 
+def test_an_empty_key_is_refused():
+    with pytest.raises(ConfigError, match="api_key is empty"):
+        ApiKeys(["one", " "])
+
+
 def test_without_keys_everything_opens():
     assert ApiKeys([]).check(None) is None
     assert ApiKeys([]).check(b"Bearer x") is None
@@ -26,7 +32,9 @@ def test_without_keys_everything_opens():
 
 def test_the_server_asks_for_a_key():
     async def scenario(served):
-        for path in ("/", "/v1/models", "/docs", "/nothing"):
+        for path in ("/docs", "/openapi.json", "/health", "/ready", "/metrics"):
+            assert (await served.http.get(path)).status_code == 200
+        for path in ("/", "/v1/models", "/nothing"):
             response = await served.http.get(path)
             assert response.status_code == 401
             assert response.headers["www-authenticate"] == "Bearer"

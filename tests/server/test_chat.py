@@ -117,9 +117,12 @@ def test_messages_of_all_kinds():
             {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
             {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
             {"role": "user", "content": "d", "name": "Ann"},
+            {"role": "assistant", "content": None},
+            {"role": "user", "content": "e"},
         )
         assert rendered(served) == (
-            "<s><system>Be brief.</s><user>a\nb</s><assistant>c</s><user>d</s><assistant>"
+            "<s><system>Be brief.</s><user>a\nb</s><assistant>c</s><user>d</s>"
+            "<assistant></s><user>e</s><assistant>"
         )
 
     with_server(scenario)

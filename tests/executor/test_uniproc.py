@@ -1,0 +1,61 @@
+"""The in-process executor: order, failures, and giving memory back."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
+from octavo.executor import uniproc
+from octavo.executor.uniproc import UniProcExecutor
+from octavo.messages import SchedulerOutput
+
+
+class RecordingWorker:
+    def __init__(self, setup):
+        self.calls = []
+        self.threads = {threading.current_thread().name}
+
+    def execute_model(self, scheduler_output):
+        self.threads.add(threading.current_thread().name)
+        self.calls.append(("execute", scheduler_output.total_num_scheduled_tokens))
+
+    def sample_tokens(self):
+        self.calls.append(("sample", None))
+        return len(self.calls)
+
+    def shutdown(self):
+        self.calls.append(("shutdown", None))
+
+
+def test_steps_run_in_order_on_one_thread(monkeypatch):
+    monkeypatch.setattr(uniproc, "Worker", RecordingWorker)
+    executor = UniProcExecutor(None)
+    futures = []
+    for i in range(5):
+        executor.execute_model(SchedulerOutput(total_num_scheduled_tokens=i))
+        futures.append(executor.sample_tokens())
+    assert [f.result() for f in futures] == [2, 4, 6, 8, 10]
+    worker = executor._worker
+    assert [n for kind, n in worker.calls if kind == "execute"] == [0, 1, 2, 3, 4]
+    assert len(worker.threads) == 1
+    assert threading.current_thread().name not in worker.threads
+    executor.shutdown()
+    executor.shutdown()
+    assert worker.calls[-1] == ("shutdown", None)
+
+
+def test_a_worker_that_cannot_start_says_why():
+    with pytest.raises(ConfigError, match="num_threads=4000"):
+        LLM(num_threads=4000)
+
+
+def test_shutdown_gives_the_model_back():
+    llm = LLM(max_model_len=128)
+    llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
+    runner = weakref.ref(llm._core.executor._worker.runner)
+    llm.shutdown()
+    gc.collect()
+    assert runner() is None
