@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -74,7 +75,8 @@ def main() -> None:
     size = int.from_bytes(sys.stdin.buffer.read(4), "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
     inputs: queue.SimpleQueue[object] = queue.SimpleQueue()
-    threading.Thread(target=_end_with_parent, args=(inputs,), daemon=True).start()
+    folder = Path(setup.input_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_parent, args=(inputs, folder), daemon=True).start()
     threading.Thread(
         target=_receive_inputs, args=(setup.input_address, inputs), daemon=True
     ).start()
@@ -195,10 +197,11 @@ def _send_outputs(
     context.term()
 
 
-def _end_with_parent(inputs: queue.SimpleQueue[object]) -> None:
+def _end_with_parent(inputs: queue.SimpleQueue[object], folder: Path) -> None:
     """Ends the process when standard input ends: the parent wants it to stop, or is gone."""
     while sys.stdin.buffer.read(1):
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # the sockets' names; a parent that died left them
     inputs.put(None)
     time.sleep(_GRACE_SECONDS)
     os._exit(1)

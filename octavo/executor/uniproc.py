@@ -20,7 +20,11 @@ class UniProcExecutor(Executor):
     def __init__(self, setup: WorkerSetup) -> None:
         self._thread = ThreadPoolExecutor(1, "octavo-worker")
         # Everything torch does happens on that thread, so there is one OpenMP pool.
-        self._worker = self._thread.submit(Worker, setup).result()
+        try:
+            self._worker = self._thread.submit(Worker, setup).result()
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[None]:
         """See `Executor`."""

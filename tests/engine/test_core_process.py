@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -148,12 +149,14 @@ from octavo.engine.async_llm import AsyncLLM
 async def main():
     engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))
     await engine.wait_ready()
-    print(engine._client.process.pid, flush=True)
+    print(engine._client.process.pid, engine._client._folder, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    child = int(parent.stdout.readline())
+    number, folder = parent.stdout.readline().split()
+    child = int(number)
+    assert Path(folder).exists()
     assert psutil.pid_exists(child)
     parent.kill()
     parent.wait()
@@ -162,3 +165,4 @@ asyncio.run(main())
     while psutil.pid_exists(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(child)
+    assert not Path(folder).exists()
