@@ -112,7 +112,7 @@ def test_a_bad_tokenizer_is_refused_before_a_process_starts(tmp_path):
 def test_health_is_progress():
     async def main():
         config = EngineConfig.from_kwargs(**CONFIG)
-        engine = await AsyncLLM.start(config, progress_timeout=0.2)
+        engine = await AsyncLLM.start(config, progress_timeout=1.0)
         try:
             await engine.wait_ready()
             os.kill(engine._client.process.pid, signal.SIGSTOP)
@@ -120,7 +120,7 @@ def test_health_is_progress():
             waiting = asyncio.create_task(anext(stream))
             await asyncio.sleep(0.05)
             assert engine.health().ok
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.3)
             assert not engine.health().ok
             os.kill(engine._client.process.pid, signal.SIGCONT)
             await waiting
