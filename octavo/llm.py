@@ -51,10 +51,10 @@ class LLM:
         self.config = EngineConfig.from_kwargs(model=model, **kwargs)
         settings = self.config.model
         path, tokenizer_path = resolve_folders(self.config)
-        self._core = EngineCore(self.config, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS)
         self._tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_folder(tokenizer_path)
+        self._core = EngineCore(self.config, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS)
         self._input_processor = InputProcessor(
             settings, self._core.spec, self._tokenizer, self._core.max_model_len
         )
@@ -319,7 +319,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         )
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]  # a list of ids: mypy cannot narrow it
-    return list(prompts)  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]  # nor that these are prompts now
 
 
 def _failed(request_id: str, error: OctavoError) -> RequestOutput:

@@ -106,11 +106,6 @@ class Request:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
-    def num_tokens_with_spec(self) -> int:
-        """Known tokens and the draft tokens to verify."""
-        return len(self.all_token_ids) + len(self.spec_token_ids)
-
-    @property
     def skip_reading_prefix_cache(self) -> bool:
         """Prompt logprobs need the prompt computed, not remembered."""
         return self.sampling_params.prompt_logprobs is not None

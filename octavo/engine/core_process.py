@@ -58,7 +58,6 @@ class CoreReady(msgspec.Struct):
 
     max_model_len: int
     num_blocks: int
-    plan: str
 
 
 class CoreDead(msgspec.Struct):
@@ -95,9 +94,7 @@ def main() -> None:
             Path(setup.model_path),
             default_batched_tokens=setup.default_batched_tokens,
         )
-        output_queue.put(
-            (READY, CoreReady(core.max_model_len, core.plan.num_blocks, core.plan.report()))
-        )
+        output_queue.put((READY, CoreReady(core.max_model_len, core.plan.num_blocks)))
         _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
     except OctavoError as error:
