@@ -14,7 +14,7 @@ namespace OCTAVO_ISA {
 
 extern const KernelTable table;
 const KernelTable table = {OCTAVO_NAME(OCTAVO_ISA), kPanel, pack_weight, linear, rms_norm,
-                           layer_norm, gated, unary, rotary, softmax, argmax, write_kv, attention};
+                           layer_norm, gated, unary, rotary, softmax, argmax, gather, add, write_kv, attention};
 
 }  // namespace OCTAVO_ISA
 }  // namespace octavo

@@ -14,6 +14,7 @@
 #endif
 
 #include "kernels.h"
+#include "pool.h"
 
 // All names below are local to one variant: nothing compiled for AVX-512 may be picked by the linker
 // for a lesser processor. For the same reason the kernels use no templates of the standard library.
@@ -198,18 +199,22 @@ INLINE void with_type(DType dtype, F f) {
   }
 }
 
-// f(0) ... f(n - 1) on the threads of the process; `cost` is about the number of vector operations in
-// all: ten microseconds' work is not worth waking another thread.
+// f(0) ... f(n - 1) on the threads of the process. `cost` is about the number of vector operations in
+// all: a few microseconds' work is not worth sharing, and ten are not worth waking another thread.
 template <class F>
 inline void parallel_for(int64_t n, int64_t cost, F f) {
-  int threads = cost < 50000 ? 1 : int(min<int64_t>(n, num_threads()));
+  constexpr int64_t kWorthSharing = 10000, kWorthWaking = 50000;
+  const int64_t threads = cost < kWorthSharing ? 1 : min<int64_t>(n, num_threads());
   if (threads <= 1) {
     for (int64_t i = 0; i < n; i++) f(i);
     return;
   }
-  int64_t chunk = max<int64_t>(1, n / (threads * 8));
-#pragma omp parallel for schedule(dynamic, chunk) num_threads(threads)
-  for (int64_t i = 0; i < n; i++) f(i);
+  run_parallel(
+      n, max<int64_t>(1, n / (threads * 8)), cost >= kWorthWaking,
+      [](void* context, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) (*static_cast<F*>(context))(i);
+      },
+      &f);
 }
 
 OCTAVO_END

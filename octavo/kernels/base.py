@@ -47,10 +47,20 @@ class Ops(Protocol):
 
     name: str
 
-    def pack_weight(self, weight: Tensor | Sequence[Tensor]) -> PackedWeight:
+    def pack_weight(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        dtype: dtype | None = None,
+        out: Tensor | None = None,
+    ) -> PackedWeight:
         """Packs a weight [N, K], or several [N_i, K] stacked along N (fused projections).
 
         The result is a copy; the sources are no longer needed.
+
+        Args:
+            weight: what to pack.
+            dtype: of the result; default: the weight's.
+            out: memory for the result: uint8 [`kernels.sizes.packed_nbytes`].
         """
         ...
 
@@ -109,7 +119,23 @@ class Ops(Protocol):
         ...
 
     def relu(self, x: Tensor) -> Tensor:
-        """max(x, 0)."""
+        """max(x, 0) of a dense x."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y, both dense and of one shape."""
+        ...
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Multiplies a dense x by a number, in place."""
+        ...
+
+    def clamp_(self, x: Tensor, bound: float) -> None:
+        """Cuts a dense x to [-bound, bound], in place."""
+        ...
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """A tensor for a result, its contents undefined, of a given tensor's dtype and device."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -168,6 +194,6 @@ class Ops(Protocol):
         """
         ...
 
-    def embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """Rows `ids` [T] (int32 or int64) of weight [V, D]: [T, D]."""
+    def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
+        """Rows `ids` [T] int64 of weight [V, D], packed or plain: [T, D]."""
         ...

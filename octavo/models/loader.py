@@ -14,9 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from octavo import _native
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.memory import map_memory
 from octavo.kernels.ops import get_ops
+from octavo.kernels.sizes import packed_nbytes
 from octavo.models.config_json import ConfigJson
 from octavo.models.decoder import DecoderModel
 from octavo.models.registry import FAMILIES
@@ -71,9 +74,10 @@ def load_model(
     total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
     done = 0
     loaded: dict[str, Tensor | PackedWeight] = {}
+    memory = _PackedMemory(weights, dtype, device)
     with torch.inference_mode():
         for weight in weights:
-            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device)
+            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory)
             done += weight.shape[0] * _columns(weight.shape)
             if progress is not None:
                 progress(done, total)
@@ -86,25 +90,47 @@ def _columns(shape: tuple[int, ...]) -> int:
     return shape[1] if len(shape) == 2 else 1
 
 
+class _PackedMemory:
+    """The memory of a model's packed weights: one mapping, so that huge pages are well filled."""
+
+    def __init__(self, weights: list[Weight], dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = str(dtype).removeprefix("torch.")
+        sizes = [self._nbytes(weight) for weight in weights if weight.kind == "linear"]
+        self._left = map_memory(sum(sizes)) if device.type == "cpu" else None
+
+    def _nbytes(self, weight: Weight) -> int:
+        n, k = weight.shape
+        return packed_nbytes(n, k, self._dtype)
+
+    def take(self, weight: Weight) -> Tensor | None:
+        """The next weight's share; None on devices that keep weights as they are."""
+        if self._left is None:
+            return None
+        nbytes = self._nbytes(weight)
+        share, self._left = self._left[:nbytes], self._left[nbytes:]
+        return share
+
+
 def _load(
     weight: Weight,
     checkpoint: _Checkpoint,
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
+    memory: _PackedMemory,
 ) -> Tensor | PackedWeight:
+    parts = [_rows(s, checkpoint, weight) for s in weight.sources]
+    result: Tensor | PackedWeight
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.
-        return ops.pack_weight(
-            [_rows(s, checkpoint, weight).to(device, dtype).contiguous() for s in weight.sources]
-        )
-    tensor = torch.empty(weight.shape, dtype=dtype, device=device)
-    row = 0
-    for source in weight.sources:
-        rows = _rows(source, checkpoint, weight)
-        tensor[row : row + rows.shape[0]].copy_(rows)
-        row += rows.shape[0]
-    return tensor
+        rows = [part.to(device).contiguous() for part in parts]
+        result = ops.pack_weight(rows, dtype, memory.take(weight))
+    else:
+        result = torch.empty(weight.shape, dtype=dtype, device=device)
+        torch.cat([part.to(device, dtype) for part in parts], out=result)
+    for part in parts:
+        checkpoint.done(part)
+    return result
 
 
 def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> Tensor:
@@ -134,6 +160,9 @@ class _Checkpoint(Protocol):
         """One tensor of the checkpoint, as it is stored."""
         ...
 
+    def done(self, tensor: Tensor) -> None:
+        """Called when a tensor that was read, or what was made of it, is needed no more."""
+
 
 class _DummyCheckpoint:
     """Random weights that depend on the seed and on a tensor's name, so ties stay tied."""
@@ -153,6 +182,9 @@ class _DummyCheckpoint:
         generator.manual_seed(zlib.crc32(source.name.encode(), self.seed & 0xFFFFFFFF))
         tensor = torch.empty(source.shape)
         return tensor.uniform_(-_DUMMY_BOUND, _DUMMY_BOUND, generator=generator)
+
+    def done(self, tensor: Tensor) -> None:
+        """Nothing is kept."""
 
 
 class _FileCheckpoint:
@@ -259,6 +291,11 @@ class _SafetensorsCheckpoint(_FileCheckpoint):
         tensor: Tensor = self.open_files[self.files[name]].get_tensor(name)
         return tensor
 
+    def done(self, tensor: Tensor) -> None:
+        """Its pages of the mapped file need not stay in memory."""
+        if tensor.is_contiguous():
+            _native.release_pages(tensor.data_ptr(), tensor.nbytes)
+
 
 class _TorchCheckpoint(_FileCheckpoint):
     def __init__(self, spec: ModelSpec, folder: Path) -> None:
@@ -296,6 +333,9 @@ class _TorchCheckpoint(_FileCheckpoint):
         name = self.stored_name(source.name)
         assert name is not None
         return self.tensors[name]
+
+    def done(self, tensor: Tensor) -> None:
+        """The file stays mapped until all is loaded."""
 
 
 def _open_checkpoint(

@@ -133,7 +133,8 @@ class ModelSpec:
         """Upper bound of the memory that a forward pass holds beside weights and KV cache.
 
         Counts the widest moment of a layer: its input and the residual stream before and after
-        the first norm, and what attention or MLP hold at once. Logits are not part of it.
+        the first norm, what attention or MLP hold at once, and the gap that a recorded step has
+        between its buffers. Logits are not part of it.
 
         Args:
             num_tokens: tokens of the step.
@@ -145,7 +146,7 @@ class ModelSpec:
         attention = (query + 2 * key) + query + hidden
         inner = (2 if self.gated_mlp else 1) * self.intermediate_size
         mlp = inner + max(self.intermediate_size, hidden)
-        per_token = 4 * hidden + max(attention, mlp, 2 * hidden)
+        per_token = 5 * hidden + max(attention, mlp, 2 * hidden)
         return num_tokens * per_token * DTYPE_NBYTES[dtype]
 
 

@@ -53,7 +53,8 @@ class _Weights:
         hidden, embed = spec.hidden_size, spec.embed_size
         embed_name = str(self.family.names["embed_tokens"]) + ".weight"
         embed_source = Source(embed_name, (spec.vocab_size, embed))
-        yield Weight("embed_tokens.weight", "embedding", embed_source.shape, (embed_source,))
+        if not spec.tie_word_embeddings:  # else the LM head serves as the table
+            yield Weight("embed_tokens.weight", "embedding", embed_source.shape, (embed_source,))
         if spec.positions == "learned":
             rows, offset = spec.num_learned_positions, spec.learned_position_offset
             source = Source(
