@@ -66,13 +66,14 @@ bool set_isa(const std::string& name) {
   return false;
 }
 
-void* scratch(size_t bytes) {
+void* scratch(size_t bytes, int which) {
   struct Buffer {
     void* data = nullptr;
     size_t size = 0;
     ~Buffer() { std::free(data); }
   };
-  thread_local Buffer buffer;
+  thread_local Buffer buffers[2];
+  Buffer& buffer = buffers[which];
   if (buffer.size < bytes) {
     const size_t size = (bytes + 63) / 64 * 64;
     std::free(buffer.data);

@@ -243,7 +243,8 @@ struct KernelTable {
 constexpr int kMaxHeadSize = 512;
 
 // Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
-void* scratch(size_t bytes);  // a buffer of the calling thread, 64-byte aligned, kept for the next call
+// A buffer of the calling thread, 64-byte aligned, kept for the next call; there are two of them.
+void* scratch(size_t bytes, int which = 0);
 
 // The k largest of each row, largest first, the lower index first among equals; NaN counts as -inf.
 void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,
