@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <new>
 
 namespace octavo {
@@ -82,6 +83,10 @@ void* scratch(size_t bytes, int which) {
     if (!buffer.data) throw std::bad_alloc();
   }
   return buffer.data;
+}
+
+void sort_descending(uint64_t* keys, int64_t count) {
+  std::sort(keys, keys + count, std::greater<>());
 }
 
 void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,

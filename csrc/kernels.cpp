@@ -4,7 +4,7 @@
 #include "gemm.h"
 #include "norm.h"
 #include "rotary.h"
-#include "softmax.h"
+#include "sample.h"
 
 #define OCTAVO_TEXT(x) #x
 #define OCTAVO_NAME(x) OCTAVO_TEXT(x)
@@ -14,7 +14,7 @@ namespace OCTAVO_ISA {
 
 extern const KernelTable table;
 const KernelTable table = {OCTAVO_NAME(OCTAVO_ISA), kPanel, pack_weight, linear, rms_norm,
-                           layer_norm, gated, unary, rotary, softmax, argmax, gather, add, write_kv, attention};
+                           layer_norm, gated, unary, rotary, softmax, argmax, row_max, sample, gather, add, write_kv, attention};
 
 }  // namespace OCTAVO_ISA
 }  // namespace octavo

@@ -154,6 +154,31 @@ struct ArgmaxArgs {
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
 
+struct RowMaxArgs {
+  const float* x;  // [rows, dim]
+  int64_t x_stride;
+  float* out;  // [rows]
+  int64_t rows, dim;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {4.0 * rows * dim, 0.0}; }
+};
+
+struct SampleArgs {
+  const float* x;  // [rows, dim]
+  int64_t x_stride;
+  const float* temperature;  // [rows], like the next four; 0: greedy
+  const int64_t* top_k;  // 0: all
+  const double* top_p;  // 1: all
+  const float* min_p;  // 0: all
+  const double* uniforms;  // in [0, 1)
+  int64_t* out;  // [rows]; -1: the row has no finite maximum
+  int64_t rows, dim;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {4.0 * rows * dim, 0.0}; }
+};
+
 struct GatherArgs {
   const void* table;  // [*, dim], or a packed weight [n, dim]
   int64_t table_stride;
@@ -234,6 +259,8 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*softmax)(const SoftmaxArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*row_max)(const RowMaxArgs&);
+  void (*sample)(const SampleArgs&);
   void (*gather)(const GatherArgs&);
   void (*add)(const AddArgs&);
   void (*write_kv)(const WriteKvArgs&);
@@ -245,6 +272,8 @@ constexpr int kMaxHeadSize = 512;
 // Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
 // A buffer of the calling thread, 64-byte aligned, kept for the next call; there are two of them.
 void* scratch(size_t bytes, int which = 0);
+
+void sort_descending(uint64_t* keys, int64_t count);
 
 // The k largest of each row, largest first, the lower index first among equals; NaN counts as -inf.
 void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,

@@ -167,6 +167,19 @@ NB_MODULE(_native, m) {
     submit("argmax", kernels().argmax, {at<float>(x), x_stride, at<int64_t>(out), rows, dim});
   });
 
+  m.def("row_max", [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim) {
+    submit("row_max", kernels().row_max, {at<float>(x), x_stride, at<float>(out), rows, dim});
+  });
+
+  m.def("sample", [](Address x, int64_t x_stride, Address temperature, Address top_k,
+                     Address top_p, Address min_p, Address uniforms, Address out, int64_t rows,
+                     int64_t dim) {
+    submit("sample", kernels().sample,
+           {at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k),
+            at<double>(top_p), at<float>(min_p), at<double>(uniforms), at<int64_t>(out), rows,
+            dim});
+  });
+
   m.def("top_k", [](Address x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k,
                     Address values, Address indices) {
     Release release;

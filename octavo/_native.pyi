@@ -117,6 +117,20 @@ def rotary(
 ) -> None: ...
 def softmax(x: int, x_stride: int, out: int, rows: int, dim: int, log: bool, /) -> None: ...
 def argmax(x: int, x_stride: int, out: int, rows: int, dim: int, /) -> None: ...
+def row_max(x: int, x_stride: int, out: int, rows: int, dim: int, /) -> None: ...
+def sample(
+    x: int,
+    x_stride: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    uniforms: int,
+    out: int,
+    rows: int,
+    dim: int,
+    /,
+) -> None: ...
 def top_k(
     x: int, x_stride: int, rows: int, dim: int, k: int, values: int, indices: int, /
 ) -> None: ...

@@ -36,6 +36,25 @@ class PackedWeight:
         return self.data.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """How to choose a token from each of M rows of logits: dense CPU tensors [M].
+
+    Attributes:
+        temperature: float32; 0 takes the first of the largest.
+        top_k: int64; 0 keeps all.
+        top_p: float64 in (0, 1]; 1 keeps all.
+        min_p: float32 in [0, 1]; 0 keeps all.
+        uniforms: float64 in [0, 1), random numbers.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniforms: Tensor
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 
@@ -184,6 +203,20 @@ class Ops(Protocol):
         """Index of the largest of each float32 row [M, V]: int64 [M].
 
         The lowest among equals; NaN is passed over; 0 where a row holds nothing else.
+        """
+        ...
+
+    def row_max(self, x: Tensor) -> Tensor:
+        """The largest of each float32 row [M, V]: float32 [M]; NaN where a row has one."""
+        ...
+
+    def sample(self, x: Tensor, params: SamplingTensors) -> Tensor:
+        """One token for each float32 row [M, V]: int64 [M]; -1 without a finite maximum.
+
+        The inverse of the cumulative distribution at `params.uniforms`. A token's weight is the
+        integer floor(2**40 * exp((logit - max) / temperature)), so that sums are exact in any
+        order. The filters are min-p, then top-k, then top-p of what is left, as in vLLM; they rank
+        tokens by value descending, then by id ascending, and each keeps a beginning of the ranking.
         """
         ...
 

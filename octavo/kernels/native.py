@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.kernels.base import Gelu, PackedWeight
+from octavo.kernels.base import Gelu, PackedWeight, SamplingTensors
 from octavo.kernels.memory import Arena
 from octavo.kernels.sizes import packed_nbytes
 
@@ -385,6 +385,43 @@ class NativeOps:
         assert x.dtype == torch.float32
         out = torch.empty(x.shape[0], dtype=torch.int64)
         _native.argmax(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1])
+        return out
+
+    def row_max(self, x: Tensor) -> Tensor:
+        """One pass."""
+        _rows(x)
+        assert x.dtype == torch.float32
+        out = torch.empty(x.shape[0])
+        _native.row_max(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1])
+        return out
+
+    def sample(self, x: Tensor, params: SamplingTensors) -> Tensor:
+        """Without sorting the vocabulary: see csrc/sample.h."""
+        _rows(x)
+        assert x.dtype == torch.float32
+        for tensor, dtype in (
+            (params.temperature, torch.float32),
+            (params.top_k, torch.int64),
+            (params.top_p, torch.float64),
+            (params.min_p, torch.float32),
+            (params.uniforms, torch.float64),
+        ):
+            assert tensor.dtype == dtype
+            assert tensor.shape == (x.shape[0],)
+            assert tensor.is_contiguous()
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        _native.sample(
+            x.data_ptr(),
+            x.stride(0),
+            params.temperature.data_ptr(),
+            params.top_k.data_ptr(),
+            params.top_p.data_ptr(),
+            params.min_p.data_ptr(),
+            params.uniforms.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+        )
         return out
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.base import Gelu, PackedWeight
+from octavo.kernels.base import Gelu, PackedWeight, SamplingTensors
 
 
 class ReferenceOps:
@@ -154,6 +154,40 @@ class ReferenceOps:
         """By a comparison with the maximum: torch.argmax says nothing about equals."""
         x = x.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         return (x == x.amax(-1, keepdim=True)).int().argmax(-1)
+
+    def row_max(self, x: Tensor) -> Tensor:
+        """Torch's own."""
+        return x.amax(-1)
+
+    def sample(self, x: Tensor, params: SamplingTensors) -> Tensor:
+        """By ranking the whole vocabulary."""
+        temperature, top_k, top_p, min_p, uniforms = (
+            t.to(x.device)[:, None]
+            for t in (
+                params.temperature,
+                params.top_k,
+                params.top_p,
+                params.min_p,
+                params.uniforms,
+            )
+        )
+        largest = self.row_max(x)[:, None]
+        probs = self.exp((x - largest) / temperature)
+        weights = (probs * 2.0**40).to(torch.int64).masked_fill_(probs < min_p, 0)
+        ids = torch.sort(x, dim=-1, descending=True, stable=True).indices
+        ranked = weights.gather(1, ids)
+        rank = torch.arange(x.shape[1], device=x.device)
+        ranked.masked_fill_((top_k > 0) & (rank >= top_k), 0)
+        before = ranked.cumsum(-1) - ranked
+        limit = top_p * ranked.sum(-1, keepdim=True)
+        ranked.masked_fill_((top_p < 1.0) & (before >= limit), 0)
+        cumulative = torch.zeros_like(weights).scatter_(1, ids, ranked).cumsum(-1)
+        totals = cumulative[:, -1:]
+        # The product may round up to the total itself, which no index exceeds.
+        threshold = torch.minimum((uniforms * totals).to(torch.int64), totals - 1)
+        tokens = torch.searchsorted(cumulative, threshold, right=True)
+        tokens = torch.where(temperature == 0.0, self.argmax(x)[:, None], tokens)
+        return torch.where(largest.isfinite(), tokens, -1).squeeze(1)
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """By a stable sort."""

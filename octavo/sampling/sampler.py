@@ -1,27 +1,21 @@
 """From logits to tokens.
 
 A sampled row draws by inverse transform with one Philox number for (request seed, output
-position). Everything between the exponential, which is elementwise, and the token is integer
-arithmetic: a token's weight is the fixed-point number floor(2**40 * exp((logit - max) / T)), and
-integer sums are exact in any order. So a row's token depends neither on the other rows nor on how
-a device orders its sums, ties cannot be broken by rounding, and a token of weight zero can never
-be drawn. (Tokens 2**40 times less probable than the most probable one have weight zero.)
-
-The filters are vLLM's, in its order: min-p, then top-k, then top-p of what is left. Tokens are
-ranked by value descending, then by id ascending, so each filter keeps a beginning of that ranking.
+position); `Ops.sample` says how. A row's token depends neither on the other rows nor on how a
+device orders its sums, ties cannot be broken by rounding, and a token of weight zero can never be
+drawn. (Tokens 2**40 times less probable than the most probable one have weight zero.)
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.kernels.base import Ops
+from octavo.kernels.base import Ops, SamplingTensors
 from octavo.messages import LogprobsLists
 from octavo.sampling import philox
 from octavo.sampling.logits_processors import apply_grammar_bitmask, apply_logits_processors
@@ -30,12 +24,10 @@ from octavo.sampling.sizes import rows_per_chunk
 
 LongArray = NDArray[np.int64]
 
-# Fixed point of the weights: 2**40 * a vocabulary of 2**22 tokens still fits an int64.
-_ONE = 2.0**40
-# Candidates that top-p tries in turn before it ranks the whole row: the nucleus of a language
-# model is mostly small. `Ops.top_k` serves up to the first number.
-FEW_CANDIDATES, MANY_CANDIDATES = 64, 1024
+# Candidates up to which `Ops.top_k` is the quickest way to find them.
+FEW_CANDIDATES = 64
 _LOW_WORD = 0xFFFFFFFF
+NOT_FINITE = "the model's logits for it are not finite (NaN or infinity)"
 
 
 @dataclass(slots=True)
@@ -87,9 +79,8 @@ class Sampler:
             raw = logits[_tensor(asking, logits)]
             raw_rows[asking] = np.arange(len(asking))
 
-        good = self._fail_rows(
-            logits, output, "the model's logits for it are not finite (NaN or infinity)"
-        )
+        if changes:
+            good = self._fail_rows(logits, output, NOT_FINITE)
         if grammar_bitmask is not None:
             assert grammar_rows is not None
             apply_grammar_bitmask(logits, grammar_bitmask, grammar_rows)
@@ -102,16 +93,11 @@ class Sampler:
                 " grammar exclude them all, or a penalty made its logits infinite",
             )
 
-        sampled = metadata.temperature > 0
-        greedy_rows = np.flatnonzero(good & ~sampled)
-        if len(greedy_rows):
-            best = self.ops.argmax(logits)  # of all rows: cheaper than copying some
-            if len(greedy_rows) == metadata.num_rows:
-                output.token_ids = best
-            else:
-                at = _tensor(greedy_rows, logits)
-                output.token_ids[at] = best[at]
-        self._sample_rows(logits, metadata, np.flatnonzero(good & sampled), output.token_ids)
+        output.token_ids = self.ops.sample(logits, _sampling_tensors(metadata))
+        if not changes:
+            good = output.token_ids.cpu().numpy() >= 0
+            for row in np.flatnonzero(~good).tolist():
+                output.errors[row] = NOT_FINITE
         self._add_logprobs(raw, raw_rows, metadata, asking[good[asking]], output)
         return output
 
@@ -119,72 +105,10 @@ class Sampler:
         self, logits: torch.Tensor, output: SamplerOutput, message: str
     ) -> NDArray[np.bool_]:
         """Notes the rows without a finite maximum; returns which have one."""
-        good: NDArray[np.bool_] = logits.amax(dim=-1).isfinite().cpu().numpy()
+        good: NDArray[np.bool_] = self.ops.row_max(logits).isfinite().cpu().numpy()
         for row in np.flatnonzero(~good).tolist():
             output.errors.setdefault(row, message)
         return good
-
-    def _sample_rows(
-        self,
-        logits: torch.Tensor,
-        metadata: SamplingMetadata,
-        rows: LongArray,
-        token_ids: torch.Tensor,
-    ) -> None:
-        """Draws the tokens of the sampled rows; each kind of row takes its cheapest path."""
-        top_k, top_p = metadata.top_k[rows], metadata.top_p[rows]
-        paths: list[tuple[NDArray[np.bool_], Callable[[_Rows], torch.Tensor]]] = [
-            ((top_k == 0) & (top_p >= 1.0), self._draw_plain),
-            ((top_k == 0) & (top_p < 1.0), self._draw_nucleus),
-            ((top_k > 0) & (top_k <= FEW_CANDIDATES), self._draw_top_k),
-            (top_k > FEW_CANDIDATES, self._draw_top_k),
-        ]
-        for mask, draw in paths:
-            for some in _chunks(rows[mask], logits.shape[1]):
-                chosen = _Rows.gather(logits, metadata, some)
-                token_ids[_tensor(some, logits)] = draw(chosen)
-
-    def _weights(self, shifted: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        """Fixed-point weights int64 of logits less their row's maximum; min-p applied."""
-        probs = self.ops.exp(shifted / rows.temperature)
-        weights = (probs * _ONE).to(torch.int64)
-        if rows.any_min_p:
-            weights.masked_fill_(probs < rows.min_p, 0)
-        return weights
-
-    def _draw_plain(self, rows: _Rows) -> torch.Tensor:
-        """Rows that keep the whole vocabulary, or what min-p leaves of it."""
-        return _draw(self._weights(rows.shifted(), rows), rows.uniforms)
-
-    def _draw_top_k(self, rows: _Rows) -> torch.Tensor:
-        """Rows with top-k: only the candidates are looked at."""
-        ids = top_candidates(self.ops, rows.logits, int(rows.top_k.max()))
-        weights = self._weights(rows.shifted().gather(1, ids), rows)
-        rank = torch.arange(ids.shape[1], device=ids.device)
-        weights.masked_fill_(rank >= rows.top_k, 0)
-        return _draw_ranked(ids, weights, weights.sum(dim=-1), rows)
-
-    def _draw_nucleus(self, rows: _Rows) -> torch.Tensor:
-        """Rows with top-p alone: more candidates only where fewer do not make up the share."""
-        all_weights = self._weights(rows.shifted(), rows)
-        totals = all_weights.sum(dim=-1)
-        limits = _top_p_limit(totals, rows)
-        tokens = torch.full_like(totals, -1)
-        vocab_size = rows.logits.shape[1]
-        left = torch.arange(len(totals), device=totals.device)
-        for k in (FEW_CANDIDATES, MANY_CANDIDATES, vocab_size):
-            k = min(k, vocab_size)
-            ids = top_candidates(self.ops, rows.logits[left], k)
-            weights = all_weights[left].gather(1, ids)
-            enough = weights.sum(dim=-1) >= limits[left]
-            if k == vocab_size:
-                enough[:] = True
-            at = left[enough]
-            tokens[at] = _draw_ranked(ids[enough], weights[enough], totals[at], rows.select(at))
-            left = left[~enough]
-            if not len(left):
-                break
-        return tokens
 
     def _add_logprobs(
         self,
@@ -267,96 +191,18 @@ def top_candidates(ops: Ops, logits: torch.Tensor, k: int) -> torch.Tensor:
     return _LOW_WORD - (best & _LOW_WORD)
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Some sampled rows: their logits and, as columns [r, 1], their parameters."""
-
-    logits: torch.Tensor
-    """float32 [r, V]"""
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    uniforms: torch.Tensor
-    any_min_p: bool
-
-    @staticmethod
-    def gather(logits: torch.Tensor, metadata: SamplingMetadata, rows: LongArray) -> _Rows:
-        def column(values: NDArray[np.generic]) -> torch.Tensor:
-            return _tensor(values, logits).unsqueeze(1)
-
-        min_p = metadata.min_p[rows]
-        return _Rows(
-            logits[_tensor(rows, logits)],
-            column(metadata.temperature[rows]),
-            column(metadata.top_k[rows]),
-            column(metadata.top_p[rows]),
-            column(min_p),
-            column(philox.uniform(metadata.seeds[rows], metadata.positions[rows])),
-            bool(min_p.any()),
-        )
-
-    def select(self, at: torch.Tensor) -> _Rows:
-        return _Rows(
-            self.logits[at],
-            self.temperature[at],
-            self.top_k[at],
-            self.top_p[at],
-            self.min_p[at],
-            self.uniforms[at],
-            self.any_min_p,
-        )
-
-    def shifted(self) -> torch.Tensor:
-        """Logits less the row's maximum: no temperature can make them overflow."""
-        return self.logits - self.logits.amax(dim=-1, keepdim=True)
-
-
-def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds u times the total.
-
-    Args:
-        weights: int64 [r, n], the total of each row positive.
-        uniforms: float64 [r, 1] in [0, 1).
-
-    Returns:
-        int64 [r].
-    """
-    cumulative = weights.cumsum(dim=-1)
-    totals = cumulative[:, -1:]
-    # The product may round up to the total itself, which no index exceeds.
-    threshold = torch.minimum((uniforms * totals).to(torch.int64), totals - 1)
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-
-
-def _top_p_limit(totals: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """float64 [r]: a token is kept while the weights ranked before it stay below this."""
-    top_p = rows.top_p.squeeze(1)
-    return torch.where(top_p < 1.0, top_p * totals, math.inf)
-
-
-def _draw_ranked(
-    ids: torch.Tensor, weights: torch.Tensor, totals: torch.Tensor, rows: _Rows
-) -> torch.Tensor:
-    """Applies top-p to ranked candidates and draws among what is left, in vocabulary order.
-
-    Args:
-        ids: int64 [r, n], candidates from the most probable one on.
-        weights: int64 [r, n], their weights; 0 where another filter drops them.
-        totals: int64 [r], what `top_p` is a share of.
-        rows: the rows' parameters.
-
-    Returns:
-        int64 [r], token ids.
-    """
-    before = weights.cumsum(dim=-1) - weights
-    kept = weights.masked_fill(before >= _top_p_limit(totals, rows).unsqueeze(1), 0)
-    if ids.shape[1] * 64 > rows.logits.shape[1]:  # many: putting them in place beats sorting
-        whole = torch.zeros(rows.logits.shape, dtype=torch.int64, device=ids.device)
-        return _draw(whole.scatter_(1, ids, kept), rows.uniforms)
-    ids, order = ids.sort(dim=-1)
-    chosen = _draw(kept.gather(1, order), rows.uniforms)
-    return ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
+def _sampling_tensors(metadata: SamplingMetadata) -> SamplingTensors:
+    sampled = metadata.temperature > 0
+    uniforms = np.zeros(metadata.num_rows)
+    if sampled.any():
+        uniforms[sampled] = philox.uniform(metadata.seeds[sampled], metadata.positions[sampled])
+    return SamplingTensors(
+        torch.from_numpy(metadata.temperature),
+        torch.from_numpy(metadata.top_k),
+        torch.from_numpy(metadata.top_p),
+        torch.from_numpy(metadata.min_p),
+        torch.from_numpy(uniforms),
+    )
 
 
 def _gather_logprobs(

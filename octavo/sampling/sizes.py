@@ -5,8 +5,8 @@ from __future__ import annotations
 # Rows are worked on in groups of about this many logits, so that temporaries stay small (and, on
 # a CPU, in the caches) whatever the batch. A row's result does not depend on its group.
 CHUNK_ELEMENTS = 2**19
-# Temporaries of the hungriest path, top-p over the whole ranking, for each logit of a group: some
-# float32 copies of the logits, and int64 weights, keys, ids, sums and their copies.
+# Temporaries of the hungriest path, logprobs of many candidates, for each logit of a group: some
+# float32 copies of the logits, and int64 keys, ids and their copies.
 _WORKSPACE_BYTES = 96
 # Penalties: an int32 count and an int32 list entry for each token id.
 _PENALTY_BYTES = 8

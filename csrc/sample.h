@@ -1,0 +1,188 @@
+// One token for each row of logits: the inverse of the cumulative distribution at a given number.
+//
+// Everything between the exponential, which is elementwise, and the token is integer arithmetic: a
+// token's weight is floor(2^40 * exp((logit - max) / temperature)), and integer sums are exact in any
+// order. The filters are min-p, then top-k, then top-p of what is left; they rank tokens by value
+// descending, then by id ascending, and each keeps a beginning of that ranking. To find its end
+// without sorting the vocabulary, tokens are counted in buckets of logits first (a radix select of
+// one digit); only the bucket in which a filter ends is sorted.
+#pragma once
+#include "softmax.h"
+
+OCTAVO_BEGIN
+
+constexpr int kBuckets = 1024;
+constexpr float kBucketsPerUnit = 32.0f;  // per unit of (max - logit) / temperature
+constexpr float kOne = 0x1p40f;
+
+typedef int64_t vl __attribute__((vector_size(8 * W)));
+
+// The maximum of a row; NaN if the row has one.
+INLINE float row_max_or_nan(const float* x, int64_t dim) {
+  vf m = splat(-INFINITY), nan{};
+  for_lanes(dim, [&](int64_t i, int n) {
+    vf v = load(x + i, n);
+    v = lanes() < float(n) ? v : m;
+    nan = v == v ? nan : splat(1.0f);
+    m = vmax(v, m);
+  });
+  return reduce_max(nan) > 0.0f ? NAN : reduce_max(m);
+}
+
+void row_max(const RowMaxArgs& a) {
+  parallel_for(a.rows, a.rows * a.dim / W * 4, [&](int64_t row) {
+    a.out[row] = row_max_or_nan(a.x + row * a.x_stride, a.dim);
+  });
+}
+
+// Value first, then the lower id: the greater key ranks first.
+INLINE uint64_t rank_key(float value, int64_t id) {
+  const float plain = value + 0.0f;  // -0 ranks like 0
+  uint32_t bits;
+  memcpy(&bits, &plain, sizeof bits);
+  bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return uint64_t(bits) << 32 | uint32_t(~uint32_t(id));
+}
+INLINE int64_t id_of(uint64_t key) { return int64_t(uint32_t(~uint32_t(key))); }
+
+class Choice {
+ public:
+  Choice(const SampleArgs& a, int64_t row)
+      : a_(a), row_(row), x_(a.x + row * a.x_stride), dim_(a.dim) {}
+
+  int64_t token() {
+    const float m = row_max_or_nan(x_, dim_);
+    if (!(m < INFINITY && m > -INFINITY)) return -1;
+    if (a_.temperature[row_] == 0.0f) {
+      int64_t i = 0;
+      while (x_[i] != m) i++;
+      return i;
+    }
+    // 8 bytes a token for the keys of a bucket, 4 for the exponential, 2 for the bucket
+    char* memory = static_cast<char*>(scratch(size_t(dim_ + W) * 14));
+    keys_ = reinterpret_cast<uint64_t*>(memory);
+    probs_ = reinterpret_cast<float*>(memory + (dim_ + W) * 8);
+    bucket_ = reinterpret_cast<uint16_t*>(memory + (dim_ + W) * 12);
+    const bool ranked = a_.top_k[row_] > 0 || a_.top_p[row_] < 1.0;
+    exponentials(m, ranked);
+    return ranked ? draw_ranked() : draw_plain();
+  }
+
+ private:
+  int64_t weight(int64_t i) const { return int64_t(probs_[i] * kOne); }
+
+  void exponentials(float m, bool ranked) {
+    const vf temperature = splat(a_.temperature[row_]), min_p = splat(a_.min_p[row_]);
+    const float scale = min(kBucketsPerUnit / a_.temperature[row_], 1e30f);
+    for_lanes(dim_, [&](int64_t i, int n) {
+      const vf v = load(x_ + i, n);
+      vf p = exp((v - m) / temperature);
+      p = p < min_p ? vf{} : p;
+      store(probs_ + i, p, n);
+      if (!ranked) return;
+      const vf at = clamp((m - v) * scale, 0.0f, float(kBuckets - 1));
+      const vh narrow = __builtin_convertvector(__builtin_convertvector(at, vi), vh);
+      memcpy(bucket_ + i, &narrow, n * sizeof(uint16_t));
+    });
+  }
+
+  // The number that the cumulative weight has to exceed. The product may round up to the total.
+  int64_t threshold(int64_t total) const {
+    return min(int64_t(a_.uniforms[row_] * double(total)), total - 1);
+  }
+
+  int64_t draw_plain() {
+    constexpr int64_t piece = 64 * W;
+    auto sum_of = [&](int64_t from) {
+      vl sum{};
+      for_lanes(min(piece, dim_ - from), [&](int64_t i, int n) {
+        sum += __builtin_convertvector(load(probs_ + from + i, n) * kOne, vl);
+      });
+      int64_t total = 0;
+      for (int j = 0; j < W; j++) total += sum[j];
+      return total;
+    };
+    int64_t* sums = reinterpret_cast<int64_t*>(keys_);
+    int64_t total = 0;
+    for (int64_t from = 0; from < dim_; from += piece) total += sums[from / piece] = sum_of(from);
+    int64_t left = threshold(total), from = 0;
+    while (left >= sums[from / piece]) left -= sums[from / piece], from += piece;
+    for (int64_t i = from;; i++)
+      if ((left -= weight(i)) < 0) return i;
+  }
+
+  int64_t draw_ranked() {
+    memset(sums_, 0, sizeof sums_), memset(counts_, 0, sizeof counts_);
+    for (int64_t i = 0; i < dim_; i++) sums_[bucket_[i]] += weight(i), counts_[bucket_[i]]++;
+    last_bucket_ = kBuckets - 1, last_key_ = 0;
+    if (a_.top_k[row_] > 0) keep_top_k(a_.top_k[row_]);
+    if (a_.top_p[row_] < 1.0) keep_top_p(a_.top_p[row_]);
+    int64_t total = 0;
+    for (int b = 0; b <= last_bucket_; b++) total += sums_[b];
+    int64_t left = threshold(total);
+    for (int64_t i = 0; i < dim_; i++)
+      if (kept(i) && (left -= weight(i)) < 0) return i;
+    return -1;  // not reached: the weights of the kept tokens make up the total
+  }
+
+  bool kept(int64_t i) const {
+    return bucket_[i] < last_bucket_ ||
+           (bucket_[i] == last_bucket_ && rank_key(x_[i], i) >= last_key_);
+  }
+
+  // The kept tokens of bucket b in the order of their rank; returns how many.
+  int64_t sort_bucket(int b) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < dim_; i++)
+      if (bucket_[i] == b && kept(i)) keys_[count++] = rank_key(x_[i], i);
+    sort_descending(keys_, count);
+    return count;
+  }
+
+  // From now on bucket b ends with its first `count` keys.
+  void end_in(int b, int64_t count) {
+    last_bucket_ = b, last_key_ = keys_[count - 1];
+    sums_[b] = 0;
+    for (int64_t i = 0; i < count; i++) sums_[b] += weight(id_of(keys_[i]));
+  }
+
+  void keep_top_k(int64_t k) {
+    int b = 0;
+    while (b < kBuckets - 1 && counts_[b] < k) k -= counts_[b++];
+    const int64_t count = sort_bucket(b);
+    if (k <= count) end_in(b, k);
+  }
+
+  void keep_top_p(double top_p) {
+    int64_t total = 0, before = 0;
+    for (int b = 0; b <= last_bucket_; b++) total += sums_[b];
+    const double limit = top_p * double(total);
+    int b = 0;
+    while (b < last_bucket_ && double(before + sums_[b]) < limit) before += sums_[b++];
+    const int64_t count = sort_bucket(b);
+    int64_t keep = 0;  // a token stays while the weights before it are below the limit
+    while (keep < count && double(before) < limit) before += weight(id_of(keys_[keep++]));
+    if (keep > 0) end_in(b, keep);
+  }
+
+  const SampleArgs& a_;
+  const int64_t row_;
+  const float* x_;
+  const int64_t dim_;
+  uint64_t* keys_ = nullptr;
+  float* probs_ = nullptr;
+  uint16_t* bucket_ = nullptr;
+  int64_t sums_[kBuckets];
+  int64_t counts_[kBuckets];
+  int last_bucket_ = 0;
+  uint64_t last_key_ = 0;
+};
+
+void sample(const SampleArgs& a) {
+  parallel_for(a.rows, a.rows * a.dim, [&](int64_t row) {
+    Choice choice(a, row);
+    a.out[row] = choice.token();
+  });
+}
+
+OCTAVO_END

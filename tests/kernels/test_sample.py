@@ -1,0 +1,108 @@
+"""Choosing tokens: the native code against the ranking of the whole vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octavo.kernels import native
+from octavo.kernels.base import SamplingTensors
+from octavo.kernels.native import NativeOps
+from octavo.kernels.reference import ReferenceOps
+
+
+class Ranking(ReferenceOps):
+    """The reference with the native exponential, so that weights agree to the last bit."""
+
+    def exp(self, x: Tensor) -> Tensor:
+        return NativeOps().exp(x)
+
+
+def params(rows: int, **given: float) -> SamplingTensors:
+    def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), given.get(name, default), dtype=dtype)
+
+    return SamplingTensors(
+        column("temperature", 1.0, torch.float32),
+        column("top_k", 0, torch.int64),
+        column("top_p", 1.0, torch.float64),
+        column("min_p", 0.0, torch.float32),
+        torch.linspace(0, 1 - 2.0**-53, rows, dtype=torch.float64),
+    )
+
+
+def row_strategy(vocab_size: int) -> st.SearchStrategy[list[float]]:
+    few_values = st.sampled_from([-math.inf, -3.0, -0.0, 0.0, 1.0, 1.25])  # ties and masked tokens
+    floats = st.floats(-60, 60, width=32)
+    return st.lists(few_values | floats, min_size=vocab_size, max_size=vocab_size)
+
+
+@given(data=st.data())
+def test_same_tokens_as_the_reference(data: st.DataObject) -> None:
+    vocab_size = data.draw(st.sampled_from([1, 7, 33, 100]))
+    rows = data.draw(st.integers(1, 4))
+    x = torch.tensor([data.draw(row_strategy(vocab_size)) for _ in range(rows)])
+
+    def column(values: st.SearchStrategy[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([data.draw(values) for _ in range(rows)], dtype=dtype)
+
+    chosen = SamplingTensors(
+        column(st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0]), torch.float32),
+        column(st.sampled_from([0, 1, 2, 5, 40, 1000]), torch.int64),
+        column(st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0]), torch.float64),
+        column(st.sampled_from([0.0, 0.05, 0.5, 1.0]), torch.float32),
+        column(st.floats(0, 1, exclude_max=True), torch.float64),
+    )
+    before = native.isa()
+    try:
+        for isa in native.available_isas():
+            native.set_isa(isa)
+            assert torch.equal(NativeOps().sample(x, chosen), Ranking().sample(x, chosen)), isa
+    finally:
+        native.set_isa(before)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 50},
+        {"top_p": 0.95},
+        {"top_k": 3000, "top_p": 0.5, "min_p": 1e-4},
+        {"temperature": 1e-30},
+        {"temperature": 1e30, "top_p": 0.99},
+    ],
+    ids=str,
+)
+def test_a_whole_vocabulary(isa: str, given: dict[str, float]) -> None:
+    x = torch.randn(40, 50_257, generator=torch.Generator().manual_seed(0)) * 4
+    assert torch.equal(
+        NativeOps().sample(x, params(40, **given)), Ranking().sample(x, params(40, **given))
+    )
+
+
+def test_rows_without_a_finite_maximum(isa: str) -> None:
+    x = torch.randn(4, 100)
+    x[0, 99] = math.nan
+    x[1, 50] = math.inf
+    x[2] = -math.inf
+    for given in ({"temperature": 0.0}, {}, {"top_p": 0.5}):
+        assert NativeOps().sample(x, params(4, **given)).tolist()[:3] == [-1, -1, -1]
+    largest = NativeOps().row_max(x)
+    assert largest[0].isnan()
+    assert largest[1:].tolist() == [math.inf, -math.inf, x[3].max().item()]
+
+
+def test_threads_change_nothing(one_and_two_threads: tuple[int, int]) -> None:
+    x = torch.randn(64, 1000)
+    tokens = []
+    for threads in one_and_two_threads:
+        native.set_num_threads(threads)
+        tokens.append(NativeOps().sample(x, params(64, top_p=0.9)))
+    assert torch.equal(*tokens)
