@@ -43,6 +43,40 @@ struct LinearArgs {
   DType dtype, out_dtype;
 };
 
+// Quantized weights: scale * (code - zero), see quant.h.
+struct QuantizeArgs {
+  const void* src;  // [rows, k]
+  int64_t src_stride;
+  uint8_t* codes;  // [rows, k]
+  float* scales;  // [rows] with 8 bits, else [rows, ceil(k / group)], each a float16 number
+  int64_t rows, k, group;
+  int bits;  // 8 or 4
+  DType dtype;
+};
+
+struct PackQuantArgs {
+  const uint8_t* codes;  // [rows, k]
+  const float* scales;  // as above
+  const uint8_t* zeros;  // like the scales, or null: 128 or 8
+  void* dst;  // the whole packed weight
+  int64_t row0, rows;  // which of its n rows these are
+  int64_t n, k, group;
+  int bits;
+};
+
+struct LinearQArgs {
+  const void* x;  // [m, k]
+  int64_t x_stride;
+  const void* weight;  // packed
+  const void* bias;  // [n] of x's dtype, or null
+  void* out;  // [m, n]
+  int64_t out_stride;
+  int64_t m, n, k, group;
+  int bits;
+  bool zeros;  // packed with zeros
+  DType dtype, out_dtype;
+};
+
 struct NormArgs {
   const void* x;  // [rows, heads, dim]
   int64_t x_stride, x_head_stride;
@@ -135,6 +169,9 @@ struct KernelTable {
   int panel;  // columns in a panel of a packed weight
   void (*pack_weight)(const PackArgs&);
   void (*linear)(const LinearArgs&);
+  void (*quantize_weight)(const QuantizeArgs&);
+  void (*pack_quant)(const PackQuantArgs&);
+  void (*linear_q)(const LinearQArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*layer_norm)(const NormArgs&);
   void (*gated)(const GatedArgs&);

@@ -56,6 +56,35 @@ NB_MODULE(_native, m) {
       Release());
 
   m.def(
+      "quantize_weight",
+      [](Address src, int64_t src_stride, Address codes, Address scales, int64_t rows, int64_t k,
+         int64_t group, int bits, int dtype) {
+        kernels().quantize_weight({at<void>(src), src_stride, at<uint8_t>(codes),
+                                   at<float>(scales), rows, k, group, bits, dtype_of(dtype)});
+      },
+      Release());
+
+  m.def(
+      "pack_quant",
+      [](Address codes, Address scales, Address zeros, Address dst, int64_t row0, int64_t rows,
+         int64_t n, int64_t k, int64_t group, int bits) {
+        kernels().pack_quant({at<uint8_t>(codes), at<float>(scales), at<uint8_t>(zeros),
+                              at<void>(dst), row0, rows, n, k, group, bits});
+      },
+      Release());
+
+  m.def(
+      "linear_q",
+      [](Address x, int64_t x_stride, Address weight, Address bias, Address out, int64_t out_stride,
+         int64_t rows, int64_t n, int64_t k, int64_t group, int bits, bool zeros, int dtype,
+         int out_dtype) {
+        kernels().linear_q({at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out),
+                            out_stride, rows, n, k, group, bits, zeros, dtype_of(dtype),
+                            dtype_of(out_dtype)});
+      },
+      Release());
+
+  m.def(
       "rms_norm",
       [](Address x, int64_t x_stride, int64_t x_head_stride, Address residual, Address residual_out,
          Address weight, Address out, int64_t out_stride, int64_t out_head_stride, int64_t rows,

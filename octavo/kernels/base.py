@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,6 +36,54 @@ class PackedWeight:
         return self.data.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight as unsigned codes, scale * (code - zero), in the form that `linear` reads fastest.
+
+    With 8 bits there is one float32 scale for each output, and the zero is 128. With 4 bits there
+    is one float16 scale for each output and each group of inputs, and the zero is 8 or one of the
+    group's own.
+
+    Attributes:
+        data: the packed codes, scales and zeros.
+        n: outputs.
+        k: inputs.
+        bits: 8 or 4.
+        group_size: inputs that share a scale: 32, 64 or 128; 0 with 8 bits: all of them.
+        zero_points: whether groups have zeros of their own.
+        panel: columns that the layout keeps together; 0 for plain rows.
+    """
+
+    data: Tensor
+    n: int
+    k: int
+    bits: int
+    group_size: int
+    zero_points: bool
+    panel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Some rows of a quantized weight before packing.
+
+    Attributes:
+        codes: uint8 [rows, K]: 0 ... 255 with 8 bits, 0 ... 15 with 4.
+        scales: float32: [rows, 1] with 8 bits, else [rows, ceil(K / group_size)], each a number
+            that float16 has.
+        zeros: uint8 0 ... 15, of the scales' shape; None: 128 or 8.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 
@@ -57,11 +105,37 @@ class Ops(Protocol):
     def linear(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: dtype | None = None,
     ) -> Tensor:
-        """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N]."""
+        """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N].
+
+        With a quantized weight x is quantized, too: each row, or with 4 bits each group of a row,
+        to -127 ... 127 times a scale that makes its largest number 127 (Dettmers et al.,
+        "LLM.int8()", section 2.1, the row-wise half).
+        """
+        ...
+
+    def quantize_weight(self, weight: Tensor, bits: int, group_size: int) -> Codes:
+        """Codes and scales for rows [R, K] of a weight, symmetric about zero.
+
+        With 8 bits the largest number of a row becomes 127. With 4 bits the number of largest
+        magnitude in a group becomes about -8; the scale is searched for the smallest squared error.
+        """
+        ...
+
+    def pack_quantized(
+        self,
+        n: int,
+        k: int,
+        bits: int,
+        group_size: int,
+        parts: Iterable[Codes],
+        *,
+        zero_points: bool = False,
+    ) -> QuantizedWeight:
+        """Packs a weight [N, K] that comes some rows at a time, from first to last."""
         ...
 
     def rms_norm(

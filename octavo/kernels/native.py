@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch  # before octavo._native, so that both share one pool of OpenMP threads
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import _native
-from octavo.kernels.base import Gelu, PackedWeight
-from octavo.kernels.sizes import packed_nbytes
+from octavo.kernels.base import Codes, Gelu, PackedWeight, QuantizedWeight
+from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """DType in csrc/kernels.h."""
@@ -42,6 +42,11 @@ def set_isa(name: str) -> None:
 def _rows(x: Tensor) -> None:
     assert x.dim() == 2
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
+
+
+def _check_format(k: int, bits: int, group_size: int) -> None:
+    assert (bits == 8 and group_size == 0) or (bits == 4 and group_size in (32, 64, 128))
+    assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
 
 
 class NativeOps:
@@ -82,11 +87,13 @@ class NativeOps:
     def linear(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """One accumulation order along K for every T."""
+        if isinstance(weight, QuantizedWeight):
+            return self._linear_q(x, weight, bias, out_dtype)
         _rows(x)
         assert x.shape[1] == weight.k
         assert x.dtype == weight.dtype
@@ -110,6 +117,105 @@ class NativeOps:
             DTYPE_CODES[out.dtype],
         )
         return out
+
+    def _linear_q(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        _rows(x)
+        assert x.shape[1] == weight.k
+        assert weight.panel == _native.panel(), "weight was packed for another instruction set"
+        if bias is not None:
+            assert bias.shape == (weight.n,)
+            assert bias.dtype == x.dtype
+            assert bias.is_contiguous()
+        out = torch.empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
+        _native.linear_q(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            weight.n,
+            x.shape[0],
+            weight.n,
+            weight.k,
+            weight.group_size,
+            weight.bits,
+            weight.zero_points,
+            DTYPE_CODES[x.dtype],
+            DTYPE_CODES[out.dtype],
+        )
+        return out
+
+    def quantize_weight(self, weight: Tensor, bits: int, group_size: int) -> Codes:
+        """The same bits on every instruction set."""
+        _rows(weight)
+        rows, k = weight.shape
+        _check_format(k, bits, group_size)
+        codes = torch.empty(rows, k, dtype=torch.uint8)
+        scales = torch.empty(rows, 1 if bits == 8 else -(-k // group_size))
+        _native.quantize_weight(
+            weight.data_ptr(),
+            weight.stride(0),
+            codes.data_ptr(),
+            scales.data_ptr(),
+            rows,
+            k,
+            group_size,
+            bits,
+            DTYPE_CODES[weight.dtype],
+        )
+        return Codes(codes, scales)
+
+    def pack_quantized(
+        self,
+        n: int,
+        k: int,
+        bits: int,
+        group_size: int,
+        parts: Iterable[Codes],
+        *,
+        zero_points: bool = False,
+    ) -> QuantizedWeight:
+        """Packs into panels of columns, see csrc/quant.h."""
+        _check_format(k, bits, group_size)
+        nbytes = quantized_nbytes(n, k, bits, group_size, zero_points)
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        assert data.data_ptr() % 64 == 0
+        row = 0
+        for part in parts:
+            rows = part.codes.shape[0]
+            assert part.codes.shape == (rows, k)
+            assert part.codes.dtype == torch.uint8
+            assert part.scales.shape == (rows, 1 if bits == 8 else -(-k // group_size))
+            assert part.scales.dtype == torch.float32
+            assert zero_points == (part.zeros is not None)
+            assert part.codes.is_contiguous()
+            assert part.scales.is_contiguous()
+            if part.zeros is not None:
+                assert bits == 4
+                assert part.zeros.shape == part.scales.shape
+                assert part.zeros.dtype == torch.uint8
+                assert part.zeros.is_contiguous()
+            _native.pack_quant(
+                part.codes.data_ptr(),
+                part.scales.data_ptr(),
+                0 if part.zeros is None else part.zeros.data_ptr(),
+                data.data_ptr(),
+                row,
+                rows,
+                n,
+                k,
+                group_size,
+                bits,
+            )
+            row += rows
+        assert row == n
+        return QuantizedWeight(data, n, k, bits, group_size, zero_points, _native.panel())
 
     def rms_norm(
         self,

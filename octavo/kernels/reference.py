@@ -5,13 +5,13 @@ Written to be read; not batch-invariant, since torch chooses its own order of su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.base import Gelu, PackedWeight
+from octavo.kernels.base import Codes, Gelu, PackedWeight, QuantizedWeight
 
 
 class ReferenceOps:
@@ -27,14 +27,26 @@ class ReferenceOps:
     def linear(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Computed in float32 whatever the dtype."""
+        """Computed in float32 whatever the dtype; with quantized weights, group by group."""
         assert weight.panel == 0, "weight was packed by another table"
+        if isinstance(weight, QuantizedWeight):
+            return self._linear_q(x, weight, bias, out_dtype)
         y = F.linear(x.float(), weight.data.float(), None if bias is None else bias.float())
         return y.to(out_dtype or x.dtype)
+
+    def _linear_q(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        columns = weight.data.tensor_split([weight.k * weight.n], dim=0)
+        raise NotImplementedError(columns)
 
     def rms_norm(
         self,

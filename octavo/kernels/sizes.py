@@ -16,3 +16,19 @@ def packed_nbytes(n: int, k: int, dtype: str) -> int:
     embedding table, both count.
     """
     return -(-n // PANEL) * PANEL * (-(-k // 2) * 2) * ITEMSIZE[dtype]
+
+
+def quantized_nbytes(n: int, k: int, bits: int, group_size: int, zero_points: bool = False) -> int:
+    """Bytes that a weight of shape [n, k] takes once quantized and packed.
+
+    Args:
+        n: outputs.
+        k: inputs; they are padded to whole groups, with 8 bits to a multiple of 4.
+        bits: 8 or 4.
+        group_size: inputs that share a scale, with 4 bits.
+        zero_points: whether groups have zeros of their own.
+    """
+    outputs = -(-n // PANEL) * PANEL
+    if bits == 8:
+        return outputs * (-(-k // 4) * 4 + 4)
+    return outputs * -(-k // group_size) * (group_size // 2 + 2 + zero_points)
