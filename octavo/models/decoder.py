@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionBackend, AttentionMetadata
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
@@ -107,7 +107,7 @@ class DecoderModel:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor | PackedWeight],
+        weights: Mapping[str, Tensor | PackedWeight | QuantizedWeight],
         ops: Ops,
         *,
         device: torch.device,
@@ -175,7 +175,7 @@ class _Builder:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor | PackedWeight],
+        weights: Mapping[str, Tensor | PackedWeight | QuantizedWeight],
         ops: Ops,
         device: torch.device,
         max_model_len: int,
@@ -199,7 +199,7 @@ class _Builder:
 
     def linear(self, name: str) -> Linear:
         weight = self.weights[f"{name}.weight"]
-        assert isinstance(weight, PackedWeight)
+        assert not isinstance(weight, Tensor)
         return Linear(self.ops, weight, self.bias(f"{name}.bias"))
 
     def rms_norm(self, name: str) -> RMSNorm:

@@ -15,13 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.errors import ModelError
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.ops import get_ops
 from octavo.models.config_json import ConfigJson
 from octavo.models.decoder import DecoderModel
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weights import Source, Weight, model_weights
+from octavo.quantization.base import Quantization, get_quantization
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Progress = Callable[[int, int], None]
@@ -43,6 +44,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    quantization: str | None = None,
     progress: Progress | None = None,
 ) -> DecoderModel:
     """Loads a model folder.
@@ -59,6 +61,8 @@ def load_model(
             makes random weights.
         seed: of the random weights.
         max_model_len: rows of the rotary tables; default: the model's context.
+        quantization: form of the linear weights, as in `ModelConfig`; they are quantized as they
+            are read.
         progress: called as loading goes on.
 
     Raises:
@@ -70,10 +74,11 @@ def load_model(
     checkpoint.check(weights)
     total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
     done = 0
-    loaded: dict[str, Tensor | PackedWeight] = {}
+    loaded: dict[str, Tensor | PackedWeight | QuantizedWeight] = {}
+    quantized = get_quantization(quantization)
     with torch.inference_mode():
         for weight in weights:
-            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device)
+            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, quantized)
             done += weight.shape[0] * _columns(weight.shape)
             if progress is not None:
                 progress(done, total)
@@ -92,7 +97,11 @@ def _load(
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor | PackedWeight:
+    quantization: Quantization | None,
+) -> Tensor | PackedWeight | QuantizedWeight:
+    if weight.kind == "linear" and quantization is not None:
+        parts = [_rows(s, checkpoint, weight).to(device) for s in weight.sources]
+        return quantization.pack(ops, weight.name, parts)
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.
         return ops.pack_weight(

@@ -100,16 +100,24 @@ class ModelSpec:
 
         return read_spec(Path(path), trust_remote_code=trust_remote_code)
 
-    def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
+    def weight_nbytes(
+        self, dtype: str, max_model_len: int | None = None, quantization: str | None = None
+    ) -> int:
         """Bytes of the loaded model: packed weights, embeddings, vectors, position tables.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
             max_model_len: rows of the rotary tables; default: the model's.
+            quantization: form of the linear weights, as in `ModelConfig`.
         """
         from octavo.models.weights import Weight, model_weights
+        from octavo.quantization.base import get_quantization
+
+        quantized = get_quantization(quantization)
 
         def nbytes(weight: Weight) -> int:
+            if weight.kind == "linear" and quantized is not None:
+                return quantized.nbytes(weight.name, *weight.shape)
             if weight.kind == "linear":
                 return _packed_nbytes(weight.shape[0], weight.shape[1], dtype)
             return math.prod(weight.shape) * DTYPE_NBYTES[dtype]
