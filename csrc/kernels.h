@@ -43,25 +43,27 @@ struct LinearArgs {
   DType dtype, out_dtype;
 };
 
-// Quantized weights: scale * (code - zero), see quant.h.
+// How a quantized weight is written, see quant.h.
+enum class QuantFormat : int { int8 = 0, int4_levels = 1, int4 = 2, int4_zeros = 3 };
+
 struct QuantizeArgs {
   const void* src;  // [rows, k]
   int64_t src_stride;
   uint8_t* codes;  // [rows, k]
-  float* scales;  // [rows] with 8 bits, else [rows, ceil(k / group)], each a float16 number
+  float* scales;  // [rows, groups]: int8: groups 1; else ceil(k / group), numbers that float16 has
   int64_t rows, k, group;
-  int bits;  // 8 or 4
+  QuantFormat format;  // int8 or int4_levels
   DType dtype;
 };
 
 struct PackQuantArgs {
   const uint8_t* codes;  // [rows, k]
-  const float* scales;  // as above
-  const uint8_t* zeros;  // like the scales, or null: 128 or 8
+  const float* scales;  // [rows, groups]
+  const uint8_t* zeros;  // [rows, groups]; int4_zeros only
   void* dst;  // the whole packed weight
   int64_t row0, rows;  // which of its n rows these are
   int64_t n, k, group;
-  int bits;
+  QuantFormat format;
 };
 
 struct LinearQArgs {
@@ -72,8 +74,7 @@ struct LinearQArgs {
   void* out;  // [m, n]
   int64_t out_stride;
   int64_t m, n, k, group;
-  int bits;
-  bool zeros;  // packed with zeros
+  QuantFormat format;
   DType dtype, out_dtype;
 };
 

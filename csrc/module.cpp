@@ -58,29 +58,30 @@ NB_MODULE(_native, m) {
   m.def(
       "quantize_weight",
       [](Address src, int64_t src_stride, Address codes, Address scales, int64_t rows, int64_t k,
-         int64_t group, int bits, int dtype) {
+         int64_t group, int format, int dtype) {
         kernels().quantize_weight({at<void>(src), src_stride, at<uint8_t>(codes),
-                                   at<float>(scales), rows, k, group, bits, dtype_of(dtype)});
+                                   at<float>(scales), rows, k, group,
+                                   static_cast<QuantFormat>(format), dtype_of(dtype)});
       },
       Release());
 
   m.def(
       "pack_quant",
       [](Address codes, Address scales, Address zeros, Address dst, int64_t row0, int64_t rows,
-         int64_t n, int64_t k, int64_t group, int bits) {
+         int64_t n, int64_t k, int64_t group, int format) {
         kernels().pack_quant({at<uint8_t>(codes), at<float>(scales), at<uint8_t>(zeros),
-                              at<void>(dst), row0, rows, n, k, group, bits});
+                              at<void>(dst), row0, rows, n, k, group,
+                              static_cast<QuantFormat>(format)});
       },
       Release());
 
   m.def(
       "linear_q",
       [](Address x, int64_t x_stride, Address weight, Address bias, Address out, int64_t out_stride,
-         int64_t rows, int64_t n, int64_t k, int64_t group, int bits, bool zeros, int dtype,
-         int out_dtype) {
+         int64_t rows, int64_t n, int64_t k, int64_t group, int format, int dtype, int out_dtype) {
         kernels().linear_q({at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out),
-                            out_stride, rows, n, k, group, bits, zeros, dtype_of(dtype),
-                            dtype_of(out_dtype)});
+                            out_stride, rows, n, k, group, static_cast<QuantFormat>(format),
+                            dtype_of(dtype), dtype_of(out_dtype)});
       },
       Release());
 

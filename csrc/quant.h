@@ -1,18 +1,17 @@
-// Linear layers with quantized weights: out = x * weight^T + bias, where weights are unsigned codes,
-//   value = scale * (code - zero),
-// and x is quantized row by row to signed bytes, so that all products and sums are integers.
+// Linear layers with quantized weights: out = x * weight^T + bias, where weights are unsigned codes
+// and x is quantized, too, to signed bytes, so that products and the sums within a group are integers.
 //
-// 8 bits: one float32 scale for each output, zero 128; one scale for each row of x. Sums along K are
-//   int32, so exact: a result is the same bits in any order and on every instruction set.
-// 4 bits: one float16 scale for each output and group of K, zero 8 or one of its own; one scale for
-//   each row of x and group. Within a group sums are exact; over groups they are accumulated in
-//   float32 from first to last, whatever m is.
+//   int8         scale * (code - 128): one float32 scale for each output, one for each row of x. Sums
+//                along K are int32, so exact: a result is the same bits on every instruction set.
+//   int4_levels  scale * kLevels[code] / 16 \  one float16 scale for each output and group of K, one
+//   int4         scale * (code - 8)          > float32 scale for each row of x and group. Over groups
+//   int4_zeros   scale * (code - zero)      /  sums are float32, from first to last, whatever m is.
 //
 // Packed in panels of kPanel outputs as in gemm.h, K in fours (one 32-bit lane holds four codes of one
-// output) and padded with zeros of x, which is exact:
-//   8 bits: [n / kPanel][ceil(k / 4)][kPanel][4], and behind all panels the scales, float32 [n]
-//   4 bits: [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
-//           the low halves of the bytes; float16 scales [kPanel]; zeros [kPanel], if any }
+// output), and padded with zeros of x, which is exact:
+//   int8    [n / kPanel][ceil(k / 4)][kPanel][4], and behind all panels the scales, float32 [n]
+//   others  [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
+//           the low halves of the bytes; float16 scales [kPanel]; int4_zeros: zeros [kPanel] }
 #pragma once
 #include "gemm.h"
 
@@ -28,6 +27,13 @@ constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
 #endif
 constexpr int64_t kQuantBlock8 = 2048;  // of K: a panel's part that stays in the cache
 constexpr int64_t kQuantChunk = 4 * kRowBlock;  // rows of x quantized together
+
+// What the codes of int4_levels stand for: the 16 levels with the smallest squared error for groups of
+// 32 normal or somewhat heavier-tailed numbers whose largest is scaled to about the first level
+// (Lloyd, "Least squares quantization in PCM", alternated with the search for scales in quantize4);
+// zero is one of them. 7 % less error than 16 even steps.
+constexpr int8_t kLevels[16] = {-127, -101, -76, -58, -44, -31, -20, -10,
+                                0,    10,   20,  31,  43,  58,  74,  95};
 constexpr float kTiny = 1e-35f;  // less than this is zero: its inverse would overflow
 constexpr int kAhead = 4096;  // bytes between what is read and what is fetched, for few rows
 
@@ -98,14 +104,36 @@ INLINE vi dot(vi acc, vu codes, vi x) {
 #endif
 }
 
+typedef uint8_t vbytes __attribute__((vector_size(4 * W)));
+
+// Codes of 4 bits, one in a byte, to the bytes that dot() multiplies
+template <QuantFormat F>
+INLINE vu decode(vu codes) {
+  if constexpr (F != QuantFormat::int4_levels) {
+    return codes;
+  } else {
+    vbytes table;
+    UNROLL for (int i = 0; i < 4 * W; i++) table[i] = uint8_t(kLevels[i % 16] + 128);
+#if defined(__AVX512F__)
+    return (vu)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(__AVX2__)
+    return (vu)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#else
+    return (vu)__builtin_shuffle(table, (vbytes)codes);
+#endif
+  }
+}
+
 // ---- rows of x ----
 
 // Quantized rows of x, padded with zeros to whole groups.
 struct QuantRows {
   int8_t* q;  // [rows][stride]
-  float* scales;  // [rows][groups]
-  int32_t* sums;  // [rows][groups]: the sum of q, times minus the zero that all weights have
-  int64_t stride, groups;
+  float* scales;  // [rows][groups]: the scale, times `unit`
+  int32_t* sums;  // [rows][groups]: the sum of q, times -zero
+  int64_t stride, group, groups;
+  int zero;  // what all weights have as zero; 1 where each group has its own
+  float unit;  // one over what the levels of the weights are multiplied by
 };
 
 // The largest magnitude; NaN if there is one.
@@ -126,32 +154,25 @@ INLINE float inverse_scale(float most) { return most < kTiny ? 0.0f : 127.0f / m
 INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f; }
 
 template <class T>
-INLINE void quantize_group(const T* x, int64_t count, int64_t padded, int zero, int8_t* q,
-                           float* scale, int32_t* sum) {
-  const float most = largest(x, count);
-  const vf inverse = splat(inverse_scale(most));
-  vi total = {};
-  for (int64_t k = 0; k < padded; k += W) {
-    vi r = {};
-    if (k < count) r = round_to_int(load(x + k, int(min<int64_t>(W, count - k))) * inverse);
-    total += r;
-    vb b = to_bytes(r);
-    memcpy(q + k, &b, sizeof b);
-  }
-  int32_t lanes[W], s = 0;
-  memcpy(lanes, &total, sizeof lanes);
-  for (int i = 0; i < W; i++) s += lanes[i];
-  *scale = byte_scale(most);
-  *sum = -zero * s;
-}
-
-template <class T>
-void quantize_row(const T* x, int64_t k, int64_t group, int zero, const QuantRows& to, int64_t row) {
-  for (int64_t g = 0; g < to.groups; g++) {
-    const int64_t from = g * group;
-    quantize_group(x + from, min(group, k - from), min(group, to.stride - from), zero,
-                   to.q + row * to.stride + from, to.scales + row * to.groups + g,
-                   to.sums + row * to.groups + g);
+void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
+  int8_t* q = to.q + row * to.stride;
+  for (int64_t g = 0; g < to.groups; g++, q += to.group, x += to.group, k -= to.group) {
+    const int64_t count = min(to.group, k);
+    const float most = largest(x, count);
+    const vf inverse = splat(inverse_scale(most));
+    vi total = {};
+    for (int64_t j = 0; j < to.group; j += W) {
+      vi r = {};
+      if (j < count) r = round_to_int(load(x + j, int(min<int64_t>(W, count - j))) * inverse);
+      total += r;
+      vb b = to_bytes(r);
+      memcpy(q + j, &b, sizeof b);
+    }
+    int32_t lanes[W], sum = 0;
+    memcpy(lanes, &total, sizeof lanes);
+    for (int i = 0; i < W; i++) sum += lanes[i];
+    to.scales[row * to.groups + g] = byte_scale(most) * to.unit;
+    to.sums[row * to.groups + g] = -to.zero * sum;
   }
 }
 
@@ -214,16 +235,16 @@ INLINE void panel8(const LinearQArgs& a, const QuantRows& x, int64_t first, int6
 
 // ---- 4 bits ----
 
-INLINE int64_t group_nbytes(int64_t group, bool zeros) {
-  return kPanel * (group / 2 + sizeof(f16) + zeros);
+INLINE int64_t group_nbytes(int64_t group, QuantFormat format) {
+  return kPanel * (group / 2 + sizeof(f16) + (format == QuantFormat::int4_zeros));
 }
 
 // c[R][V * W] = x[R][k] * w[k][V * W]: the columns of a panel from col on
-template <int R, int V, bool Zeros>
+template <int R, int V, QuantFormat F>
 void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w, int col,
            float* c) {
   const int64_t octs = a.group / 8, codes_nbytes = kPanel * (a.group / 2);
-  const int64_t step = group_nbytes(a.group, Zeros);
+  const int64_t step = group_nbytes(a.group, F);
   const int8_t* q = x.q + row * x.stride;
   const float* x_scales = x.scales + row * x.groups;
   const int32_t* x_sums = x.sums + row * x.groups;
@@ -234,7 +255,7 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
     UNROLL for (int i = 0; i < R; i++) {
       vi s = splat_int(x_sums[i * x.groups + g]);
       UNROLL for (int j = 0; j < V; j++) {
-        if constexpr (Zeros)
+        if constexpr (F == QuantFormat::int4_zeros)
           acc[i][j] = multiply_small(
               load_zeros(w + codes_nbytes + kPanel * sizeof(f16) + col + j * W), s);
         else
@@ -248,8 +269,8 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
       vu low[V], high[V];
       UNROLL for (int j = 0; j < V; j++) {
         vu b = load_raw<vu>(p + j * kQuad * W);
-        low[j] = b & 0x0f0f0f0fu;
-        high[j] = (b >> 4) & 0x0f0f0f0fu;
+        low[j] = decode<F>(b & 0x0f0f0f0fu);
+        high[j] = decode<F>((b >> 4) & 0x0f0f0f0fu);
       }
       UNROLL for (int i = 0; i < R; i++) {
         vi s = splat_int(load_raw<int32_t>(q + i * x.stride));
@@ -270,25 +291,25 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
     UNROLL for (int j = 0; j < V; j++) store(c + i * kPanel + j * W, sum[i][j]);
 }
 
-template <int R, bool Zeros>
+template <int R, QuantFormat F>
 INLINE void dots4(int rows, const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w,
                   float* c) {
   if (rows == R) {
     constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
     for (int col = 0; col < kPanel; col += V * W)
-      dots4<R, V, Zeros>(a, x, row, w, col, c + col);
+      dots4<R, V, F>(a, x, row, w, col, c + col);
     return;
   }
-  if constexpr (R > 1) dots4<R - 1, Zeros>(rows, a, x, row, w, c);
+  if constexpr (R > 1) dots4<R - 1, F>(rows, a, x, row, w, c);
 }
 
-template <bool Zeros>
+template <QuantFormat F>
 INLINE void panel4(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
                    float* out) {
   const uint8_t* w = static_cast<const uint8_t*>(a.weight) +
-                     col / kPanel * x.groups * group_nbytes(a.group, Zeros);
+                     col / kPanel * x.groups * group_nbytes(a.group, F);
   for (int64_t i = 0; i < rows; i += kQuantRows4)
-    dots4<kQuantRows4, Zeros>(int(min<int64_t>(kQuantRows4, rows - i)), a, x, first + i, w,
+    dots4<kQuantRows4, F>(int(min<int64_t>(kQuantRows4, rows - i)), a, x, first + i, w,
                               out + i * kPanel);
 }
 
@@ -296,32 +317,38 @@ INLINE void panel4(const LinearQArgs& a, const QuantRows& x, int64_t first, int6
 
 template <class T>
 INLINE void linear_q_typed(const LinearQArgs& a, T) {
-  const int64_t stride = a.bits == 8 ? ceil_div(a.k, 64) * 64 : ceil_div(a.k, a.group) * a.group;
-  const int64_t group = a.bits == 8 ? stride : a.group, groups = stride / group;
-  const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
-  const int zero = a.bits == 8 ? 128 : a.zeros ? 1 : 8;
+  const QuantFormat f = a.format;
   QuantRows x;
-  x.stride = stride;
-  x.groups = groups;
-  x.q = static_cast<int8_t*>(scratch(some * (stride + groups * (sizeof(float) + sizeof(int32_t)))));
-  x.scales = reinterpret_cast<float*>(x.q + some * stride);
-  x.sums = reinterpret_cast<int32_t*>(x.scales + some * groups);
+  x.group = f == QuantFormat::int8 ? ceil_div(a.k, 64) * 64 : a.group;
+  x.groups = ceil_div(a.k, x.group);
+  x.stride = x.groups * x.group;
+  x.zero = f == QuantFormat::int4_zeros ? 1 : f == QuantFormat::int4 ? 8 : 128;
+  x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
+  const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
+  x.q = static_cast<int8_t*>(
+      scratch(some * (x.stride + x.groups * (sizeof(float) + sizeof(int32_t)))));
+  x.scales = reinterpret_cast<float*>(x.q + some * x.stride);
+  x.sums = reinterpret_cast<int32_t*>(x.scales + some * x.groups);
   const T* bias = static_cast<const T*>(a.bias);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
     const int64_t m = min(some, a.m - row0), blocks = ceil_div(m, kRowBlock);
-    parallel_for(m, 4 * m * stride / W, [&](int64_t i) {
-      quantize_row(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, a.k, group, zero, x, i);
+    parallel_for(m, 4 * m * x.stride / W, [&](int64_t i) {
+      quantize_row(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, a.k, x, i);
     });
     parallel_for(panels * blocks, panels * kVectors * m * ceil_div(a.k, kQuad), [&](int64_t task) {
       const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
       const int64_t col = task % panels * kPanel;
       alignas(64) float c[kRowBlock * kPanel];
-      if (a.bits == 8)
-        panel8(a, x, first, rows, col, c);
-      else if (a.zeros)
-        panel4<true>(a, x, first, rows, col, c);
-      else
-        panel4<false>(a, x, first, rows, col, c);
+      switch (f) {
+        case QuantFormat::int8: panel8(a, x, first, rows, col, c); break;
+        case QuantFormat::int4_levels:
+          panel4<QuantFormat::int4_levels>(a, x, first, rows, col, c);
+          break;
+        case QuantFormat::int4: panel4<QuantFormat::int4>(a, x, first, rows, col, c); break;
+        case QuantFormat::int4_zeros:
+          panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
+          break;
+      }
       with_type(a.out_dtype, [&](auto o) {
         auto* out = static_cast<decltype(o)*>(a.out) + (row0 + first) * a.out_stride + col;
         write_rows(c, bias ? bias + col : nullptr, out, a.out_stride, rows,
@@ -346,9 +373,10 @@ INLINE uint32_t four_codes(const uint8_t* codes, int64_t count) {
 void pack_quant(const PackQuantArgs& a) {
   const int64_t end = a.row0 + a.rows, first = a.row0 / kPanel;
   const int64_t panels = ceil_div(end, kPanel) - first;
-  const int64_t quads = ceil_div(a.k, kQuad), groups = a.bits == 8 ? 1 : ceil_div(a.k, a.group);
+  const bool bytes = a.format == QuantFormat::int8, zeros = a.format == QuantFormat::int4_zeros;
+  const int64_t quads = ceil_div(a.k, kQuad), groups = bytes ? 1 : ceil_div(a.k, a.group);
   const int64_t panel_nbytes =
-      a.bits == 8 ? quads * kQuad * kPanel : groups * group_nbytes(a.group, a.zeros);
+      bytes ? quads * kQuad * kPanel : groups * group_nbytes(a.group, a.format);
   uint8_t* dst = static_cast<uint8_t*>(a.dst);
   float* scales8 = reinterpret_cast<float*>(dst + ceil_div(a.n, kPanel) * panel_nbytes);
   parallel_for(panels, panels * kPanel * a.k / kQuad, [&](int64_t task) {
@@ -359,7 +387,7 @@ void pack_quant(const PackQuantArgs& a) {
     auto codes = [&](int64_t n, int64_t k) {
       return n < to && k < a.k ? four_codes(a.codes + (n - a.row0) * a.k + k, a.k - k) : 0;
     };
-    if (a.bits == 8) {
+    if (bytes) {
       for (int64_t n = from; n < padded; n++) scales8[n] = n < to ? a.scales[n - a.row0] : 0;
       for (int64_t q0 = 0; q0 < quads; q0 += 16)
         for (int64_t n = from; n < padded; n++)
@@ -369,7 +397,7 @@ void pack_quant(const PackQuantArgs& a) {
           }
       return;
     }
-    for (int64_t g = 0; g < groups; g++, panel += group_nbytes(a.group, a.zeros)) {
+    for (int64_t g = 0; g < groups; g++, panel += group_nbytes(a.group, a.format)) {
       uint8_t* scales = panel + kPanel * (a.group / 2);
       for (int64_t n = from; n < padded; n++) {
         for (int64_t o = 0; o < a.group / 8; o++) {
@@ -380,7 +408,7 @@ void pack_quant(const PackQuantArgs& a) {
         f16 scale{};
         store(&scale, splat(n < to ? a.scales[(n - a.row0) * groups + g] : 0), 1);
         memcpy(scales + (n - col) * sizeof scale, &scale, sizeof scale);
-        if (a.zeros)
+        if (zeros)
           scales[kPanel * sizeof(f16) + n - col] = n < to ? a.zeros[(n - a.row0) * groups + g] : 0;
       }
     }
@@ -393,11 +421,17 @@ constexpr int kMaxGroup = 128;
 
 INLINE vf vabs(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
-// The nearest of -8 ... 7
-INLINE vi int4_code(vf v) {
-  v = v > 7.0f ? splat(7.0f) : v;
-  v = v < -8.0f ? splat(-8.0f) : v;
-  return round_to_int(v);
+// The level nearest to v, and its code
+INLINE vf nearest_level(vf v) {
+  vf level = splat(kLevels[0]);
+  UNROLL for (int i = 1; i < 16; i++)
+    level += v > 0.5f * (kLevels[i - 1] + kLevels[i]) ? splat(kLevels[i] - kLevels[i - 1]) : vf{};
+  return level;
+}
+INLINE vi nearest_code(vf v) {
+  vi code = {};
+  UNROLL for (int i = 1; i < 16; i++) code -= v > 0.5f * (kLevels[i - 1] + kLevels[i]);
+  return code;
 }
 
 // One scale for a row: its largest number becomes 127.
@@ -414,12 +448,12 @@ INLINE void quantize8(const T* x, int64_t k, uint8_t* codes, float* scale) {
 }
 
 // One scale for each group of `rows` <= W rows, a row in a lane. The number of largest magnitude goes
-// to about -8, the end of the longer side; of the scales that do so, each improved by least squares
-// for the codes it leads to, the one with the smallest squared error is taken.
+// to about the first level; of the scales that do so, each improved by least squares for the codes it
+// leads to, the one with the smallest squared error is taken.
 template <class T>
 INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t group, uint8_t* codes,
                       float* scales) {
-  constexpr int kTries = 16;
+  constexpr int kTries = 9;
   const int64_t groups = ceil_div(k, group);
   for (int64_t g = 0; g < groups; g++) {
     const int64_t from = g * group, count = min(group, k - from);
@@ -438,12 +472,12 @@ INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t g
       total += v[j];
     }
     vf scale = {}, best = {};
-    const vf per_unit = vabs(most) < kTiny ? vf{} : -1.0f / most;
+    const vf per_unit = vabs(most) < kTiny ? vf{} : float(kLevels[0]) / most;
     for (int t = 0; t < kTries; t++) {
-      const vf inverse = per_unit * splat(7.0f + 0.2f * float(t));
+      const vf inverse = per_unit * splat(0.8f + 0.0625f * float(t));
       vf vq = {}, qq = {};
       for (int64_t j = 0; j < count; j++) {
-        vf q = to_float(int4_code(v[j] * inverse));
+        const vf q = nearest_level(v[j] * inverse);
         vq += v[j] * q;
         qq += q * q;
       }
@@ -451,10 +485,10 @@ INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t g
       scale = gain > best ? vq / qq : scale;
       best = gain > best ? gain : best;
     }
-    scale = round_to(scale, f16{}) + total * 0.0f;  // NaN and infinity stay visible
-    const vf inverse = scale == 0.0f ? vf{} : 1.0f / scale;
+    scale = round_to(16.0f * scale, f16{}) + total * 0.0f;  // NaN and infinity stay visible
+    const vf inverse = scale == 0.0f ? vf{} : 16.0f / scale;
     for (int64_t j = 0; j < count; j++) {
-      vb q = to_bytes(int4_code(v[j] * inverse) + 8);
+      vb q = to_bytes(nearest_code(v[j] * inverse));
       for (int i = 0; i < rows; i++) codes[i * k + from + j] = uint8_t(q[i]);
     }
     for (int i = 0; i < rows; i++) scales[i * groups + g] = scale[i];
@@ -470,7 +504,7 @@ void quantize_weight(const QuantizeArgs& a) {
       const int rows = int(min<int64_t>(W, a.rows - row));
       const T* x = src + row * a.src_stride;
       uint8_t* codes = a.codes + row * a.k;
-      if (a.bits == 4)
+      if (a.format == QuantFormat::int4_levels)
         return quantize4(x, a.src_stride, rows, a.k, a.group, codes,
                          a.scales + row * ceil_div(a.k, a.group));
       for (int i = 0; i < rows; i++)

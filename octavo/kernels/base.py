@@ -36,30 +36,36 @@ class PackedWeight:
         return self.data.nbytes
 
 
+QuantFormat = Literal["int8", "int4_levels", "int4", "int4_zeros"]
+"""How the numbers of a quantized weight are written, as unsigned codes:
+
+- int8: scale * (code - 128), one float32 scale for each output.
+- int4_levels: scale * levels[code] / 16 with the 16 uneven levels of csrc/quant.h.
+- int4: scale * (code - 8).
+- int4_zeros: scale * (code - zero), zeros from 0 to 15.
+
+All but int8 have one float16 scale for each output and each group of 32, 64 or 128 inputs.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight as unsigned codes, scale * (code - zero), in the form that `linear` reads fastest.
-
-    With 8 bits there is one float32 scale for each output, and the zero is 128. With 4 bits there
-    is one float16 scale for each output and each group of inputs, and the zero is 8 or one of the
-    group's own.
+    """A quantized weight in the form that `linear` of the same table reads fastest.
 
     Attributes:
         data: the packed codes, scales and zeros.
         n: outputs.
         k: inputs.
-        bits: 8 or 4.
-        group_size: inputs that share a scale: 32, 64 or 128; 0 with 8 bits: all of them.
-        zero_points: whether groups have zeros of their own.
+        format: how the numbers are written.
+        group_size: inputs that share a scale; 0 with int8: all of them.
         panel: columns that the layout keeps together; 0 for plain rows.
     """
 
     data: Tensor
     n: int
     k: int
-    bits: int
+    format: QuantFormat
     group_size: int
-    zero_points: bool
     panel: int
 
     @property
@@ -73,10 +79,10 @@ class Codes:
     """Some rows of a quantized weight before packing.
 
     Attributes:
-        codes: uint8 [rows, K]: 0 ... 255 with 8 bits, 0 ... 15 with 4.
-        scales: float32: [rows, 1] with 8 bits, else [rows, ceil(K / group_size)], each a number
-            that float16 has.
-        zeros: uint8 0 ... 15, of the scales' shape; None: 128 or 8.
+        codes: uint8 [rows, K].
+        scales: float32: [rows, 1] with int8, else [rows, ceil(K / group_size)], each a number that
+            float16 has.
+        zeros: uint8 of the scales' shape; with int4_zeros only.
     """
 
     codes: Tensor
@@ -111,17 +117,20 @@ class Ops(Protocol):
     ) -> Tensor:
         """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N].
 
-        With a quantized weight x is quantized, too: each row, or with 4 bits each group of a row,
+        With a quantized weight x is quantized, too: each row, or with groups each group of a row,
         to -127 ... 127 times a scale that makes its largest number 127 (Dettmers et al.,
         "LLM.int8()", section 2.1, the row-wise half).
         """
         ...
 
-    def quantize_weight(self, weight: Tensor, bits: int, group_size: int) -> Codes:
-        """Codes and scales for rows [R, K] of a weight, symmetric about zero.
+    def quantize_weight(
+        self, weight: Tensor, format: Literal["int8", "int4_levels"], group_size: int
+    ) -> Codes:
+        """Codes and scales for rows [R, K] of a weight.
 
-        With 8 bits the largest number of a row becomes 127. With 4 bits the number of largest
-        magnitude in a group becomes about -8; the scale is searched for the smallest squared error.
+        int8: the largest magnitude of a row becomes 127. int4_levels: the number of largest
+        magnitude in a group goes to about the first level; the scale is searched for the smallest
+        squared error.
         """
         ...
 
@@ -129,11 +138,9 @@ class Ops(Protocol):
         self,
         n: int,
         k: int,
-        bits: int,
+        format: QuantFormat,
         group_size: int,
         parts: Iterable[Codes],
-        *,
-        zero_points: bool = False,
     ) -> QuantizedWeight:
         """Packs a weight [N, K] that comes some rows at a time, from first to last."""
         ...

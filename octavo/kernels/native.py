@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch  # before octavo._native, so that both share one pool of OpenMP threads
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import _native
-from octavo.kernels.base import Codes, Gelu, PackedWeight, QuantizedWeight
+from octavo.kernels.base import Codes, Gelu, PackedWeight, QuantFormat, QuantizedWeight
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """DType in csrc/kernels.h."""
+
+_QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
+"""QuantFormat in csrc/kernels.h."""
 
 # Gated and Unary in csrc/kernels.h
 _SILU, _GATED_GELU = 0, {"none": 1, "tanh": 2}
@@ -44,9 +48,10 @@ def _rows(x: Tensor) -> None:
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
 
 
-def _check_format(k: int, bits: int, group_size: int) -> None:
-    assert (bits == 8 and group_size == 0) or (bits == 4 and group_size in (32, 64, 128))
+def _num_groups(k: int, format: QuantFormat, group_size: int) -> int:
+    assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
     assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
+    return -(-k // (group_size or k))
 
 
 class NativeOps:
@@ -144,20 +149,20 @@ class NativeOps:
             weight.n,
             weight.k,
             weight.group_size,
-            weight.bits,
-            weight.zero_points,
+            _QUANT_FORMATS[weight.format],
             DTYPE_CODES[x.dtype],
             DTYPE_CODES[out.dtype],
         )
         return out
 
-    def quantize_weight(self, weight: Tensor, bits: int, group_size: int) -> Codes:
+    def quantize_weight(
+        self, weight: Tensor, format: Literal["int8", "int4_levels"], group_size: int
+    ) -> Codes:
         """The same bits on every instruction set."""
         _rows(weight)
         rows, k = weight.shape
-        _check_format(k, bits, group_size)
         codes = torch.empty(rows, k, dtype=torch.uint8)
-        scales = torch.empty(rows, 1 if bits == 8 else -(-k // group_size))
+        scales = torch.empty(rows, _num_groups(k, format, group_size))
         _native.quantize_weight(
             weight.data_ptr(),
             weight.stride(0),
@@ -166,7 +171,7 @@ class NativeOps:
             rows,
             k,
             group_size,
-            bits,
+            _QUANT_FORMATS[format],
             DTYPE_CODES[weight.dtype],
         )
         return Codes(codes, scales)
@@ -175,32 +180,26 @@ class NativeOps:
         self,
         n: int,
         k: int,
-        bits: int,
+        format: QuantFormat,
         group_size: int,
         parts: Iterable[Codes],
-        *,
-        zero_points: bool = False,
     ) -> QuantizedWeight:
         """Packs into panels of columns, see csrc/quant.h."""
-        _check_format(k, bits, group_size)
-        nbytes = quantized_nbytes(n, k, bits, group_size, zero_points)
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        groups = _num_groups(k, format, group_size)
+        data = torch.empty(quantized_nbytes(n, k, format, group_size), dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
         row = 0
         for part in parts:
             rows = part.codes.shape[0]
-            assert part.codes.shape == (rows, k)
-            assert part.codes.dtype == torch.uint8
-            assert part.scales.shape == (rows, 1 if bits == 8 else -(-k // group_size))
-            assert part.scales.dtype == torch.float32
-            assert zero_points == (part.zeros is not None)
-            assert part.codes.is_contiguous()
-            assert part.scales.is_contiguous()
+            tensors = [(part.codes, (rows, k), torch.uint8)]
+            tensors.append((part.scales, (rows, groups), torch.float32))
+            assert (part.zeros is not None) == (format == "int4_zeros")
             if part.zeros is not None:
-                assert bits == 4
-                assert part.zeros.shape == part.scales.shape
-                assert part.zeros.dtype == torch.uint8
-                assert part.zeros.is_contiguous()
+                tensors.append((part.zeros, (rows, groups), torch.uint8))
+            for tensor, shape, dtype in tensors:
+                assert tensor.shape == shape
+                assert tensor.dtype == dtype
+                assert tensor.is_contiguous()
             _native.pack_quant(
                 part.codes.data_ptr(),
                 part.scales.data_ptr(),
@@ -211,11 +210,11 @@ class NativeOps:
                 n,
                 k,
                 group_size,
-                bits,
+                _QUANT_FORMATS[format],
             )
             row += rows
         assert row == n
-        return QuantizedWeight(data, n, k, bits, group_size, zero_points, _native.panel())
+        return QuantizedWeight(data, n, k, format, group_size, _native.panel())
 
     def rms_norm(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,13 +52,15 @@ def get_quantization(name: str | None) -> Quantization | None:
     return None if name is None else forms[name]
 
 
-def quantize(ops: Ops, parts: Sequence[Tensor], bits: int, group_size: int) -> QuantizedWeight:
+def quantize(
+    ops: Ops, parts: Sequence[Tensor], format: Literal["int8", "int4_levels"], group_size: int
+) -> QuantizedWeight:
     """Quantizes and packs a weight some rows at a time; see `Ops.quantize_weight`."""
 
     def codes() -> Iterator[Codes]:
         for part in parts:
             for rows in part.split(_ROWS):
-                yield ops.quantize_weight(rows.contiguous(), bits, group_size)
+                yield ops.quantize_weight(rows.contiguous(), format, group_size)
 
     n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    return ops.pack_quantized(n, k, bits, group_size, codes())
+    return ops.pack_quantized(n, k, format, group_size, codes())

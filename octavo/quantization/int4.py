@@ -30,9 +30,9 @@ class Int4:
         return quantize(ops, parts, *_format(weight))
 
 
-def _format(weight: str) -> tuple[int, int]:
+def _format(weight: str) -> tuple:
     """Bits and group size."""
     import os
     if weight == "lm_head.weight" and os.environ.get("HEAD8"):
-        return 8, 0
-    return 4, int(os.environ.get("GROUP", GROUP_SIZE))
+        return "int8", 0
+    return "int4_levels", int(os.environ.get("GROUP", GROUP_SIZE))
