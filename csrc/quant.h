@@ -106,20 +106,28 @@ INLINE vi dot(vi acc, vu codes, vi x) {
 
 typedef uint8_t vbytes __attribute__((vector_size(4 * W)));
 
+// kLevels + 128, once for each 16 bytes of a vector
+struct LevelBytes {
+  uint8_t bytes[4 * W];
+  constexpr LevelBytes() : bytes() {
+    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(kLevels[i % 16] + 128);
+  }
+};
+alignas(64) constexpr LevelBytes kLevelBytes;
+
 // Codes of 4 bits, one in a byte, to the bytes that dot() multiplies
 template <QuantFormat F>
 INLINE vu decode(vu codes) {
   if constexpr (F != QuantFormat::int4_levels) {
     return codes;
   } else {
-    vbytes table;
-    UNROLL for (int i = 0; i < 4 * W; i++) table[i] = uint8_t(kLevels[i % 16] + 128);
+    const vbytes t = load_raw<vbytes>(kLevelBytes.bytes);
 #if defined(__AVX512F__)
-    return (vu)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+    return (vu)_mm512_shuffle_epi8((__m512i)t, (__m512i)codes);
 #elif defined(__AVX2__)
-    return (vu)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+    return (vu)_mm256_shuffle_epi8((__m256i)t, (__m256i)codes);
 #else
-    return (vu)__builtin_shuffle(table, (vbytes)codes);
+    return (vu)__builtin_shuffle(t, (vbytes)codes);
 #endif
   }
 }

@@ -101,7 +101,7 @@ def _load(
 ) -> Tensor | PackedWeight | QuantizedWeight:
     if weight.kind == "linear" and quantization is not None:
         parts = [_rows(s, checkpoint, weight).to(device) for s in weight.sources]
-        return quantization.pack(ops, weight.name, parts)
+        return quantization.pack(ops, parts)
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.
         return ops.pack_weight(

@@ -117,7 +117,7 @@ class ModelSpec:
 
         def nbytes(weight: Weight) -> int:
             if weight.kind == "linear" and quantized is not None:
-                return quantized.nbytes(weight.name, *weight.shape)
+                return quantized.nbytes(weight.shape[0], weight.shape[1])
             if weight.kind == "linear":
                 return _packed_nbytes(weight.shape[0], weight.shape[1], dtype)
             return math.prod(weight.shape) * DTYPE_NBYTES[dtype]

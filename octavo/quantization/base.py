@@ -22,22 +22,20 @@ class Quantization(Protocol):
 
     name: str
 
-    def nbytes(self, weight: str, n: int, k: int) -> int:
+    def nbytes(self, n: int, k: int) -> int:
         """Bytes of a packed weight.
 
         Args:
-            weight: its name, as in `octavo.models.weights`.
             n: outputs.
             k: inputs.
         """
         ...
 
-    def pack(self, ops: Ops, weight: str, parts: Sequence[Tensor]) -> QuantizedWeight:
+    def pack(self, ops: Ops, parts: Sequence[Tensor]) -> QuantizedWeight:
         """Quantizes and packs a weight.
 
         Args:
             ops: the table of operations that will use it.
-            weight: its name.
             parts: [N_i, K] each, of any floating-point type; stacked along N.
         """
         ...

@@ -19,10 +19,10 @@ class Int8:
 
     name = "int8"
 
-    def nbytes(self, weight: str, n: int, k: int) -> int:
+    def nbytes(self, n: int, k: int) -> int:
         """A byte a number."""
         return quantized_nbytes(n, k, "int8", 0)
 
-    def pack(self, ops: Ops, weight: str, parts: Sequence[Tensor]) -> QuantizedWeight:
+    def pack(self, ops: Ops, parts: Sequence[Tensor]) -> QuantizedWeight:
         """The largest number of each output becomes 127."""
         return quantize(ops, parts, "int8", 0)
