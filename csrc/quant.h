@@ -194,8 +194,7 @@ void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int
     UNROLL for (int j = 0; j < kVectors; j++)
       acc[i][j] = load_raw<vi>(c + i * kPanel + j * W);
   for (int64_t q = 0; q < quads; q++, w += kQuad * kPanel) {
-    if constexpr (R <= 2)
-      UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
+    UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
     vu b[kVectors];
     UNROLL for (int j = 0; j < kVectors; j++) b[j] = load_raw<vu>(w + j * kQuad * W);
     UNROLL for (int i = 0; i < R; i++) {
@@ -272,8 +271,8 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
     }
 #pragma GCC unroll 4
     for (int64_t o = 0; o < octs; o++, p += kQuad * kPanel, q += 8) {
-      if constexpr (R <= 2)
-        UNROLL for (int j = 0; j < kQuad * W * V; j += 64) __builtin_prefetch(p + kAhead + j);
+      if (col == 0)  // the first to read the panel fetches all of it
+        UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(p + kAhead + j);
       vu low[V], high[V];
       UNROLL for (int j = 0; j < V; j++) {
         vu b = load_raw<vu>(p + j * kQuad * W);
