@@ -49,19 +49,19 @@ enum class QuantFormat : int { int8 = 0, int4_levels = 1, int4 = 2, int4_zeros =
 struct QuantizeArgs {
   const void* src;  // [rows, k]
   int64_t src_stride;
-  uint8_t* codes;  // [rows, k]
-  float* scales;  // [rows, groups]: int8: groups 1; else ceil(k / group), numbers that float16 has
-  int64_t rows, k, group;
+  void* dst;  // the whole packed weight
+  int64_t row0, rows;  // which of its n rows these are
+  int64_t n, k, group;
   QuantFormat format;  // int8 or int4_levels
   DType dtype;
 };
 
 struct PackQuantArgs {
   const uint8_t* codes;  // [rows, k]
-  const float* scales;  // [rows, groups]
+  const float* scales;  // [rows, groups]: int8: 1 group; others: ceil(k / group), float16 numbers
   const uint8_t* zeros;  // [rows, groups]; int4_zeros only
-  void* dst;  // the whole packed weight
-  int64_t row0, rows;  // which of its n rows these are
+  void* dst;  // as above
+  int64_t row0, rows;
   int64_t n, k, group;
   QuantFormat format;
 };

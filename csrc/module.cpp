@@ -57,11 +57,10 @@ NB_MODULE(_native, m) {
 
   m.def(
       "quantize_weight",
-      [](Address src, int64_t src_stride, Address codes, Address scales, int64_t rows, int64_t k,
-         int64_t group, int format, int dtype) {
-        kernels().quantize_weight({at<void>(src), src_stride, at<uint8_t>(codes),
-                                   at<float>(scales), rows, k, group,
-                                   static_cast<QuantFormat>(format), dtype_of(dtype)});
+      [](Address src, int64_t src_stride, Address dst, int64_t row0, int64_t rows, int64_t n,
+         int64_t k, int64_t group, int format, int dtype) {
+        kernels().quantize_weight({at<void>(src), src_stride, at<void>(dst), row0, rows, n, k,
+                                   group, static_cast<QuantFormat>(format), dtype_of(dtype)});
       },
       Release());
 

@@ -372,53 +372,81 @@ void linear_q(const LinearQArgs& a) {
 // ---- packing ----
 
 INLINE uint32_t four_codes(const uint8_t* codes, int64_t count) {
+  if (count >= kQuad) return load_raw<uint32_t>(codes);
   uint32_t four = 0;
-  memcpy(&four, codes, max<int64_t>(0, min<int64_t>(kQuad, count)));
+  for (int64_t i = 0; i < count; i++) four |= uint32_t(codes[i]) << (8 * i);
   return four;
 }
 
-void pack_quant(const PackQuantArgs& a) {
-  const int64_t end = a.row0 + a.rows, first = a.row0 / kPanel;
-  const int64_t panels = ceil_div(end, kPanel) - first;
-  const bool bytes = a.format == QuantFormat::int8, zeros = a.format == QuantFormat::int4_zeros;
-  const int64_t quads = ceil_div(a.k, kQuad), groups = bytes ? 1 : ceil_div(a.k, a.group);
-  const int64_t panel_nbytes =
-      bytes ? quads * kQuad * kPanel : groups * group_nbytes(a.group, a.format);
-  uint8_t* dst = static_cast<uint8_t*>(a.dst);
-  float* scales8 = reinterpret_cast<float*>(dst + ceil_div(a.n, kPanel) * panel_nbytes);
-  parallel_for(panels, panels * kPanel * a.k / kQuad, [&](int64_t task) {
-    const int64_t col = (first + task) * kPanel;
-    uint8_t* panel = dst + (first + task) * panel_nbytes;
-    const int64_t from = max(col, a.row0), to = min(col + kPanel, end);
-    const int64_t padded = to == a.n ? col + kPanel : to;  // padding goes with the last row
-    auto codes = [&](int64_t n, int64_t k) {
-      return n < to && k < a.k ? four_codes(a.codes + (n - a.row0) * a.k + k, a.k - k) : 0;
-    };
-    if (bytes) {
-      for (int64_t n = from; n < padded; n++) scales8[n] = n < to ? a.scales[n - a.row0] : 0;
-      for (int64_t q0 = 0; q0 < quads; q0 += 16)
-        for (int64_t n = from; n < padded; n++)
-          for (int64_t q = q0; q < min(q0 + 16, quads); q++) {
-            uint32_t four = codes(n, q * kQuad);
-            memcpy(panel + (q * kPanel + n - col) * kQuad, &four, kQuad);
-          }
-      return;
+INLINE int64_t panel_nbytes(int64_t k, int64_t group, QuantFormat f) {
+  if (f == QuantFormat::int8) return ceil_div(k, kQuad) * kQuad * kPanel;
+  return ceil_div(k, group) * group_nbytes(group, f);
+}
+
+// The rows of `a`, which lie in one panel. Padding goes with the last row of the weight.
+void pack_rows(const PackQuantArgs& a) {
+  const int64_t end = a.row0 + a.rows, col = a.row0 / kPanel * kPanel;
+  const int64_t padded = end == a.n ? col + kPanel : end;
+  const int64_t nbytes = panel_nbytes(a.k, a.group, a.format);
+  uint8_t* panel = static_cast<uint8_t*>(a.dst) + col / kPanel * nbytes;
+  auto codes = [&](int64_t n, int64_t k) {
+    return n < end && k < a.k ? four_codes(a.codes + (n - a.row0) * a.k + k, a.k - k) : 0;
+  };
+  if (a.format == QuantFormat::int8) {
+    uint8_t* scales = static_cast<uint8_t*>(a.dst) + ceil_div(a.n, kPanel) * nbytes;
+    for (int64_t n = a.row0; n < padded; n++) {
+      const float scale = n < end ? a.scales[n - a.row0] : 0;
+      memcpy(scales + n * sizeof scale, &scale, sizeof scale);
     }
-    for (int64_t g = 0; g < groups; g++, panel += group_nbytes(a.group, a.format)) {
-      uint8_t* scales = panel + kPanel * (a.group / 2);
-      for (int64_t n = from; n < padded; n++) {
-        for (int64_t o = 0; o < a.group / 8; o++) {
-          const int64_t k = g * a.group + o * 8;
-          uint32_t eight = codes(n, k) | codes(n, k + kQuad) << 4;
-          memcpy(panel + (o * kPanel + n - col) * kQuad, &eight, kQuad);
+    const int64_t quads = ceil_div(a.k, kQuad), some = 64;  // a tile stays in the cache
+    for (int64_t q0 = 0; q0 < quads; q0 += some)
+      for (int64_t n = a.row0; n < padded; n++)
+        for (int64_t q = q0; q < min(q0 + some, quads); q++) {
+          const uint32_t four = codes(n, q * kQuad);
+          memcpy(panel + (q * kPanel + n - col) * kQuad, &four, kQuad);
         }
-        f16 scale{};
-        store(&scale, splat(n < to ? a.scales[(n - a.row0) * groups + g] : 0), 1);
-        memcpy(scales + (n - col) * sizeof scale, &scale, sizeof scale);
-        if (zeros)
-          scales[kPanel * sizeof(f16) + n - col] = n < to ? a.zeros[(n - a.row0) * groups + g] : 0;
+    return;
+  }
+  const int64_t groups = ceil_div(a.k, a.group);
+  for (int64_t g = 0; g < groups; g++, panel += group_nbytes(a.group, a.format)) {
+    uint8_t* scales = panel + kPanel * (a.group / 2);
+    for (int64_t n = a.row0; n < padded; n++) {
+      for (int64_t o = 0; o < a.group / 8; o++) {
+        const int64_t k = g * a.group + o * 8;
+        const uint32_t eight = codes(n, k) | codes(n, k + kQuad) << 4;
+        memcpy(panel + (o * kPanel + n - col) * kQuad, &eight, kQuad);
       }
+      const int64_t at = (n - a.row0) * groups + g;
+      f16 scale{};
+      store(&scale, splat(n < end ? a.scales[at] : 0), 1);
+      memcpy(scales + (n - col) * sizeof scale, &scale, sizeof scale);
+      if (a.format == QuantFormat::int4_zeros)
+        scales[kPanel * sizeof(f16) + n - col] = n < end ? a.zeros[at] : 0;
     }
+  }
+}
+
+// f(first, rows): the rows row0 ... row0 + rows of a weight, cut where panels begin.
+template <class F>
+INLINE void for_panels(int64_t row0, int64_t rows, int64_t cost, F f) {
+  const int64_t end = row0 + rows, first = row0 / kPanel;
+  parallel_for(ceil_div(end, kPanel) - first, cost, [&](int64_t i) {
+    const int64_t from = max((first + i) * kPanel, row0);
+    f(from, min((first + i + 1) * kPanel, end) - from);
+  });
+}
+
+void pack_quant(const PackQuantArgs& a) {
+  for_panels(a.row0, a.rows, a.rows * a.k / kQuad, [&](int64_t first, int64_t rows) {
+    const int64_t skip = first - a.row0;
+    const int64_t groups = a.format == QuantFormat::int8 ? 1 : ceil_div(a.k, a.group);
+    PackQuantArgs part = a;
+    part.codes += skip * a.k;
+    part.scales += skip * groups;
+    if (a.zeros) part.zeros += skip * groups;
+    part.row0 = first;
+    part.rows = rows;
+    pack_rows(part);
   });
 }
 
@@ -432,7 +460,7 @@ INLINE vf vabs(vf v) { return (vf)((vi)v & 0x7fffffff); }
 INLINE vf nearest_level(vf v) {
   vf level = splat(kLevels[0]);
   UNROLL for (int i = 1; i < 16; i++)
-    level += v > 0.5f * (kLevels[i - 1] + kLevels[i]) ? splat(kLevels[i] - kLevels[i - 1]) : vf{};
+    level = v > 0.5f * (kLevels[i - 1] + kLevels[i]) ? splat(kLevels[i]) : level;
   return level;
 }
 INLINE vi nearest_code(vf v) {
@@ -454,13 +482,15 @@ INLINE void quantize8(const T* x, int64_t k, uint8_t* codes, float* scale) {
   *scale = byte_scale(most);
 }
 
-// One scale for each group of `rows` <= W rows, a row in a lane. The number of largest magnitude goes
-// to about the first level; of the scales that do so, each improved by least squares for the codes it
-// leads to, the one with the smallest squared error is taken.
+// Where the number of largest magnitude in a group goes, by the first level: the set of six with the
+// smallest error for the numbers that kLevels is made for, found one after the other.
+constexpr float kTries[] = {0.96f, 0.8f, 1.04f, 0.84f, -0.76f, 1.0f};
+
+// One scale for each group of `rows` <= W rows, a row in a lane: of those that kTries lead to, each
+// improved by least squares for its codes, the one with the smallest squared error.
 template <class T>
 INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t group, uint8_t* codes,
                       float* scales) {
-  constexpr int kTries = 9;
   const int64_t groups = ceil_div(k, group);
   for (int64_t g = 0; g < groups; g++) {
     const int64_t from = g * group, count = min(group, k - from);
@@ -480,8 +510,8 @@ INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t g
     }
     vf scale = {}, best = {};
     const vf per_unit = vabs(most) < kTiny ? vf{} : float(kLevels[0]) / most;
-    for (int t = 0; t < kTries; t++) {
-      const vf inverse = per_unit * splat(0.8f + 0.0625f * float(t));
+    for (float place : kTries) {
+      const vf inverse = per_unit * splat(place);
       vf vq = {}, qq = {};
       for (int64_t j = 0; j < count; j++) {
         const vf q = nearest_level(v[j] * inverse);
@@ -505,17 +535,23 @@ INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t g
 void quantize_weight(const QuantizeArgs& a) {
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
-    const T* src = static_cast<const T*>(a.src);
-    parallel_for(ceil_div(a.rows, W), a.rows * a.k, [&](int64_t task) {
-      const int64_t row = task * W;
-      const int rows = int(min<int64_t>(W, a.rows - row));
-      const T* x = src + row * a.src_stride;
-      uint8_t* codes = a.codes + row * a.k;
-      if (a.format == QuantFormat::int4_levels)
-        return quantize4(x, a.src_stride, rows, a.k, a.group, codes,
-                         a.scales + row * ceil_div(a.k, a.group));
-      for (int i = 0; i < rows; i++)
-        quantize8(x + i * a.src_stride, a.k, codes + i * a.k, a.scales + row + i);
+    const bool bytes = a.format == QuantFormat::int8;
+    const int64_t groups = bytes ? 1 : ceil_div(a.k, a.group);
+    for_panels(a.row0, a.rows, a.rows * a.k, [&](int64_t first, int64_t count) {
+      const T* x = static_cast<const T*>(a.src) + (first - a.row0) * a.src_stride;
+      const int64_t scales_nbytes = ceil_div(count * groups, 16) * 64;
+      float* scales = static_cast<float*>(scratch(scales_nbytes + count * a.k));
+      uint8_t* codes = reinterpret_cast<uint8_t*>(scales) + scales_nbytes;
+      for (int64_t i = 0; i < count; i += W) {
+        const int rows = int(min<int64_t>(W, count - i));
+        if (bytes)
+          for (int64_t r = i; r < i + rows; r++)
+            quantize8(x + r * a.src_stride, a.k, codes + r * a.k, scales + r);
+        else
+          quantize4(x + i * a.src_stride, a.src_stride, rows, a.k, a.group, codes + i * a.k,
+                    scales + i * groups);
+      }
+      pack_rows({codes, scales, nullptr, a.dst, first, count, a.n, a.k, a.group, a.format});
     });
   });
 }

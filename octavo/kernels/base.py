@@ -124,25 +124,22 @@ class Ops(Protocol):
         ...
 
     def quantize_weight(
-        self, weight: Tensor, format: Literal["int8", "int4_levels"], group_size: int
-    ) -> Codes:
-        """Codes and scales for rows [R, K] of a weight.
+        self,
+        weight: Sequence[Tensor],
+        format: Literal["int8", "int4_levels"],
+        group_size: int,
+    ) -> QuantizedWeight:
+        """Quantizes and packs a weight: parts [N_i, K], stacked along N; see `Quantization`.
 
-        int8: the largest magnitude of a row becomes 127. int4_levels: the number of largest
-        magnitude in a group goes to about the first level; the scale is searched for the smallest
-        squared error.
+        int8: the largest magnitude of a row becomes 127. int4_levels: of some scales for a group
+        the one with the smallest squared error. The sources are no longer needed.
         """
         ...
 
     def pack_quantized(
-        self,
-        n: int,
-        k: int,
-        format: QuantFormat,
-        group_size: int,
-        parts: Iterable[Codes],
+        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
-        """Packs a weight [N, K] that comes some rows at a time, from first to last."""
+        """Packs the codes of a weight [N, K] that come some rows at a time, from first to last."""
         ...
 
     def rms_norm(

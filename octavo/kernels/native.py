@@ -48,10 +48,12 @@ def _rows(x: Tensor) -> None:
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
 
 
-def _num_groups(k: int, format: QuantFormat, group_size: int) -> int:
+def _empty_quantized(n: int, k: int, format: QuantFormat, group_size: int) -> QuantizedWeight:
     assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
     assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
-    return -(-k // (group_size or k))
+    data = torch.empty(quantized_nbytes(n, k, format, group_size), dtype=torch.uint8)
+    assert data.data_ptr() % 64 == 0
+    return QuantizedWeight(data, n, k, format, group_size, _native.panel())
 
 
 class NativeOps:
@@ -156,55 +158,56 @@ class NativeOps:
         return out
 
     def quantize_weight(
-        self, weight: Tensor, format: Literal["int8", "int4_levels"], group_size: int
-    ) -> Codes:
-        """The same bits on every instruction set."""
-        _rows(weight)
-        rows, k = weight.shape
-        codes = torch.empty(rows, k, dtype=torch.uint8)
-        scales = torch.empty(rows, _num_groups(k, format, group_size))
-        _native.quantize_weight(
-            weight.data_ptr(),
-            weight.stride(0),
-            codes.data_ptr(),
-            scales.data_ptr(),
-            rows,
-            k,
-            group_size,
-            _QUANT_FORMATS[format],
-            DTYPE_CODES[weight.dtype],
-        )
-        return Codes(codes, scales)
+        self,
+        weight: Sequence[Tensor],
+        format: Literal["int8", "int4_levels"],
+        group_size: int,
+    ) -> QuantizedWeight:
+        """The same codes and scales on every instruction set; memory: the result and one panel."""
+        n, k = sum(part.shape[0] for part in weight), weight[0].shape[1]
+        packed = _empty_quantized(n, k, format, group_size)
+        row = 0
+        for part in weight:
+            _rows(part)
+            assert part.shape[1] == k
+            _native.quantize_weight(
+                part.data_ptr(),
+                part.stride(0),
+                packed.data.data_ptr(),
+                row,
+                part.shape[0],
+                n,
+                k,
+                group_size,
+                _QUANT_FORMATS[format],
+                DTYPE_CODES[part.dtype],
+            )
+            row += part.shape[0]
+        return packed
 
     def pack_quantized(
-        self,
-        n: int,
-        k: int,
-        format: QuantFormat,
-        group_size: int,
-        parts: Iterable[Codes],
+        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
         """Packs into panels of columns, see csrc/quant.h."""
-        groups = _num_groups(k, format, group_size)
-        data = torch.empty(quantized_nbytes(n, k, format, group_size), dtype=torch.uint8)
-        assert data.data_ptr() % 64 == 0
+        packed = _empty_quantized(n, k, format, group_size)
+        groups = -(-k // (group_size or k))
         row = 0
         for part in parts:
             rows = part.codes.shape[0]
-            tensors = [(part.codes, (rows, k), torch.uint8)]
-            tensors.append((part.scales, (rows, groups), torch.float32))
             assert (part.zeros is not None) == (format == "int4_zeros")
-            if part.zeros is not None:
-                tensors.append((part.zeros, (rows, groups), torch.uint8))
-            for tensor, shape, dtype in tensors:
-                assert tensor.shape == shape
-                assert tensor.dtype == dtype
-                assert tensor.is_contiguous()
+            for tensor, shape, dtype in (
+                (part.codes, (rows, k), torch.uint8),
+                (part.scales, (rows, groups), torch.float32),
+                (part.zeros, (rows, groups), torch.uint8),
+            ):
+                assert tensor is None or tensor.shape == shape
+                assert tensor is None or tensor.dtype == dtype
+                assert tensor is None or tensor.is_contiguous()
             _native.pack_quant(
                 part.codes.data_ptr(),
                 part.scales.data_ptr(),
                 0 if part.zeros is None else part.zeros.data_ptr(),
-                data.data_ptr(),
+                packed.data.data_ptr(),
                 row,
                 rows,
                 n,
@@ -214,7 +217,7 @@ class NativeOps:
             )
             row += rows
         assert row == n
-        return QuantizedWeight(data, n, k, format, group_size, _native.panel())
+        return packed
 
     def rms_norm(
         self,

@@ -100,7 +100,7 @@ def _load(
     quantization: Quantization | None,
 ) -> Tensor | PackedWeight | QuantizedWeight:
     if weight.kind == "linear" and quantization is not None:
-        parts = [_rows(s, checkpoint, weight).to(device) for s in weight.sources]
+        parts = [_rows(s, checkpoint, weight).to(device).contiguous() for s in weight.sources]
         return quantization.pack(ops, parts)
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from octavo.kernels.sizes import quantized_nbytes
-from octavo.quantization.base import quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +32,9 @@ class Int4:
         return quantized_nbytes(n, k, *_format(n, k))
 
     def pack(self, ops: Ops, parts: Sequence[Tensor]) -> QuantizedWeight:
-        """Each scale is the one with the smallest squared error of those tried."""
+        """Of some scales for a group the one with the smallest squared error."""
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        return quantize(ops, parts, *_format(n, k))
+        return ops.quantize_weight(parts, *_format(n, k))
 
 
 def _format(n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:

@@ -1,4 +1,4 @@
-"""int8: one scale for each output, symmetric; activations by row."""
+"""int8: one scale for each output, symmetric; activations of 8 bits, one scale for each token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.kernels.sizes import quantized_nbytes
-from octavo.quantization.base import quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Int8:
-    """Weights and activations of 8 bits; see `Quantization`."""
+    """Weights of 8 bits; see `Quantization`."""
 
     name = "int8"
 
     def nbytes(self, n: int, k: int) -> int:
-        """A byte a number."""
+        """A byte a weight, and the scales."""
         return quantized_nbytes(n, k, "int8", 0)
 
     def pack(self, ops: Ops, parts: Sequence[Tensor]) -> QuantizedWeight:
-        """The largest number of each output becomes 127."""
-        return quantize(ops, parts, "int8", 0)
+        """The largest magnitude of each output becomes 127."""
+        return ops.quantize_weight(parts, "int8", 0)
