@@ -91,15 +91,16 @@ INLINE vi dot(vi acc, vu codes, vi x) {
   vu even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
   vs x_even = (vs)((vs)x << 8) >> 8, x_odd = (vs)x >> 8;
 #if defined(__AVX512F__)
-  return acc + (vi)_mm512_madd_epi16((__m512i)even, (__m512i)x_even) +
-         (vi)_mm512_madd_epi16((__m512i)odd, (__m512i)x_odd);
+  vu sum = (vu)_mm512_madd_epi16((__m512i)even, (__m512i)x_even) +
+           (vu)_mm512_madd_epi16((__m512i)odd, (__m512i)x_odd);
 #else
-  return acc + (vi)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
-         (vi)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
+  vu sum = (vu)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
+           (vu)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
 #endif
+  return (vi)((vu)acc + sum);  // unsigned, since it may wrap around on the way to the right result
 #else
   UNROLL for (int i = 0; i < kQuad; i++)
-    acc += (vi)((codes >> (8 * i)) & 0xffu) * ((x << (24 - 8 * i)) >> 24);
+    acc = (vi)((vu)acc + ((codes >> (8 * i)) & 0xffu) * (vu)((x << (24 - 8 * i)) >> 24));
   return acc;
 #endif
 }
