@@ -1,6 +1,7 @@
-"""Quantized linear layers against plain torch, bit for bit where integers are all there is, on every
-instruction set, and bitwise against themselves in other company."""
+"""Quantized linear layers against plain torch, bit for bit where integers are all there is, on
+every instruction set, and bitwise against themselves in other company."""
 
+import itertools
 import math
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_pack_in_parts(format: QuantFormat, group: int):
             whole.scales[a:b].clone(),
             None if whole.zeros is None else whole.zeros[a:b].clone(),
         )
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
     ]
     x = random(3, k)
     assert torch.equal(
