@@ -31,8 +31,9 @@ void gated(const GatedArgs& a) {
 }
 
 void unary(const UnaryArgs& a) {
-  parallel_for(ceil_div(a.count, kPiece), a.count / W * 16, [&](int64_t task) {
-    const int64_t start = task * kPiece, count = min(kPiece, a.count - start);
+  const int64_t total = a.rows * a.dim;
+  parallel_for(ceil_div(total, kPiece), total / W * 16, [&](int64_t task) {
+    const int64_t start = task * kPiece, count = min(kPiece, total - start);
     with_type(a.dtype, [&](auto t) {
       using T = decltype(t);
       const T* x = static_cast<const T*>(a.x) + start;
@@ -48,7 +49,29 @@ void unary(const UnaryArgs& a) {
         case Unary::gelu: return apply([](vf x) { return gelu(x); });
         case Unary::gelu_tanh: return apply([](vf x) { return gelu_tanh(x); });
         case Unary::soft_cap: return apply([&](vf x) { return soft_cap(x, a.param); });
+        case Unary::relu: return apply([](vf x) { return x < 0.0f ? vf{} : x; });
+        case Unary::scale: return apply([&](vf x) { return x * a.param; });
+        case Unary::clamp:
+          return apply([&](vf x) {
+            x = x < -a.param ? splat(-a.param) : x;
+            return x > a.param ? splat(a.param) : x;
+          });
       }
+    });
+  });
+}
+
+void add(const AddArgs& a) {
+  const int64_t total = a.rows * a.dim;
+  parallel_for(ceil_div(total, kPiece), total / W * 4, [&](int64_t task) {
+    const int64_t start = task * kPiece;
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      const T* x = static_cast<const T*>(a.x) + start;
+      const T* y = static_cast<const T*>(a.y) + start;
+      T* out = static_cast<T*>(a.out) + start;
+      for_lanes(min(kPiece, total - start),
+                [&](int64_t i, int n) { store(out + i, load(x + i, n) + load(y + i, n), n); });
     });
   });
 }

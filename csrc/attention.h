@@ -6,9 +6,11 @@
 // by side, [head_size / 2][block_size][2], for the dot product of AVX-512.
 //
 // A row is one query head of one token. It walks the positions that it may see in tiles of kTile, cut
-// at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867). What
-// it computes depends on these tiles only, not on the rows next to it: a decode row and the same row
-// within a prefill chunk give the same bits.
+// at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867). Every
+// kSegment positions it begins anew; the segments are then folded together in their order (Dao et
+// al., "Flash-Decoding"), so that threads can share a long context. What a row computes depends on
+// tiles and segments only, not on the rows next to it: a decode row and the same row within a prefill
+// chunk give the same bits, whoever computes them.
 #pragma once
 #include "norm.h"
 #include "vmath.h"
@@ -16,7 +18,9 @@
 OCTAVO_BEGIN
 
 constexpr int kTile = 64;  // key positions a softmax step takes; every block size divides it, or 128
+constexpr int kSegment = 512;  // positions whose sums are made by themselves, so that threads share
 constexpr int kTileRows = 36;  // rows that walk the tiles together: full sets of 6 and of 4
+constexpr int kFewRows = 12;  // rows up to which reading the cache takes longer than computing
 
 // How keys of storage type T meet a query. `Q`: what the query is read as; `kDims`: dimensions in one
 // step; `N`: keys in a vector, W or, for blocks smaller than W, half of it.
@@ -72,245 +76,549 @@ struct Keys<bf16> {
 
 constexpr int kScoreRows = W == 16 ? 6 : 2;  // rows and key vectors at once: the registers again
 constexpr int kScoreVectors = 4;
-constexpr int kValueRows = 4;
-constexpr int kValueVectors = W == 16 ? 4 : 2;
-
-// scores[R][...] = q . k for V vectors of N keys
+// scores[R][...] = q . k for V vectors of N keys. `next`: the keys that come after these, to be
+// fetched from memory meanwhile, or null.
 template <class T, int N, int R>
 NOINLINE void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const T* const* keys,
-                  int64_t block_size, int64_t head_size, float* scores) {
+                           const T* const* next, int64_t block_size, int64_t head_size,
+                           float* scores) {
   constexpr int V = kScoreVectors;
-  const T* k[V];
-  UNROLL for (int j = 0; j < V; j++) k[j] = keys[j];
+  const T *k[V], *ahead[V];
+  UNROLL for (int j = 0; j < V; j++) k[j] = keys[j], ahead[j] = next ? next[j] : nullptr;
   vf acc[R][V] = {};
-  for (int64_t d = 0; d < head_size; d += Keys<T>::kDims)
+  for (int64_t d = 0; d < head_size; d += Keys<T>::kDims) {
     Keys<T>::template step<N, R, V>(acc, q + d, q_stride, k, d * block_size);
+    if (next)
+      UNROLL for (int j = 0; j < V; j++) __builtin_prefetch(ahead[j] + d * block_size);
+  }
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < V; j++) store(scores + i * kTile + j * N, acc[i][j], N);
 }
 
 template <class T, int N, int R>
 INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stride,
-                          const T* const* keys, int64_t block_size, int64_t head_size,
-                          float* scores) {
-  if (rows == R) return score_kernel<T, N, R>(q, q_stride, keys, block_size, head_size, scores);
+                          const T* const* keys, const T* const* next, int64_t block_size,
+                          int64_t head_size, float* scores) {
+  if (rows == R)
+    return score_kernel<T, N, R>(q, q_stride, keys, next, block_size, head_size, scores);
   if constexpr (R > 1)
-    score_kernels<T, N, R - 1>(rows, q, q_stride, keys, block_size, head_size, scores);
+    score_kernels<T, N, R - 1>(rows, q, q_stride, keys, next, block_size, head_size, scores);
 }
 
-// acc[R][dims] += p[R][first..last) * v[first..last)[dims], V vectors of dims, the last of `tail`
-// lanes. `values` has a pointer for each position of the tile.
-template <class T, int R, int V>
-NOINLINE void value_kernel(const float* p, const T* const* values, int first, int last, int64_t dim, int tail,
-                  float* acc, int64_t acc_stride) {
-  vf sum[R][V];
-  UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < V; j++) sum[i][j] = load(acc + i * acc_stride + dim + j * W);
-  for (int key = first; key < last; key++) {
-    vf v[V];
-    UNROLL for (int j = 0; j < V - 1; j++) v[j] = load(values[key] + dim + j * W);
-    v[V - 1] = load(values[key] + dim + (V - 1) * W, tail);
+// How values of storage type T are summed. `P`: what the probabilities are kept as; `kStep`: positions
+// in one step; `kRows`: rows at once; `kDims`: an accumulator holds so many dimensions, W a vector.
+template <class T>
+struct Values {
+  using P = float;
+  static constexpr int kStep = 1, kRows = W == 16 ? 6 : 4, kVectors = W == 16 ? 4 : 2;
+
+  // acc[R][dims] += p[R][first..last) * v[first..last)[dims], V vectors, the last of `tail` lanes.
+  // `next`: the values that come after these, to be fetched from memory meanwhile, or null.
+  template <int R, int V>
+  static NOINLINE void kernel(const P* p, const T* const* values, const T* const* next, int first,
+                              int last, int64_t dim, int tail, float* acc, int64_t stride) {
+    vf sum[R][V];
     UNROLL for (int i = 0; i < R; i++)
-      UNROLL for (int j = 0; j < V; j++) sum[i][j] = fma(p[i * kTile + key], v[j], sum[i][j]);
+      UNROLL for (int j = 0; j < V; j++) sum[i][j] = load(acc + i * stride + dim + j * W);
+    for (int key = first; key < last; key++) {
+      vf v[V];
+      UNROLL for (int j = 0; j < V - 1; j++) v[j] = load(values[key] + dim + j * W);
+      v[V - 1] = load(values[key] + dim + (V - 1) * W, tail);
+      UNROLL for (int i = 0; i < R; i++)
+        UNROLL for (int j = 0; j < V; j++) sum[i][j] = fma(p[i * kTile + key], v[j], sum[i][j]);
+      if (next)
+        UNROLL for (int j = 0; j < V; j++) __builtin_prefetch(next[key] + dim + j * W);
+    }
+    UNROLL for (int i = 0; i < R; i++)
+      UNROLL for (int j = 0; j < V; j++) store(acc + i * stride + dim + j * W, sum[i][j]);
   }
-  UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < V; j++) store(acc + i * acc_stride + dim + j * W, sum[i][j]);
-}
 
-template <class T, int R>
-void add_values(const float* p, const T* const* values, int first, int last, int64_t head_size,
-                float* acc, int64_t acc_stride) {
-  int64_t d = 0;
-  for (; d + kValueVectors * W <= head_size; d += kValueVectors * W)
-    value_kernel<T, R, kValueVectors>(p, values, first, last, d, W, acc, acc_stride);
-  for (; d + W <= head_size; d += W)
-    value_kernel<T, R, 1>(p, values, first, last, d, W, acc, acc_stride);
-  if (d < head_size)  // head sizes are multiples of 8
-    value_kernel<T, R, 1>(p, values, first, last, d, W / 2, acc, acc_stride);
-}
+  template <int R>
+  static INLINE void add(const P* p, const T* const* values, const T* const* next, int first,
+                         int last, int64_t head_size, float* acc, int64_t stride) {
+    int64_t d = 0;
+    for (; d + kVectors * W <= head_size; d += kVectors * W)
+      kernel<R, kVectors>(p, values, next, first, last, d, W, acc, stride);
+    for (; d < head_size; d += W) {
+      const int tail = int(min<int64_t>(W, head_size - d));
+      kernel<R, 1>(p, values, next, first, last, d, tail, acc, stride);
+    }
+  }
+
+  // Positions [first, last) of one row.
+  static void add_row(const P* p, const T* const* values, int first, int last, int64_t head_size,
+                      float* acc, int64_t stride) {
+    if (first < last) add<1>(p, values, nullptr, first, last, head_size, acc, stride);
+  }
+
+  static INLINE vf exponential(vf x) { return exp(x); }
+  static INLINE void keep(P* p, vf low, vf high) { store(p, low), store(p + W, high); }
+
+  static void write(const float* acc, float sum, T* out, int64_t head_size) {
+    for_lanes(head_size, [&](int64_t d, int n) { store(out + d, load(acc + d) / sum, n); });
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Two positions in one dot product: pairs are made of two rows of values as they are read. That leaves
+// 32 dimensions in two vectors of every other four of them, until they are written.
+template <>
+struct Values<bf16> {
+  using P = bf16;
+  static constexpr int kStep = 2, kRows = 6, kChunk = 32;
+
+  struct Pair {
+    __m512bh low, high;
+  };
+  static INLINE Pair pair(__m512i a, __m512i b) {
+    return {(__m512bh)_mm512_unpacklo_epi16(a, b), (__m512bh)_mm512_unpackhi_epi16(a, b)};
+  }
+  static INLINE __m512i row(const bf16* v, __mmask32 lanes) {
+    return _mm512_maskz_loadu_epi16(lanes, v);
+  }
+  static INLINE __mmask32 lanes_of(int64_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
+
+  // Positions [first, last), both even, for C chunks of 32 dimensions.
+  template <int R, int C>
+  static NOINLINE void kernel(const P* p, const bf16* const* values, const bf16* const* next,
+                              int first, int last, int64_t dim, __mmask32 tail, float* acc,
+                              int64_t stride) {
+    __m512 sum[R][2 * C];
+    UNROLL for (int i = 0; i < R; i++)
+      UNROLL for (int j = 0; j < 2 * C; j++)
+        sum[i][j] = _mm512_loadu_ps(acc + i * stride + dim + j * W);
+    for (int key = first; key < last; key += 2) {
+      Pair v[C];
+      UNROLL for (int c = 0; c < C; c++) {
+        const __mmask32 lanes = c == C - 1 ? tail : ~0u;
+        v[c] = pair(row(values[key] + dim + c * kChunk, lanes),
+                    row(values[key + 1] + dim + c * kChunk, lanes));
+        if (next) {
+          __builtin_prefetch(next[key] + dim + c * kChunk);
+          __builtin_prefetch(next[key + 1] + dim + c * kChunk);
+        }
+      }
+      UNROLL for (int i = 0; i < R; i++) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(load_raw<int>(p + i * kTile + key));
+        UNROLL for (int c = 0; c < C; c++) {
+          sum[i][2 * c] = _mm512_dpbf16_ps(sum[i][2 * c], v[c].low, both);
+          sum[i][2 * c + 1] = _mm512_dpbf16_ps(sum[i][2 * c + 1], v[c].high, both);
+        }
+      }
+    }
+    UNROLL for (int i = 0; i < R; i++)
+      UNROLL for (int j = 0; j < 2 * C; j++)
+        _mm512_storeu_ps(acc + i * stride + dim + j * W, sum[i][j]);
+  }
+
+  template <int R>
+  static INLINE void add(const P* p, const bf16* const* values, const bf16* const* next,
+                         int first, int last, int64_t head_size, float* acc, int64_t stride) {
+    int64_t d = 0;
+    for (; d + 2 * kChunk <= head_size; d += 2 * kChunk)
+      kernel<R, 2>(p, values, next, first, last, d, ~0u, acc, stride);
+    for (; d < head_size; d += kChunk)
+      kernel<R, 1>(p, values, next, first, last, d, lanes_of(head_size - d), acc, stride);
+  }
+
+  // A pair of which the row sees one position: the other one is not read, it may hold anything.
+  static void add_half(const P* p, const bf16* value, int key, int64_t head_size, float* acc) {
+    const __m512bh both =
+        (__m512bh)_mm512_set1_epi32(load_raw<int>(p + key / kStep * kStep));
+    for (int64_t d = 0; d < head_size; d += kChunk) {
+      const __m512i v = row(value + d, lanes_of(head_size - d)), none = _mm512_setzero_si512();
+      const Pair halves = key % 2 ? pair(none, v) : pair(v, none);
+      _mm512_storeu_ps(acc + d, _mm512_dpbf16_ps(_mm512_loadu_ps(acc + d), halves.low, both));
+      _mm512_storeu_ps(acc + d + W,
+                       _mm512_dpbf16_ps(_mm512_loadu_ps(acc + d + W), halves.high, both));
+    }
+  }
+
+  static void add_row(const P* p, const bf16* const* values, int first, int last,
+                      int64_t head_size, float* acc, int64_t stride) {
+    if (first >= last) return;
+    if (first % 2) add_half(p, values[first], first, head_size, acc), first++;
+    const int even = last / 2 * 2;
+    if (first < even) add<1>(p, values, nullptr, first, even, head_size, acc, stride);
+    if (even < last && first <= even) add_half(p, values[even], even, head_size, acc);
+  }
+
+  // e^x for x <= 0 within 3e-6, a hundredth of what rounding to bfloat16 leaves.
+  static INLINE vf exponential(vf x) {
+    const __m512 t = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)(x * 1.44269504f));
+    const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
+    const float c[] = {1.0f, 6.931241751e-01f, 2.402409911e-01f, 5.590642616e-02f, 9.582852945e-03f};
+    return (vf)_mm512_scalef_ps((__m512)polynomial(c, (vf)_mm512_sub_ps(t, whole)), whole);
+  }
+  static INLINE void keep(P* p, vf low, vf high) {
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  }
+
+  static void write(const float* acc, float sum, bf16* out, int64_t head_size) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const __m512 total = _mm512_set1_ps(sum);
+    for (int64_t d = 0; d < head_size; d += kChunk) {
+      const __m512 low = _mm512_div_ps(_mm512_loadu_ps(acc + d), total);
+      const __m512 high = _mm512_div_ps(_mm512_loadu_ps(acc + d + W), total);
+      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, second, high),
+                                                _mm512_permutex2var_ps(low, first, high));
+      _mm512_mask_storeu_epi16(out + d, lanes_of(head_size - d), (__m512i)both);
+    }
+  }
+};
+#endif
 
 struct Row {
   int64_t token;
   int first, last;  // what it sees of the current tile
   int64_t position;
   float slope;
+  float max, sum;  // of the current segment
+};
+
+// What a row has of some positions: exponentials relative to `max`, their sum, and the values' sum.
+struct Partial {
   float max, sum;
 };
+
+// total += part, which comes after it
+INLINE void fold(Partial& total, float* total_acc, const Partial& part, const float* acc,
+                 int64_t acc_stride) {
+  if (part.max == -INFINITY) return;  // sees nothing there
+  const float m = max(total.max, part.max);
+  const float old = exp(splat(total.max - m))[0], now = exp(splat(part.max - m))[0];
+  total = {m, total.sum * old + part.sum * now};
+  for (int64_t d = 0; d < acc_stride; d += W)
+    store(total_acc + d, fma(load(total_acc + d), splat(old), load(acc + d) * now));
+}
 
 template <class T>
 struct Attention {
   using Q = typename Keys<T>::Q;
+  using P = typename Values<T>::P;
   const AttentionArgs& a;
   const int64_t group, acc_stride, kv_block, kv_head_size;
 
   explicit Attention(const AttentionArgs& args)
       : a(args),
         group(a.heads / a.kv_heads),
-        acc_stride(ceil_div(a.head_size, W) * W),
+        acc_stride(ceil_div(a.head_size, 2 * W) * 2 * W),
         kv_block(2 * a.kv_heads * a.block_size * a.head_size),
         kv_head_size(a.block_size * a.head_size) {}
 
-  // Rows [first_row, first_row + count) of the request's query_len * group rows for one KV head.
-  void run(int64_t request, int64_t kv_head, int64_t first_row, int count) const {
-    alignas(64) Q query[kTileRows * kMaxHeadSize];
-    alignas(64) float acc[kTileRows * kMaxHeadSize];
-    alignas(64) float scores[kTileRows * kTile];
+  // Some rows of a request's query_len * group for one KV head, and what they are computed in.
+  struct Task {
+    int64_t request, kv_head, first_row;
+    int count;
+    int64_t begin, end;  // positions that any of the rows sees
+    int64_t next_request, next_kv_head;  // what this thread is likely to do next; -1: nothing
     Row rows[kTileRows];
+    alignas(64) Q query[kTileRows * kMaxHeadSize];
+    alignas(64) float scores[kTileRows * kTile];
+    alignas(64) P probs[kTileRows * kTile];
+    alignas(64) float acc[kTileRows * kMaxHeadSize];
+  };
+
+  void start(Task& t, int64_t request, int64_t kv_head, int64_t first_row, int count) const {
+    t.request = request, t.kv_head = kv_head, t.first_row = first_row, t.count = count;
+    t.next_request = t.next_kv_head = -1;
     const int64_t start = a.query_start_loc[request];
     const int64_t query_len = a.query_start_loc[request + 1] - start;
     const int64_t position0 = a.seq_lens[request] - query_len;
     for (int i = 0; i < count; i++) {
-      const int64_t token = (first_row + i) / group, head = head_of(kv_head, first_row + i);
-      rows[i] = {start + token, 0, 0, position0 + token,
-                 a.alibi_slopes ? a.alibi_slopes[head] : 0.0f, -INFINITY, 0.0f};
-      const T* q = static_cast<const T*>(a.query) + rows[i].token * a.query_stride +
+      const int64_t token = (first_row + i) / group, head = head_of(t, i);
+      t.rows[i] = {start + token, 0, 0, position0 + token,
+                   a.alibi_slopes ? a.alibi_slopes[head] : 0.0f, -INFINITY, 0.0f};
+      const T* q = static_cast<const T*>(a.query) + t.rows[i].token * a.query_stride +
                    head * a.query_head_stride;
       if constexpr (std::is_same_v<Q, T>)
-        memcpy(query + i * a.head_size, q, a.head_size * sizeof(T));
+        memcpy(t.query + i * a.head_size, q, a.head_size * sizeof(T));
       else
         for_lanes(a.head_size,
-                  [&](int64_t d, int n) { store(query + i * a.head_size + d, load(q + d, n), n); });
-      memset(acc + i * acc_stride, 0, acc_stride * sizeof(float));
+                  [&](int64_t d, int n) { store(t.query + i * a.head_size + d, load(q + d, n), n); });
     }
-    const int64_t begin = a.window ? max<int64_t>(0, rows[0].position - a.window + 1) : 0;
-    const int64_t end = rows[count - 1].position + 1;
-    for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile)
-      walk_tile(request, kv_head, tile, max(begin, tile), min(end, tile + kTile), query, rows, count,
-                scores, acc);
-    for (int i = 0; i < count; i++) {
-      T* out = static_cast<T*>(a.out) + rows[i].token * a.out_stride +
-               head_of(kv_head, first_row + i) * a.out_head_stride;
-      const float* from = acc + i * acc_stride;
-      for_lanes(a.head_size,
-                [&](int64_t d, int n) { store(out + d, load(from + d) / rows[i].sum, n); });
-    }
+    t.begin = a.window ? max<int64_t>(0, t.rows[0].position - a.window + 1) : 0;
+    t.end = t.rows[count - 1].position + 1;
   }
 
-  int64_t head_of(int64_t kv_head, int64_t row) const { return kv_head * group + row % group; }
+  int64_t head_of(const Task& t, int row) const {
+    return t.kv_head * group + (t.first_row + row) % group;
+  }
 
-  // Positions [begin, end) of a tile: all that any of the rows sees there.
-  void walk_tile(int64_t request, int64_t kv_head, int64_t tile, int64_t begin, int64_t end,
-                 const Q* query, Row* rows, int count, float* scores, float* acc) const {
-    const int32_t* blocks = a.block_table + request * a.block_table_stride;
-    const int lanes_of_keys = int(min<int64_t>(W, a.block_size));
+  // Where the keys and values of a tile lie.
+  struct Tile {
     const T* keys[kTile / 4];
     const T* values[kTile];
+  };
+
+  // Of positions [begin, end) of the tile. Blocks that no row sees may not exist: their place is
+  // taken by one that does.
+  void locate(Tile& to, int64_t request, int64_t kv_head, int64_t tile, int64_t begin,
+              int64_t end) const {
+    const int32_t* blocks = a.block_table + request * a.block_table_stride;
+    const int64_t lanes_of_keys = min<int64_t>(W, a.block_size);
     for (int64_t i = 0; i < kTile; i += lanes_of_keys) {
-      // Blocks that no row sees may not exist: their place is taken by one that does.
       const int64_t position = min(max(tile + i, begin), end - 1);
       const int64_t offset = (tile + i) % a.block_size;
       const T* block = static_cast<const T*>(a.kv_cache) +
                        blocks[position / a.block_size] * kv_block + kv_head * kv_head_size;
-      keys[i / lanes_of_keys] = block + offset * Keys<T>::kDims;
+      to.keys[i / lanes_of_keys] = block + offset * Keys<T>::kDims;
       for (int64_t j = 0; j < lanes_of_keys; j++)
-        values[i + j] = block + a.kv_heads * kv_head_size + (offset + j) * a.head_size;
-    }
-    for (int v = 0; v < kTile / lanes_of_keys; v += kScoreVectors) {
-      const int64_t at = tile + v * lanes_of_keys;
-      if (at >= end || at + kScoreVectors * lanes_of_keys <= begin) continue;
-      for (int i = 0; i < count; i += kScoreRows) {
-        const Q* q = query + i * a.head_size;
-        float* s = scores + i * kTile + v * lanes_of_keys;
-        const int n = min(kScoreRows, count - i);
-        if (W <= 8 || lanes_of_keys == W)
-          score_kernels<T, W, kScoreRows>(n, q, a.head_size, keys + v, a.block_size, a.head_size, s);
-        else if constexpr (W > 8)
-          score_kernels<T, W / 2, kScoreRows>(n, q, a.head_size, keys + v, a.block_size, a.head_size,
-                                              s);
-      }
-    }
-    for (int i = 0; i < count; i++) {
-      Row& row = rows[i];
-      const int64_t from = a.window ? row.position - a.window + 1 : 0;
-      row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
-      row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
-      if (row.first < row.last) softmax_step(row, tile, scores + i * kTile, acc + i * acc_stride);
-    }
-    for (int i = 0; i < count;) {
-      if (count - i >= kValueRows &&
-          share_values(rows + i, scores + i * kTile, values, acc + i * acc_stride)) {
-        i += kValueRows;
-      } else {
-        add_values<T, 1>(scores + i * kTile, values, rows[i].first, rows[i].last, a.head_size,
-                         acc + i * acc_stride, acc_stride);
-        i++;
-      }
+        to.values[i + j] = block + a.kv_heads * kv_head_size + (offset + j) * a.head_size;
     }
   }
 
-  // scores -> probabilities relative to the new maximum; what was summed before is rescaled.
-  void softmax_step(Row& row, int64_t tile, float* s, float* acc) const {
-    vf m = splat(row.max);
-    for (int i = 0; i < kTile; i += W) {
-      vf v = load(s + i) * a.scale;
-      if (a.soft_cap != 0.0f) v = soft_cap(v, a.soft_cap);
-      const vf key = lanes() + float(i);
-      if (a.alibi_slopes) v = fma(row.slope, key + float(tile - row.position), v);
-      v = key >= float(row.first) ? v : splat(-INFINITY);
-      v = key < float(row.last) ? v : splat(-INFINITY);
-      store(s + i, v);
-      m = vmax(v, m);
+  // The tile after `tile`, of this task or of the next one; false if there is none.
+  bool locate_next(Tile& to, const Task& t, int64_t tile) const {
+    if (tile + kTile < t.end) {
+      locate(to, t.request, t.kv_head, tile + kTile, tile + kTile, min(t.end, tile + 2 * kTile));
+      return true;
     }
+    if (t.next_request < 0 || a.window) return false;
+    locate(to, t.next_request, t.next_kv_head, 0, 0,
+           min<int64_t>(kTile, a.seq_lens[t.next_request]));
+    return true;
+  }
+
+  // All rows over one segment, from nothing: leaves max and sum in the rows, values in acc.
+  void walk_segment(Task& t, int64_t segment) const {
+    for (int i = 0; i < t.count; i++) t.rows[i].max = -INFINITY, t.rows[i].sum = 0.0f;
+    memset(t.acc, 0, t.count * acc_stride * sizeof(float));
+    const int64_t begin = max(t.begin, segment), end = min(t.end, segment + kSegment);
+    Tile here, next;
+    for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
+      locate(here, t.request, t.kv_head, tile, max(begin, tile), min(end, tile + kTile));
+      // Few rows are done with a tile before the next one has come: it is fetched meanwhile.
+      const bool ahead = t.count <= kFewRows && locate_next(next, t, tile);
+      walk_tile(t, here, ahead ? &next : nullptr, tile, max(begin, tile), min(end, tile + kTile));
+    }
+  }
+
+  // Positions [begin, end) of a tile: all that any of the rows sees there.
+  void walk_tile(Task& t, const Tile& here, const Tile* next, int64_t tile, int64_t begin,
+                 int64_t end) const {
+    const int lanes_of_keys = int(min<int64_t>(W, a.block_size));
+    for (int v = 0; v < kTile / lanes_of_keys; v += kScoreVectors) {
+      const int64_t at = tile + v * lanes_of_keys;
+      if (at >= end || at + kScoreVectors * lanes_of_keys <= begin) continue;
+      const T* const* ahead = next ? next->keys + v : nullptr;
+      for (int i = 0; i < t.count; i += kScoreRows, ahead = nullptr) {
+        const Q* q = t.query + i * a.head_size;
+        float* s = t.scores + i * kTile + v * lanes_of_keys;
+        const int n = min(kScoreRows, t.count - i);
+        if (W <= 8 || lanes_of_keys == W)
+          score_kernels<T, W, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, a.block_size,
+                                          a.head_size, s);
+        else if constexpr (W > 8)
+          score_kernels<T, W / 2, kScoreRows>(n, q, a.head_size, here.keys + v, ahead,
+                                              a.block_size, a.head_size, s);
+      }
+    }
+    for (int i = 0; i < t.count; i++) {
+      Row& row = t.rows[i];
+      const int64_t from = a.window ? row.position - a.window + 1 : 0;
+      row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
+      row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
+      if (row.first < row.last)
+        softmax_step(row, tile, t.scores + i * kTile, t.probs + i * kTile, t.acc + i * acc_stride);
+    }
+    const T* const* ahead = next ? next->values : nullptr;
+    for (int i = 0; i < t.count; i += Values<T>::kRows, ahead = nullptr)
+      add_values<Values<T>::kRows>(t, min(Values<T>::kRows, t.count - i), i, here.values, ahead);
+  }
+
+  // scores -> probabilities relative to the new maximum; what was summed before is rescaled.
+  INLINE void softmax_step(Row& row, int64_t tile, float* s, P* probs, float* acc) const {
+    constexpr int V = kTile / W;
+    const bool whole = row.first == 0 && row.last == kTile;
+    vf v[V], m = splat(row.max);
+    UNROLL for (int i = 0; i < V; i++) v[i] = load(s + i * W) * a.scale;
+    if (a.soft_cap != 0.0f)
+      for (int i = 0; i < V; i++) v[i] = soft_cap(v[i], a.soft_cap);
+    if (a.alibi_slopes)
+      for (int i = 0; i < V; i++)
+        v[i] = fma(row.slope, lanes() + float(tile + i * W - row.position), v[i]);
+    if (!whole)
+      for (int i = 0; i < V; i++) {
+        const vf key = lanes() + float(i * W);
+        v[i] = key >= float(row.first) ? v[i] : splat(-INFINITY);
+        v[i] = key < float(row.last) ? v[i] : splat(-INFINITY);
+      }
+    UNROLL for (int i = 0; i < V; i++) m = vmax(v[i], m);
     const float new_max = reduce_max(m);
     vf sum{};
-    for (int i = 0; i < kTile; i += W) {
-      const vf p = exp(load(s + i) - new_max);
-      store(s + i, p);
-      sum += p;
+    UNROLL for (int i = 0; i < V; i++) sum += v[i] = Values<T>::exponential(v[i] - new_max);
+    UNROLL for (int i = 0; i < V; i += 2) Values<T>::keep(probs + i * W, v[i], v[i + 1]);
+    if (new_max == row.max) {
+      row.sum += reduce_sum(sum);
+      return;
     }
     const float old = exp(splat(row.max - new_max))[0];
     row.sum = row.sum * old + reduce_sum(sum);
     row.max = new_max;
-    if (old != 1.0f)
-      for (int64_t d = 0; d < acc_stride; d += W) store(acc + d, load(acc + d) * old);
+    for (int64_t d = 0; d < acc_stride; d += W) store(acc + d, load(acc + d) * old);
   }
 
-  // Adds the values for kValueRows rows together where they see the same positions, one by one elsewhere.
-  // Every row still adds its own positions only, in ascending order. False: nothing to share.
-  bool share_values(const Row* rows, const float* p, const T* const* values, float* acc) const {
-    constexpr int R = kValueRows;
+  // Adds the values for R rows together where they see the same positions, one by one elsewhere.
+  // Every row adds its own positions only, in ascending order.
+  template <int R>
+  void add_values(Task& t, int rows, int at, const T* const* values, const T* const* next) const {
+    if constexpr (R > 1)
+      if (rows < R) return add_values<R - 1>(t, rows, at, values, next);
+    constexpr int step = Values<T>::kStep;
+    const Row* row = t.rows + at;
+    const P* p = t.probs + at * kTile;
+    float* acc = t.acc + at * acc_stride;
     int first = 0, last = kTile;
-    for (int i = 0; i < R; i++) first = max(first, rows[i].first), last = min(last, rows[i].last);
-    if (first >= last) return false;
+    for (int i = 0; i < R; i++) first = max(first, row[i].first), last = min(last, row[i].last);
+    first = (first + step - 1) / step * step, last = last / step * step;
     auto alone = [&](int i, int from, int to) {
-      if (from < to)
-        add_values<T, 1>(p + i * kTile, values, from, to, a.head_size, acc + i * acc_stride,
+      Values<T>::add_row(p + i * kTile, values, from, to, a.head_size, acc + i * acc_stride,
                          acc_stride);
     };
-    for (int i = 0; i < R; i++) alone(i, rows[i].first, first);
-    add_values<T, R>(p, values, first, last, a.head_size, acc, acc_stride);
-    for (int i = 0; i < R; i++) alone(i, last, rows[i].last);
-    return true;
+    if (first >= last) {
+      for (int i = 0; i < R; i++) alone(i, row[i].first, row[i].last);
+      return;
+    }
+    for (int i = 0; i < R; i++) alone(i, row[i].first, first);
+    Values<T>::template add<R>(p, values, next, first, last, a.head_size, acc, acc_stride);
+    for (int i = 0; i < R; i++) alone(i, last, row[i].last);
+  }
+
+  void write(const Task& t, int row, const Partial& total, const float* acc) const {
+    T* out = static_cast<T*>(a.out) + t.rows[row].token * a.out_stride +
+             head_of(t, row) * a.out_head_stride;
+    Values<T>::write(acc, total.sum, out, a.head_size);
+  }
+
+  // Rows from beginning to end.
+  NOINLINE void run(int64_t request, int64_t kv_head, int64_t first_row, int count,
+                    int64_t next_request, int64_t next_kv_head) const {
+    Task t;
+    Partial total[kTileRows];
+    alignas(64) float acc[kTileRows * kMaxHeadSize];
+    start(t, request, kv_head, first_row, count);
+    t.next_request = next_request, t.next_kv_head = next_kv_head;
+    for (int i = 0; i < count; i++) total[i] = {-INFINITY, 0.0f};
+    memset(acc, 0, count * acc_stride * sizeof(float));
+    for (int64_t s = t.begin / kSegment * kSegment; s < t.end; s += kSegment) {
+      walk_segment(t, s);
+      for (int i = 0; i < count; i++)
+        fold(total[i], acc + i * acc_stride, {t.rows[i].max, t.rows[i].sum},
+             t.acc + i * acc_stride, acc_stride);
+    }
+    for (int i = 0; i < count; i++) write(t, i, total[i], acc + i * acc_stride);
+  }
+
+  // One segment of some rows: into parts, [count] of {max, sum, acc[acc_stride]}.
+  NOINLINE void run_segment(int64_t request, int64_t kv_head, int count, int64_t segment,
+                            float* parts) const {
+    Task t;
+    start(t, request, kv_head, 0, count);
+    walk_segment(t, segment);
+    for (int i = 0; i < count; i++) {
+      float* part = parts + i * (acc_stride + 2);
+      part[0] = t.rows[i].max, part[1] = t.rows[i].sum;
+      memcpy(part + 2, t.acc + i * acc_stride, acc_stride * sizeof(float));
+    }
+  }
+
+  // The rows whose segments lie in `parts`, `stride` floats apart.
+  void write_folded(int64_t request, int64_t kv_head, int count, const float* parts,
+                    int64_t stride) const {
+    Task t;
+    start(t, request, kv_head, 0, count);
+    for (int i = 0; i < count; i++) {
+      Partial total = {-INFINITY, 0.0f};
+      memset(t.acc, 0, acc_stride * sizeof(float));
+      for (int64_t s = t.begin / kSegment; s * kSegment < t.end; s++) {
+        const float* part = parts + s * stride + i * (acc_stride + 2);
+        fold(total, t.acc, {part[0], part[1]}, part + 2, acc_stride);
+      }
+      write(t, i, total, t.acc);
+    }
   }
 };
 
-void attention(const AttentionArgs& a) {
-  const int64_t tokens = a.query_start_loc[a.num_reqs], group = a.heads / a.kv_heads;
-  if (tokens == 0) return;
-  // Small batches: smaller tasks, so that every thread has one.
-  int64_t tile_rows = kTileRows;
-  while (tile_rows > 1 && tokens * a.heads / tile_rows < 2 * num_threads()) tile_rows /= 2;
-  // Tasks of request r: [first[r], first[r + 1]), each (tile of rows, KV head)
-  int64_t* first = static_cast<int64_t*>(scratch((a.num_reqs + 1) * sizeof(int64_t)));
-  int64_t cost = 0;
-  first[0] = 0;
-  for (int64_t r = 0; r < a.num_reqs; r++) {
-    const int64_t rows = (a.query_start_loc[r + 1] - a.query_start_loc[r]) * group;
-    first[r + 1] = first[r] + ceil_div(rows, tile_rows) * a.kv_heads;
-    cost += rows * a.seq_lens[r];
+// Which tasks there are. Task i of request r: row tile i / kv_heads of KV head i % kv_heads.
+struct Tasks {
+  const AttentionArgs& a;
+  const int64_t group;
+  int64_t* first;  // tasks of request r: [first[r], first[r + 1])
+  double cost;
+
+  explicit Tasks(const AttentionArgs& args)
+      : a(args), group(a.heads / a.kv_heads),
+        first(static_cast<int64_t*>(scratch((a.num_reqs + 1) * sizeof(int64_t)))), cost(0) {
+    first[0] = 0;
+    for (int64_t r = 0; r < a.num_reqs; r++) {
+      const int64_t rows = rows_of(r);
+      first[r + 1] = first[r] + ceil_div(rows, kTileRows) * a.kv_heads;
+      cost += double(rows) * a.seq_lens[r] * a.kv_heads * a.head_size / W;
+    }
   }
-  const int64_t tasks = first[a.num_reqs];
-  parallel_for(tasks, cost * a.kv_heads * a.head_size / W, [&](int64_t i) {
-    const int64_t task = tasks - 1 - i;  // the last tiles of a prompt see most: they begin
-    int64_t low = 0, high = a.num_reqs;  // the request with first[low] <= task < first[low + 1]
+
+  int64_t rows_of(int64_t r) const {
+    return (a.query_start_loc[r + 1] - a.query_start_loc[r]) * group;
+  }
+  int64_t request_of(int64_t task) const {
+    int64_t low = 0, high = a.num_reqs;
     while (high - low > 1) (first[(low + high) / 2] <= task ? low : high) = (low + high) / 2;
-    const int64_t tile = (task - first[low]) / a.kv_heads, kv_head = (task - first[low]) % a.kv_heads;
-    const int64_t rows = (a.query_start_loc[low + 1] - a.query_start_loc[low]) * group;
-    const int count = int(min(tile_rows, rows - tile * tile_rows));
-    with_type(a.dtype, [&](auto t) {
-      Attention<decltype(t)>(a).run(low, kv_head, tile * tile_rows, count);
-    });
+    return low;
+  }
+};
+
+// Few rows over long contexts: a task is a segment of them. `parts`: see run_segment.
+template <class T>
+void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longest) {
+  const Attention<T> attention(a);
+  const int64_t segments = ceil_div(longest, kSegment), stride = attention.acc_stride + 2;
+  int64_t num_tasks = tasks.first[a.num_reqs];
+  float* parts = static_cast<float*>(
+      scratch(num_tasks * segments * kTileRows * stride * sizeof(float), 1));
+  auto part = [&](int64_t task, int64_t s) {
+    return parts + (task * segments + s) * kTileRows * stride;
+  };
+  parallel_for(num_tasks * segments, int64_t(tasks.cost), [&](int64_t i) {
+    const int64_t task = i % num_tasks, s = i / num_tasks, r = tasks.request_of(task);
+    if (s * kSegment < a.seq_lens[r])
+      attention.run_segment(r, task - tasks.first[r], int(tasks.rows_of(r)), s * kSegment,
+                            part(task, s));
   });
+  for (int64_t task = 0; task < num_tasks; task++) {
+    const int64_t r = tasks.request_of(task);
+    attention.write_folded(r, task - tasks.first[r], int(tasks.rows_of(r)), part(task, 0),
+                           kTileRows * stride);
+  }
+}
+
+template <class T>
+INLINE void attention_typed(const AttentionArgs& a, T) {
+  const Tasks tasks(a);
+  const int64_t num_tasks = tasks.first[a.num_reqs];
+  int64_t longest = 0, most_rows = 0;
+  for (int64_t r = 0; r < a.num_reqs; r++) {
+    longest = max<int64_t>(longest, a.seq_lens[r]);
+    most_rows = max(most_rows, tasks.rows_of(r));
+  }
+  if (num_tasks < 4 * num_threads() && most_rows <= kTileRows && longest > kSegment)
+    return attend_by_segment<T>(a, tasks, longest);
+  const Attention<T> attention(a);
+  parallel_for(num_tasks, int64_t(tasks.cost), [&](int64_t i) {
+    const int64_t at = num_tasks - 1 - i;  // the last tiles of a prompt see most: they begin
+    const int64_t r = tasks.request_of(at), task = at - tasks.first[r];
+    const int64_t first_row = task / a.kv_heads * kTileRows;
+    const int64_t next = at > 0 ? tasks.request_of(at - 1) : -1;
+    attention.run(r, task % a.kv_heads, first_row,
+                  int(min<int64_t>(kTileRows, tasks.rows_of(r) - first_row)), next,
+                  at > 0 ? (at - 1 - tasks.first[next]) % a.kv_heads : -1);
+  });
+}
+
+void attention(const AttentionArgs& a) {
+  if (a.query_start_loc[a.num_reqs] == 0) return;
+  with_type(a.dtype, [&](auto t) { attention_typed(a, t); });
 }
 
 template <class T>

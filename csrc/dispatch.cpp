@@ -1,6 +1,6 @@
 #include "dispatch.h"
 
-#include <omp.h>
+#include "pool.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -68,19 +68,14 @@ bool set_isa(const std::string& name) {
   return false;
 }
 
-static int threads = 0;
-
-void set_num_threads(int n) { threads = n; }
-
-int num_threads() { return threads > 0 ? threads : omp_get_max_threads(); }
-
-void* scratch(size_t bytes) {
+void* scratch(size_t bytes, int which) {
   struct Buffer {
     void* data = nullptr;
     size_t size = 0;
     ~Buffer() { std::free(data); }
   };
-  thread_local Buffer buffer;
+  thread_local Buffer buffers[2];
+  Buffer& buffer = buffers[which];
   if (buffer.size < bytes) {
     const size_t size = (bytes + 63) / 64 * 64;
     std::free(buffer.data);
@@ -93,8 +88,7 @@ void* scratch(size_t bytes) {
 
 void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,
            int64_t* indices) {
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads()) if (rows > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  auto one = [&](int64_t row) {
     const float* from = x + row * x_stride;
     using Entry = std::pair<float, int64_t>;
     auto before = [](const Entry& a, const Entry& b) {
@@ -118,7 +112,13 @@ void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t 
       values[row * k + i] = heap[i].first;
       indices[row * k + i] = heap[i].second;
     }
-  }
+  };
+  run_parallel(
+      rows, 1, true,
+      [](void* context, int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) (*static_cast<decltype(one)*>(context))(row);
+      },
+      &one);
 }
 
 }  // namespace octavo

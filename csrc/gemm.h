@@ -8,7 +8,7 @@
 // Every output is accumulated in float32 along K from first to last, whatever m is. K is cut into
 // blocks for the caches only: the accumulators are put away and fetched again, which changes no bit.
 #pragma once
-#include "simd.h"
+#include "norm.h"
 
 OCTAVO_BEGIN
 
@@ -157,9 +157,9 @@ void linear(const LinearArgs& a) {
   with_type(a.dtype, [&](auto t) { linear_typed(a, t); });
 }
 
-template <class T>
-INLINE void pack_typed(const PackArgs& a, T) {
-  constexpr int step = Panel<T>::kStep;
+template <class S, class T>
+INLINE void pack_typed(const PackArgs& a, S, T) {
+  constexpr int step = Panel<T>::kStep, run = 64;
   const int64_t panel_k = ceil_div(a.k, step) * step;
   const int64_t end = a.row0 + a.rows;
   const int64_t first = a.row0 / kPanel, panels = ceil_div(end, kPanel) - first;
@@ -168,18 +168,50 @@ INLINE void pack_typed(const PackArgs& a, T) {
     T* panel = static_cast<T*>(a.dst) + col * panel_k;
     const int64_t from = max(col, a.row0), to = min(col + kPanel, end);
     const int64_t zeros = to == a.n ? col + kPanel : to;  // padding goes with the last row
-    for (int64_t k0 = 0; k0 < panel_k; k0 += 64)
+    for (int64_t k0 = 0; k0 < panel_k; k0 += run)
       for (int64_t n = from; n < zeros; n++) {
-        const T* row = static_cast<const T*>(a.src) + (n - a.row0) * a.src_stride;
-        for (int64_t k = k0; k < min(k0 + 64, panel_k); k++)
-          panel[k / step * step * kPanel + (n - col) * step + k % step] =
-              n < to && k < a.k ? row[k] : T{};
+        T values[run] = {};
+        if (n < to) {
+          const S* row = static_cast<const S*>(a.src) + (n - a.row0) * a.src_stride + k0;
+          const int64_t depth = min<int64_t>(run, a.k - k0);
+          if constexpr (std::is_same_v<S, T>)
+            memcpy(values, row, max<int64_t>(depth, 0) * sizeof(T));
+          else
+            for_lanes(depth, [&](int64_t i, int m) { store(values + i, load(row + i, m), m); });
+        }
+        T* to_panel = panel + k0 * kPanel + (n - col) * step;
+        const int64_t depth = min<int64_t>(run, panel_k - k0);
+        for (int64_t k = 0; k < depth; k++) to_panel[k / step * step * kPanel + k % step] = values[k];
       }
   });
 }
 
 void pack_weight(const PackArgs& a) {
-  with_type(a.dtype, [&](auto t) { pack_typed(a, t); });
+  with_type(a.dtype, [&](auto t) {
+    with_type(a.src_dtype, [&](auto s) { pack_typed(a, s, t); });
+  });
+}
+
+// Rows of a table, or of a packed weight: an embedding that is tied to the LM head needs no second copy.
+template <class T>
+INLINE void gather_typed(const GatherArgs& a, T) {
+  constexpr int step = Panel<T>::kStep;
+  const int64_t panel_k = ceil_div(a.dim, step) * step;
+  parallel_for(a.rows, a.rows * a.dim / step, [&](int64_t i) {
+    const int64_t id = a.ids[i];
+    T* out = static_cast<T*>(a.out) + i * a.dim;
+    if (!a.packed) {
+      memcpy(out, static_cast<const T*>(a.table) + id * a.table_stride, a.dim * sizeof(T));
+      return;
+    }
+    const T* column = static_cast<const T*>(a.table) + id / kPanel * kPanel * panel_k +
+                      id % kPanel * step;
+    for (int64_t k = 0; k < a.dim; k++) out[k] = column[k / step * step * kPanel + k % step];
+  });
+}
+
+void gather(const GatherArgs& a) {
+  with_type(a.dtype, [&](auto t) { gather_typed(a, t); });
 }
 
 OCTAVO_END

@@ -14,8 +14,9 @@ namespace octavo {
 namespace OCTAVO_ISA {
 
 extern const KernelTable table;
-const KernelTable table = {OCTAVO_NAME(OCTAVO_ISA), kPanel, pack_weight, linear,
-                           quantize_weight, pack_quant, linear_q, rms_norm, layer_norm, gated, unary, rotary, softmax, argmax, write_kv, attention};
+const KernelTable table = {
+    OCTAVO_NAME(OCTAVO_ISA), kPanel, pack_weight, linear, quantize_weight, pack_quant, linear_q,
+    rms_norm, layer_norm, gated, unary, rotary, softmax, argmax, gather, add, write_kv, attention};
 
 }  // namespace OCTAVO_ISA
 }  // namespace octavo

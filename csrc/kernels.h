@@ -1,6 +1,6 @@
 // What every instruction-set variant of the kernels offers: plain structs of pointers and sizes,
-// and one table of functions. No torch, no Python: a recorded list of (function, arguments) can be
-// replayed from any thread.
+// and one table of functions. No torch, no Python: a recorded list of (function, arguments) is
+// replayed for steps of any size (plan.h), so every struct can be set to another number of rows.
 //
 // Common rules. Strides count elements. Everything accumulates in float32. A result depends on its
 // own row only: never on the other rows of a call, on their number, or on the number of threads.
@@ -21,7 +21,31 @@ struct f16 {
 };
 
 enum class Gated : int { silu = 0, gelu = 1, gelu_tanh = 2 };
-enum class Unary : int { exp = 0, log = 1, tanh = 2, erf = 3, gelu = 4, gelu_tanh = 5, soft_cap = 6 };
+enum class Unary : int {
+  exp = 0,
+  log = 1,
+  tanh = 2,
+  erf = 3,
+  gelu = 4,
+  gelu_tanh = 5,
+  soft_cap = 6,
+  relu = 7,
+  scale = 8,
+  clamp = 9
+};
+
+// What a recorded call is set to before it runs.
+struct StepSize {
+  int64_t rows;  // tokens, or rows of logits
+  int64_t num_reqs;
+};
+
+// What a call moves and computes at least, for rooflines.
+struct Work {
+  double bytes, flops;
+};
+
+inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 struct PackArgs {
   const void* src;  // [rows, k]
@@ -29,7 +53,7 @@ struct PackArgs {
   void* dst;  // the whole packed weight
   int64_t row0, rows;  // which of its n rows these are
   int64_t n, k;
-  DType dtype;
+  DType src_dtype, dtype;
 };
 
 struct LinearArgs {
@@ -41,6 +65,12 @@ struct LinearArgs {
   int64_t out_stride;
   int64_t m, n, k;
   DType dtype, out_dtype;
+
+  void resize(const StepSize& size) { m = size.rows; }
+  Work work() const {
+    return {double(size_of(dtype)) * (n * k + m * k) + double(size_of(out_dtype)) * m * n,
+            2.0 * m * n * k};
+  }
 };
 
 // How a quantized weight is written, see quant.h.
@@ -76,6 +106,14 @@ struct LinearQArgs {
   int64_t m, n, k, group;
   QuantFormat format;
   DType dtype, out_dtype;
+
+  void resize(const StepSize& size) { m = size.rows; }
+  Work work() const {
+    const double scale = 2 + (format == QuantFormat::int4_zeros);
+    const double weight = format == QuantFormat::int8 ? 1.0 : 0.5 + scale / double(group);
+    return {weight * n * k + double(size_of(dtype)) * m * k + double(size_of(out_dtype)) * m * n,
+            2.0 * m * n * k};
+  }
 };
 
 struct NormArgs {
@@ -90,6 +128,11 @@ struct NormArgs {
   int64_t rows, heads, dim;
   float eps, weight_offset;
   DType dtype;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const {
+    return {double(size_of(dtype)) * rows * heads * dim * (residual ? 4 : 2), 0.0};
+  }
 };
 
 struct GatedArgs {
@@ -99,15 +142,21 @@ struct GatedArgs {
   int64_t rows, dim;
   Gated kind;
   DType dtype;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
 
 struct UnaryArgs {
   const void* x;
   void* out;
-  int64_t count;
-  float param;  // soft_cap: the cap
+  int64_t rows, dim;  // both dense
+  float param;  // soft_cap: the cap; scale: the factor; clamp: the largest magnitude
   Unary kind;
   DType dtype;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
 
 struct RotaryArgs {
@@ -120,6 +169,11 @@ struct RotaryArgs {
   int64_t tokens, rotary_dim;
   bool is_neox;
   DType dtype;
+
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const {
+    return {double(size_of(dtype)) * tokens * (query_heads + key_heads) * rotary_dim * 2, 0.0};
+  }
 };
 
 struct SoftmaxArgs {
@@ -128,6 +182,9 @@ struct SoftmaxArgs {
   float* out;  // [rows, dim], dense
   int64_t rows, dim;
   bool log;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {8.0 * rows * dim, 0.0}; }
 };
 
 struct ArgmaxArgs {
@@ -135,6 +192,32 @@ struct ArgmaxArgs {
   int64_t x_stride;
   int64_t* out;  // [rows]
   int64_t rows, dim;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {4.0 * rows * dim, 0.0}; }
+};
+
+struct GatherArgs {
+  const void* table;  // [*, dim], or a packed weight [n, dim]
+  int64_t table_stride;
+  const int64_t* ids;  // [rows]
+  void* out;  // [rows, dim], dense
+  int64_t rows, dim;
+  bool packed;
+  DType dtype;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
+};
+
+struct AddArgs {
+  const void *x, *y;  // [rows, dim], dense
+  void* out;
+  int64_t rows, dim;
+  DType dtype;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
 
 struct WriteKvArgs {
@@ -146,6 +229,9 @@ struct WriteKvArgs {
   const int64_t* slot_mapping;  // [tokens]; negative: do not write
   int64_t tokens, kv_heads, head_size, block_size;
   DType dtype;
+
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * tokens * kv_heads * head_size * 4, 0.0}; }
 };
 
 struct AttentionArgs {
@@ -163,6 +249,20 @@ struct AttentionArgs {
   float scale, soft_cap;  // soft_cap 0: none
   const float* alibi_slopes;  // [heads] or null
   DType dtype;
+
+  void resize(const StepSize& size) { num_reqs = size.num_reqs; }
+  Work work() const {
+    double keys = 0, pairs = 0;  // positions read; (query, position) pairs that see each other
+    for (int64_t r = 0; r < num_reqs; r++) {
+      const double query = query_start_loc[r + 1] - query_start_loc[r], length = seq_lens[r];
+      const double seen = window ? (length < window + query ? length : window + query) : length;
+      keys += seen;
+      pairs += query * (seen - query / 2);
+    }
+    return {double(size_of(dtype)) * head_size *
+                (2 * keys * kv_heads + 2.0 * query_start_loc[num_reqs] * heads),
+            4.0 * pairs * heads * head_size};
+  }
 };
 
 struct KernelTable {
@@ -180,6 +280,8 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*softmax)(const SoftmaxArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*gather)(const GatherArgs&);
+  void (*add)(const AddArgs&);
   void (*write_kv)(const WriteKvArgs&);
   void (*attention)(const AttentionArgs&);
 };
@@ -187,8 +289,8 @@ struct KernelTable {
 constexpr int kMaxHeadSize = 512;
 
 // Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
-int num_threads();  // how many threads a kernel may use
-void* scratch(size_t bytes);  // a buffer of the calling thread, 64-byte aligned, kept for the next call
+// A buffer of the calling thread, 64-byte aligned, kept for the next call; there are two of them.
+void* scratch(size_t bytes, int which = 0);
 
 // The k largest of each row, largest first, the lower index first among equals; NaN counts as -inf.
 void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,

@@ -2,9 +2,16 @@
 // header is needed; the callers in octavo/kernels and octavo/attention check shapes and types.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #include "dispatch.h"
+#include "plan.h"
+#include "pool.h"
 
 namespace nb = nanobind;
 using namespace octavo;
@@ -12,6 +19,7 @@ using namespace octavo;
 namespace {
 
 using Address = uintptr_t;
+using Release = nb::gil_scoped_release;
 
 template <class T>
 T* at(Address address) {
@@ -23,11 +31,30 @@ DType dtype_of(int code) {
   return static_cast<DType>(code);
 }
 
+thread_local Plan* recording = nullptr;
+
+// Carries a call out, or notes it in the plan that records.
+template <class Args>
+void submit(std::string name, void (*kernel)(const Args&), const Args& args) {
+  if (recording) return recording->add(std::move(name), kernel, args);
+  Release release;
+  run_kernel(name, kernel, args);
+}
+
+// Gives the pages wholly inside a read-only mapping of a file back to the system.
+void release_pages(Address address, size_t nbytes) {
+#if defined(__linux__)
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  const Address begin = (address + page - 1) / page * page, end = (address + nbytes) / page * page;
+  if (begin < end) madvise(at<void>(begin), end - begin, MADV_DONTNEED);
+#else
+  (void)address, (void)nbytes;
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
-
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("panel", [] { return kernels().panel; });
   m.def("available_isas", &available_isas);
@@ -36,151 +63,165 @@ NB_MODULE(_native, m) {
   });
   m.def("set_num_threads", &set_num_threads);
   m.def("num_threads", &num_threads);
+  m.def("release_pages", &release_pages);
+
+  nb::class_<Plan>(m, "Plan")
+      .def(nb::init<>())
+      .def("begin", [](Plan& plan) { recording = &plan; })
+      .def("end", [](Plan&) { recording = nullptr; })
+      .def(
+          "run",
+          [](Plan& plan, int64_t rows, int64_t num_reqs) { plan.run({rows, num_reqs}); },
+          nb::call_guard<Release>())
+      .def("__len__", &Plan::size);
+
+  m.def("set_profiling", [](bool on) { profile.on = on; });
+  m.def("take_spans", [] {
+    std::vector<Span> spans;
+    spans.swap(profile.spans);
+    std::vector<std::tuple<std::string, double, double, double, double>> result;
+    for (const Span& s : spans)
+      result.emplace_back(s.name, s.start, s.end, s.work.bytes, s.work.flops);
+    return result;
+  });
 
   m.def(
       "pack_weight",
       [](Address src, int64_t src_stride, Address dst, int64_t row0, int64_t rows, int64_t n,
-         int64_t k, int dtype) {
-        kernels().pack_weight(
-            {at<void>(src), src_stride, at<void>(dst), row0, rows, n, k, dtype_of(dtype)});
-      },
-      Release());
+         int64_t k, int src_dtype, int dtype) {
+        const PackArgs args = {at<void>(src), src_stride, at<void>(dst),       row0,
+                               rows,          n,          k, dtype_of(src_dtype),
+                               dtype_of(dtype)};
+        Release release;
+        kernels().pack_weight(args);
+      });
 
-  m.def(
-      "linear",
-      [](Address x, int64_t x_stride, Address weight, Address bias, Address out, int64_t out_stride,
-         int64_t rows, int64_t n, int64_t k, int dtype, int out_dtype) {
-        kernels().linear({at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out),
-                          out_stride, rows, n, k, dtype_of(dtype), dtype_of(out_dtype)});
-      },
-      Release());
+  m.def("linear", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
+                     int64_t out_stride, int64_t rows, int64_t n, int64_t k, int dtype,
+                     int out_dtype) {
+    submit("linear " + std::to_string(n) + "x" + std::to_string(k), kernels().linear,
+           {at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out), out_stride,
+            rows, n, k, dtype_of(dtype), dtype_of(out_dtype)});
+  });
 
-  m.def(
-      "quantize_weight",
-      [](Address src, int64_t src_stride, Address dst, int64_t row0, int64_t rows, int64_t n,
-         int64_t k, int64_t group, int format, int dtype) {
-        kernels().quantize_weight({at<void>(src), src_stride, at<void>(dst), row0, rows, n, k,
-                                   group, static_cast<QuantFormat>(format), dtype_of(dtype)});
-      },
-      Release());
+  m.def("quantize_weight", [](Address src, int64_t src_stride, Address dst, int64_t row0,
+                              int64_t rows, int64_t n, int64_t k, int64_t group, int format,
+                              int dtype) {
+    const QuantizeArgs args = {at<void>(src), src_stride, at<void>(dst), row0, rows, n, k, group,
+                               static_cast<QuantFormat>(format), dtype_of(dtype)};
+    Release release;
+    kernels().quantize_weight(args);
+  });
 
-  m.def(
-      "pack_quant",
-      [](Address codes, Address scales, Address zeros, Address dst, int64_t row0, int64_t rows,
-         int64_t n, int64_t k, int64_t group, int format) {
-        kernels().pack_quant({at<uint8_t>(codes), at<float>(scales), at<uint8_t>(zeros),
-                              at<void>(dst), row0, rows, n, k, group,
-                              static_cast<QuantFormat>(format)});
-      },
-      Release());
+  m.def("pack_quant", [](Address codes, Address scales, Address zeros, Address dst, int64_t row0,
+                         int64_t rows, int64_t n, int64_t k, int64_t group, int format) {
+    const PackQuantArgs args = {at<uint8_t>(codes), at<float>(scales), at<uint8_t>(zeros),
+                                at<void>(dst), row0, rows, n, k, group,
+                                static_cast<QuantFormat>(format)};
+    Release release;
+    kernels().pack_quant(args);
+  });
 
-  m.def(
-      "linear_q",
-      [](Address x, int64_t x_stride, Address weight, Address bias, Address out, int64_t out_stride,
-         int64_t rows, int64_t n, int64_t k, int64_t group, int format, int dtype, int out_dtype) {
-        kernels().linear_q({at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out),
-                            out_stride, rows, n, k, group, static_cast<QuantFormat>(format),
-                            dtype_of(dtype), dtype_of(out_dtype)});
-      },
-      Release());
+  m.def("linear_q", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
+                       int64_t out_stride, int64_t rows, int64_t n, int64_t k, int64_t group,
+                       int format, int dtype, int out_dtype) {
+    submit("linear_q " + std::to_string(n) + "x" + std::to_string(k), kernels().linear_q,
+           {at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out), out_stride,
+            rows, n, k, group, static_cast<QuantFormat>(format), dtype_of(dtype),
+            dtype_of(out_dtype)});
+  });
 
-  m.def(
-      "rms_norm",
-      [](Address x, int64_t x_stride, int64_t x_head_stride, Address residual, Address residual_out,
-         Address weight, Address out, int64_t out_stride, int64_t out_head_stride, int64_t rows,
-         int64_t heads, int64_t dim, float eps, float weight_offset, int dtype) {
-        kernels().rms_norm({at<void>(x), x_stride, x_head_stride, at<void>(residual),
-                            at<void>(residual_out), at<void>(weight), nullptr, at<void>(out),
-                            out_stride, out_head_stride, rows, heads, dim, eps, weight_offset,
-                            dtype_of(dtype)});
-      },
-      Release());
+  m.def("rms_norm", [](Address x, int64_t x_stride, int64_t x_head_stride, Address residual,
+                       Address residual_out, Address weight, Address out, int64_t out_stride,
+                       int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim,
+                       float eps, float weight_offset, int dtype) {
+    submit("rms_norm", kernels().rms_norm,
+           {at<void>(x), x_stride, x_head_stride, at<void>(residual), at<void>(residual_out),
+            at<void>(weight), nullptr, at<void>(out), out_stride, out_head_stride, rows, heads,
+            dim, eps, weight_offset, dtype_of(dtype)});
+  });
 
-  m.def(
-      "layer_norm",
-      [](Address x, int64_t x_stride, Address weight, Address bias, Address out, int64_t rows,
-         int64_t dim, float eps, int dtype) {
-        kernels().layer_norm({at<void>(x), x_stride, 0, nullptr, nullptr, at<void>(weight),
-                              at<void>(bias), at<void>(out), dim, 0, rows, 1, dim, eps, 0.0f,
-                              dtype_of(dtype)});
-      },
-      Release());
+  m.def("layer_norm", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
+                         int64_t rows, int64_t dim, float eps, int dtype) {
+    submit("layer_norm", kernels().layer_norm,
+           {at<void>(x), x_stride, 0, nullptr, nullptr, at<void>(weight), at<void>(bias),
+            at<void>(out), dim, 0, rows, 1, dim, eps, 0.0f, dtype_of(dtype)});
+  });
 
-  m.def(
-      "gated",
-      [](int kind, Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim, int dtype) {
-        kernels().gated({at<void>(x), x_stride, at<void>(out), rows, dim, static_cast<Gated>(kind),
-                         dtype_of(dtype)});
-      },
-      Release());
+  m.def("gated", [](int kind, Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim,
+                    int dtype) {
+    submit("gated", kernels().gated,
+           {at<void>(x), x_stride, at<void>(out), rows, dim, static_cast<Gated>(kind),
+            dtype_of(dtype)});
+  });
 
-  m.def(
-      "unary",
-      [](int kind, Address x, Address out, int64_t count, float param, int dtype) {
-        kernels().unary({at<void>(x), at<void>(out), count, param, static_cast<Unary>(kind),
-                         dtype_of(dtype)});
-      },
-      Release());
+  m.def("unary", [](int kind, Address x, Address out, int64_t rows, int64_t dim, float param,
+                    int dtype) {
+    submit("unary", kernels().unary,
+           {at<void>(x), at<void>(out), rows, dim, param, static_cast<Unary>(kind),
+            dtype_of(dtype)});
+  });
 
-  m.def(
-      "rotary",
-      [](Address positions, Address query, int64_t query_stride, int64_t query_head_stride,
-         int64_t query_heads, Address key, int64_t key_stride, int64_t key_head_stride,
-         int64_t key_heads, Address cos_sin, int64_t tokens, int64_t rotary_dim, bool is_neox,
-         int dtype) {
-        kernels().rotary({at<int64_t>(positions), at<void>(query), query_stride, query_head_stride,
-                          query_heads, at<void>(key), key_stride, key_head_stride, key_heads,
-                          at<float>(cos_sin), tokens, rotary_dim, is_neox, dtype_of(dtype)});
-      },
-      Release());
+  m.def("add", [](Address x, Address y, Address out, int64_t rows, int64_t dim, int dtype) {
+    submit("add", kernels().add,
+           {at<void>(x), at<void>(y), at<void>(out), rows, dim, dtype_of(dtype)});
+  });
 
-  m.def(
-      "softmax",
-      [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim, bool log) {
-        kernels().softmax({at<float>(x), x_stride, at<float>(out), rows, dim, log});
-      },
-      Release());
+  m.def("gather", [](Address table, int64_t table_stride, Address ids, Address out, int64_t rows,
+                     int64_t dim, bool packed, int dtype) {
+    submit("gather", kernels().gather,
+           {at<void>(table), table_stride, at<int64_t>(ids), at<void>(out), rows, dim, packed,
+            dtype_of(dtype)});
+  });
 
-  m.def(
-      "argmax",
-      [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim) {
-        kernels().argmax({at<float>(x), x_stride, at<int64_t>(out), rows, dim});
-      },
-      Release());
+  m.def("rotary", [](Address positions, Address query, int64_t query_stride,
+                     int64_t query_head_stride, int64_t query_heads, Address key,
+                     int64_t key_stride, int64_t key_head_stride, int64_t key_heads,
+                     Address cos_sin, int64_t tokens, int64_t rotary_dim, bool is_neox, int dtype) {
+    submit("rotary", kernels().rotary,
+           {at<int64_t>(positions), at<void>(query), query_stride, query_head_stride, query_heads,
+            at<void>(key), key_stride, key_head_stride, key_heads, at<float>(cos_sin), tokens,
+            rotary_dim, is_neox, dtype_of(dtype)});
+  });
 
-  m.def(
-      "top_k",
-      [](Address x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, Address values,
-         Address indices) {
-        top_k(at<float>(x), x_stride, rows, dim, k, at<float>(values), at<int64_t>(indices));
-      },
-      Release());
+  m.def("softmax",
+        [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim, bool log) {
+          submit("softmax", kernels().softmax,
+                 {at<float>(x), x_stride, at<float>(out), rows, dim, log});
+        });
 
-  m.def(
-      "write_kv",
-      [](Address key, int64_t key_stride, int64_t key_head_stride, Address value,
-         int64_t value_stride, int64_t value_head_stride, Address kv_cache, Address slot_mapping,
-         int64_t tokens, int64_t kv_heads, int64_t head_size, int64_t block_size, int dtype) {
-        kernels().write_kv({at<void>(key), key_stride, key_head_stride, at<void>(value),
-                            value_stride, value_head_stride, at<void>(kv_cache),
-                            at<int64_t>(slot_mapping), tokens, kv_heads, head_size, block_size,
-                            dtype_of(dtype)});
-      },
-      Release());
+  m.def("argmax", [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim) {
+    submit("argmax", kernels().argmax, {at<float>(x), x_stride, at<int64_t>(out), rows, dim});
+  });
 
-  m.def(
-      "attention",
-      [](Address query, int64_t query_stride, int64_t query_head_stride, Address out,
-         int64_t out_stride, int64_t out_head_stride, Address kv_cache, Address query_start_loc,
-         Address seq_lens, Address block_table, int64_t block_table_stride, int64_t num_reqs,
-         int64_t heads, int64_t kv_heads, int64_t head_size, int64_t block_size, int64_t window,
-         float scale, float soft_cap, Address alibi_slopes, int dtype) {
-        kernels().attention({at<void>(query), query_stride, query_head_stride, at<void>(out),
-                             out_stride, out_head_stride, at<void>(kv_cache),
-                             at<int32_t>(query_start_loc), at<int32_t>(seq_lens),
-                             at<int32_t>(block_table), block_table_stride, num_reqs, heads,
-                             kv_heads, head_size, block_size, window, scale, soft_cap,
-                             at<float>(alibi_slopes), dtype_of(dtype)});
-      },
-      Release());
+  m.def("top_k", [](Address x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k,
+                    Address values, Address indices) {
+    Release release;
+    top_k(at<float>(x), x_stride, rows, dim, k, at<float>(values), at<int64_t>(indices));
+  });
+
+  m.def("write_kv", [](Address key, int64_t key_stride, int64_t key_head_stride, Address value,
+                       int64_t value_stride, int64_t value_head_stride, Address kv_cache,
+                       Address slot_mapping, int64_t tokens, int64_t kv_heads, int64_t head_size,
+                       int64_t block_size, int dtype) {
+    submit("write_kv", kernels().write_kv,
+           {at<void>(key), key_stride, key_head_stride, at<void>(value), value_stride,
+            value_head_stride, at<void>(kv_cache), at<int64_t>(slot_mapping), tokens, kv_heads,
+            head_size, block_size, dtype_of(dtype)});
+  });
+
+  m.def("attention", [](Address query, int64_t query_stride, int64_t query_head_stride,
+                        Address out, int64_t out_stride, int64_t out_head_stride,
+                        Address kv_cache, Address query_start_loc, Address seq_lens,
+                        Address block_table, int64_t block_table_stride, int64_t num_reqs,
+                        int64_t heads, int64_t kv_heads, int64_t head_size, int64_t block_size,
+                        int64_t window, float scale, float soft_cap, Address alibi_slopes,
+                        int dtype) {
+    submit("attention", kernels().attention,
+           {at<void>(query), query_stride, query_head_stride, at<void>(out), out_stride,
+            out_head_stride, at<void>(kv_cache), at<int32_t>(query_start_loc),
+            at<int32_t>(seq_lens), at<int32_t>(block_table), block_table_stride, num_reqs, heads,
+            kv_heads, head_size, block_size, window, scale, soft_cap, at<float>(alibi_slopes),
+            dtype_of(dtype)});
+  });
 }

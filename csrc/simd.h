@@ -14,6 +14,7 @@
 #endif
 
 #include "kernels.h"
+#include "pool.h"
 
 // All names below are local to one variant: nothing compiled for AVX-512 may be picked by the linker
 // for a lesser processor. For the same reason the kernels use no templates of the standard library.
@@ -72,7 +73,13 @@ INLINE vf fma(vf a, vf b, vf c) {
 INLINE vf fma(float a, vf b, vf c) { return fma(splat(a), b, c); }
 
 // The larger of two, lane by lane; where either is NaN, b.
-INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 INLINE vf lanes() {
   vf v;
@@ -81,6 +88,29 @@ INLINE vf lanes() {
 }
 
 // Lanes folded in halves: one order for every sum in the engine.
+#if defined(__AVX2__)
+template <class F>
+INLINE float fold_halves(vf v, F f) {
+#if defined(__AVX512F__)
+  const __m256 half = f(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+  const __m256 half = (__m256)v;
+#endif
+  __m128 q = f(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  q = f(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(f(q, _mm_shuffle_ps(q, q, 1)));
+}
+struct Sum {
+  INLINE __m256 operator()(__m256 a, __m256 b) const { return a + b; }
+  INLINE __m128 operator()(__m128 a, __m128 b) const { return a + b; }
+};
+struct Max {
+  INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_max_ps(a, b); }
+  INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_max_ps(a, b); }
+};
+INLINE float reduce_sum(vf v) { return fold_halves(v, Sum{}); }
+INLINE float reduce_max(vf v) { return fold_halves(v, Max{}); }
+#else
 INLINE float reduce_sum(vf v) {
   float a[W];
   memcpy(a, &v, sizeof a);
@@ -95,6 +125,7 @@ INLINE float reduce_max(vf v) {
     UNROLL for (int i = 0; i < h; i++) a[i] = a[i] > a[i + h] ? a[i] : a[i + h];
   return a[0];
 }
+#endif
 
 // ---- bits of the 16-bit formats <-> float32, W at a time ----
 
@@ -198,18 +229,22 @@ INLINE void with_type(DType dtype, F f) {
   }
 }
 
-// f(0) ... f(n - 1) on the threads of the process; `cost` is about the number of vector operations in
-// all: ten microseconds' work is not worth waking another thread.
+// f(0) ... f(n - 1) on the threads of the process. `cost` is about the number of vector operations in
+// all: a few microseconds' work is not worth sharing, and ten are not worth waking another thread.
 template <class F>
 inline void parallel_for(int64_t n, int64_t cost, F f) {
-  int threads = cost < 50000 ? 1 : int(min<int64_t>(n, num_threads()));
+  constexpr int64_t kWorthSharing = 10000, kWorthWaking = 50000;
+  const int64_t threads = cost < kWorthSharing ? 1 : min<int64_t>(n, num_threads());
   if (threads <= 1) {
     for (int64_t i = 0; i < n; i++) f(i);
     return;
   }
-  int64_t chunk = max<int64_t>(1, n / (threads * 8));
-#pragma omp parallel for schedule(dynamic, chunk) num_threads(threads)
-  for (int64_t i = 0; i < n; i++) f(i);
+  run_parallel(
+      n, max<int64_t>(1, n / (threads * 8)), cost >= kWorthWaking,
+      [](void* context, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) (*static_cast<F*>(context))(i);
+      },
+      &f);
 }
 
 OCTAVO_END

@@ -17,22 +17,38 @@ INLINE vf abs(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 INLINE vf copy_sign(vf magnitude, vf sign) {
   return (vf)(((vu)magnitude & 0x7fffffffu) | ((vu)sign & 0x80000000u));
 }
+// x within [low, high]; NaN stays NaN
+INLINE vf clamp(vf x, float low, float high) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), (__m512)x));
+#else
+  x = x > high ? splat(high) : x;
+  return x < low ? splat(low) : x;
+#endif
+}
 INLINE vf power_of_two(vi n) { return (vf)((n + 127) << 23); }  // -127 < n < 128
 
 INLINE vf exp(vf x) {
-  x = x > 89.0f ? splat(89.0f) : x;  // overflows to infinity all the same
-  x = x < -105.0f ? splat(-105.0f) : x;  // and this to zero
+  x = clamp(x, -105.0f, 89.0f);  // beyond: zero and infinity all the same
+#if defined(__AVX512F__)
+  vf whole = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT);
+#else
   const float magic = 0x1.8p23f;  // adding it leaves an integer in the low mantissa bits
   vf shifted = fma(x, splat(1.44269504f), splat(magic));
   vi n = (vi)shifted - (vi)splat(magic);
   vf whole = shifted - magic;
+#endif
   vf r = fma(whole, splat(-0x1.62e4p-1f), x);  // ln 2 in two parts; the first product is exact
   r = fma(whole, splat(-1.4286068203e-06f), r);
   const float c[] = {4.999999305e-01f, 1.666651479e-01f, 4.166845679e-02f, 8.369418832e-03f,
                      1.381314454e-03f};
   vf p = fma(r * r, polynomial(c, r), r) + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
   vi half = n >> 1;  // in two steps, for results that are subnormal
   return p * power_of_two(half) * power_of_two(n - half);
+#endif
 }
 
 INLINE vf log(vf x) {

@@ -1,8 +1,23 @@
-"""The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`), 0 for none.
+"""The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`); 0: none."""
 
-Import torch first: the extension then shares torch's OpenMP threads.
-"""
+class Plan:
+    """A list of recorded kernel calls; see csrc/plan.h."""
 
+    def __init__(self) -> None: ...
+    def begin(self) -> None:
+        """Has the calling thread's kernel calls noted here, not carried out."""
+
+    def end(self) -> None:
+        """Ends `begin`."""
+
+    def run(self, rows: int, num_reqs: int, /) -> None:
+        """Carries the calls out for so many rows."""
+
+    def __len__(self) -> int: ...
+
+def set_profiling(on: bool, /) -> None: ...
+def take_spans() -> list[tuple[str, float, float, float, float]]: ...
+def release_pages(address: int, nbytes: int, /) -> None: ...
 def isa() -> str: ...
 def panel() -> int: ...
 def available_isas() -> list[str]: ...
@@ -10,7 +25,16 @@ def set_isa(name: str, /) -> None: ...
 def set_num_threads(n: int, /) -> None: ...
 def num_threads() -> int: ...
 def pack_weight(
-    src: int, src_stride: int, dst: int, row0: int, rows: int, n: int, k: int, dtype: int, /
+    src: int,
+    src_stride: int,
+    dst: int,
+    row0: int,
+    rows: int,
+    n: int,
+    k: int,
+    src_dtype: int,
+    dtype: int,
+    /,
 ) -> None: ...
 def linear(
     x: int,
@@ -101,7 +125,21 @@ def layer_norm(
 def gated(
     kind: int, x: int, x_stride: int, out: int, rows: int, dim: int, dtype: int, /
 ) -> None: ...
-def unary(kind: int, x: int, out: int, count: int, param: float, dtype: int, /) -> None: ...
+def unary(
+    kind: int, x: int, out: int, rows: int, dim: int, param: float, dtype: int, /
+) -> None: ...
+def add(x: int, y: int, out: int, rows: int, dim: int, dtype: int, /) -> None: ...
+def gather(
+    table: int,
+    table_stride: int,
+    ids: int,
+    out: int,
+    rows: int,
+    dim: int,
+    packed: bool,
+    dtype: int,
+    /,
+) -> None: ...
 def rotary(
     positions: int,
     query: int,

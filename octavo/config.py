@@ -73,7 +73,7 @@ class ModelConfig(_Section, frozen=True):
     ] = 20
     enforce_eager: Annotated[
         bool,
-        Meta(description="Run steps operation by operation; capturing them is yet to come."),
+        Meta(description="Run steps operation by operation instead of as a captured plan."),
     ] = False
 
 

@@ -55,15 +55,6 @@ def cpu_memory() -> tuple[int, int]:
     return total, available
 
 
-def limit_spinning() -> None:
-    """Lets waiting threads sleep instead of spin; to be called before torch is imported.
-
-    A thread that spins keeps its core from the one it waits for as soon as anything else runs on
-    the machine: with one core taken, steps of the built-in model took 40 times longer.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def select_device(name: str) -> torch.device:
     """The torch device for a config's `device`.
 
@@ -78,12 +69,15 @@ def select_device(name: str) -> torch.device:
 
 
 def set_num_threads(num_threads: int | None) -> int:
-    """Sizes the one thread pool that torch and the native kernels share; returns its size.
+    """Sizes the pool of threads that compute; returns its size.
+
+    The pool is the native kernels'. Torch's operations between them are small: they stay on the
+    calling thread, so that no second pool competes for the cores.
 
     Raises:
         ConfigError: if more threads are asked for than there are cores.
     """
-    import torch  # before octavo._native, which then shares its pool
+    import torch
 
     from octavo import _native
 
@@ -93,6 +87,6 @@ def set_num_threads(num_threads: int | None) -> int:
             f"num_threads={num_threads} is more than the {cores} cores this process may use; "
             "threads waiting for each other would make every step slower. Lower it."
         )
-    torch.set_num_threads(num_threads or cores)
-    _native.set_num_threads(num_threads or cores)  # torch's holds for the calling thread only
+    torch.set_num_threads(1)
+    _native.set_num_threads(num_threads or cores)
     return num_threads or cores

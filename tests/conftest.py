@@ -1,12 +1,12 @@
 """Fixtures for all tests."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from octavo.device import limit_spinning
-
-limit_spinning()  # before any test imports torch
+# Before any test imports torch: threads that wait for the reference's operations sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 

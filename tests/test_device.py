@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from octavo import device
+from octavo import _native, device
 from octavo.errors import ConfigError
 
 
@@ -25,10 +25,12 @@ def test_threads():
     before = torch.get_num_threads()
     try:
         assert device.set_num_threads(1) == 1
+        assert _native.num_threads() == 1
         assert torch.get_num_threads() == 1
         with pytest.raises(ConfigError, match="num_threads=5000"):
             device.set_num_threads(5000)
-        assert device.set_num_threads(None) == device.num_cpus()
+        assert device.set_num_threads(None) == device.num_cpus() == _native.num_threads()
+        assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 

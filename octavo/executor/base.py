@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from octavo.config import EngineConfig
-from octavo.device import limit_spinning
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
 from octavo.worker.setup import WorkerSetup
 
@@ -37,7 +36,6 @@ class Executor(ABC):
 
 def get_executor_class(config: EngineConfig) -> type[Executor]:
     """The executor for a config. Imports torch."""
-    limit_spinning()
     from octavo.executor.uniproc import UniProcExecutor
 
     return UniProcExecutor

@@ -19,7 +19,6 @@ class UniProcExecutor(Executor):
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._thread = ThreadPoolExecutor(1, "octavo-worker")
-        # Everything torch does happens on that thread, so there is one OpenMP pool.
         try:
             self._worker = self._thread.submit(Worker, setup).result()
         except BaseException:

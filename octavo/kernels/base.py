@@ -101,10 +101,20 @@ class Ops(Protocol):
 
     name: str
 
-    def pack_weight(self, weight: Tensor | Sequence[Tensor]) -> PackedWeight:
+    def pack_weight(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        dtype: dtype | None = None,
+        out: Tensor | None = None,
+    ) -> PackedWeight:
         """Packs a weight [N, K], or several [N_i, K] stacked along N (fused projections).
 
         The result is a copy; the sources are no longer needed.
+
+        Args:
+            weight: what to pack.
+            dtype: of the result; default: the weight's.
+            out: memory for the result: uint8 [`kernels.sizes.packed_nbytes`].
         """
         ...
 
@@ -128,11 +138,13 @@ class Ops(Protocol):
         weight: Sequence[Tensor],
         format: Literal["int8", "int4_levels"],
         group_size: int,
+        out: Tensor | None = None,
     ) -> QuantizedWeight:
-        """Quantizes and packs a weight: parts [N_i, K], stacked along N; see `Quantization`.
+        """Quantizes and packs a weight: parts [N_i, K] of any type, stacked along N.
 
         int8: the largest magnitude of a row becomes 127. int4_levels: of some scales for a group
-        the one with the smallest squared error. The sources are no longer needed.
+        the one with the smallest squared error. The sources are no longer needed. `out` is memory
+        for the result: uint8 [`kernels.sizes.quantized_nbytes`].
         """
         ...
 
@@ -187,7 +199,23 @@ class Ops(Protocol):
         ...
 
     def relu(self, x: Tensor) -> Tensor:
-        """max(x, 0)."""
+        """max(x, 0) of a dense x."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y, both dense and of one shape."""
+        ...
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Multiplies a dense x by a number, in place."""
+        ...
+
+    def clamp_(self, x: Tensor, bound: float) -> None:
+        """Cuts a dense x to [-bound, bound], in place."""
+        ...
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """A tensor for a result, its contents undefined, of a given tensor's dtype and device."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -246,6 +274,6 @@ class Ops(Protocol):
         """
         ...
 
-    def embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """Rows `ids` [T] (int32 or int64) of weight [V, D]: [T, D]."""
+    def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
+        """Rows `ids` [T] int64 of weight [V, D], packed or plain: [T, D]."""
         ...

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
-import torch  # before octavo._native, so that both share one pool of OpenMP threads
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo import _native
 from octavo.kernels.base import Codes, Gelu, PackedWeight, QuantFormat, QuantizedWeight
+from octavo.kernels.memory import Arena
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -22,6 +24,7 @@ _QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
 # Gated and Unary in csrc/kernels.h
 _SILU, _GATED_GELU = 0, {"none": 1, "tanh": 2}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
+_RELU, _SCALE, _CLAMP = 7, 8, 9
 
 available_isas = _native.available_isas
 """Instruction sets that this processor has kernels for, best first."""
@@ -30,8 +33,7 @@ isa = _native.isa
 """The one in use."""
 
 set_num_threads = _native.set_num_threads
-"""Threads that a kernel uses; 0, the default: the calling thread's OpenMP setting, which
-`torch.set_num_threads` sets."""
+"""Threads that a kernel uses, the caller included; 0, the default: all cores there are."""
 
 
 def set_isa(name: str) -> None:
@@ -48,10 +50,14 @@ def _rows(x: Tensor) -> None:
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
 
 
-def _empty_quantized(n: int, k: int, format: QuantFormat, group_size: int) -> QuantizedWeight:
+def _new_quantized(
+    n: int, k: int, format: QuantFormat, group_size: int, out: Tensor | None = None
+) -> QuantizedWeight:
     assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
     assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
-    data = torch.empty(quantized_nbytes(n, k, format, group_size), dtype=torch.uint8)
+    nbytes = quantized_nbytes(n, k, format, group_size)
+    data = torch.empty(nbytes, dtype=torch.uint8) if out is None else out
+    assert data.nbytes == nbytes
     assert data.data_ptr() % 64 == 0
     return QuantizedWeight(data, n, k, format, group_size, _native.panel())
 
@@ -65,18 +71,50 @@ class NativeOps:
 
     name = "native"
 
-    def pack_weight(self, weight: Tensor | Sequence[Tensor]) -> PackedWeight:
+    def __init__(self) -> None:
+        self._recording = threading.local()
+
+    @contextmanager
+    def record(self, plan: _native.Plan, arena: Arena) -> Iterator[None]:
+        """Has this thread's operations noted in `plan` instead of carried out.
+
+        Results lie in `arena`. The tensors of the recorded calls must outlive the plan.
+        """
+        self._recording.arena = arena
+        plan.begin()
+        try:
+            yield
+        finally:
+            plan.end()
+            del self._recording.arena
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """From the arena while a plan records."""
+        return self._empty(*shape, dtype=like.dtype)
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        arena: Arena | None = getattr(self._recording, "arena", None)
+        if arena is None:
+            return torch.empty(shape, dtype=dtype)
+        return arena.empty(*shape, dtype=dtype)
+
+    def pack_weight(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> PackedWeight:
         """Packs into panels of columns, see csrc/gemm.h; needs no memory besides the result."""
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
-        dtype, k = parts[0].dtype, parts[0].shape[1]
+        dtype, k = dtype or parts[0].dtype, parts[0].shape[1]
         n = sum(part.shape[0] for part in parts)
         nbytes = packed_nbytes(n, k, str(dtype).removeprefix("torch."))
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = torch.empty(nbytes, dtype=torch.uint8) if out is None else out
+        assert data.nbytes == nbytes
         assert data.data_ptr() % 64 == 0
         row = 0
         for part in parts:
             _rows(part)
-            assert part.dtype == dtype
             assert part.shape[1] == k
             _native.pack_weight(
                 part.data_ptr(),
@@ -86,6 +124,7 @@ class NativeOps:
                 part.shape[0],
                 n,
                 k,
+                DTYPE_CODES[part.dtype],
                 DTYPE_CODES[dtype],
             )
             row += part.shape[0]
@@ -109,7 +148,7 @@ class NativeOps:
             assert bias.shape == (weight.n,)
             assert bias.dtype == x.dtype
             assert bias.is_contiguous()
-        out = torch.empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
+        out = self._empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
         _native.linear(
             x.data_ptr(),
             x.stride(0),
@@ -139,7 +178,7 @@ class NativeOps:
             assert bias.shape == (weight.n,)
             assert bias.dtype == x.dtype
             assert bias.is_contiguous()
-        out = torch.empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
+        out = self._empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
         _native.linear_q(
             x.data_ptr(),
             x.stride(0),
@@ -162,10 +201,11 @@ class NativeOps:
         weight: Sequence[Tensor],
         format: Literal["int8", "int4_levels"],
         group_size: int,
+        out: Tensor | None = None,
     ) -> QuantizedWeight:
         """The same codes and scales on every instruction set; memory: the result and one panel."""
         n, k = sum(part.shape[0] for part in weight), weight[0].shape[1]
-        packed = _empty_quantized(n, k, format, group_size)
+        packed = _new_quantized(n, k, format, group_size, out)
         row = 0
         for part in weight:
             _rows(part)
@@ -189,7 +229,7 @@ class NativeOps:
         self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
         """Packs into panels of columns, see csrc/quant.h."""
-        packed = _empty_quantized(n, k, format, group_size)
+        packed = _new_quantized(n, k, format, group_size)
         groups = -(-k // (group_size or k))
         row = 0
         for part in parts:
@@ -229,7 +269,7 @@ class NativeOps:
     ) -> Tensor:
         """One pass for the sum of squares, one for the result."""
         if out is None:
-            out = torch.empty(x.shape, dtype=x.dtype)
+            out = self._empty(*x.shape, dtype=x.dtype)
         dim = x.shape[-1]
         assert x.dim() in (2, 3)
         assert x.stride(-1) == 1
@@ -274,7 +314,7 @@ class NativeOps:
         assert weight.is_contiguous()
         assert weight.shape == (dim,)
         assert x.dtype == weight.dtype == residual.dtype
-        out, total = torch.empty_like(residual), torch.empty_like(residual)
+        out, total = (self._empty(rows, dim, dtype=x.dtype) for _ in range(2))
         _native.rms_norm(
             x.data_ptr(),
             x.stride(0),
@@ -305,7 +345,7 @@ class NativeOps:
             assert bias.shape == (dim,)
             assert bias.is_contiguous()
             assert x.dtype == bias.dtype
-        out = torch.empty(rows, dim, dtype=x.dtype)
+        out = self._empty(rows, dim, dtype=x.dtype)
         _native.layer_norm(
             x.data_ptr(),
             x.stride(0),
@@ -323,17 +363,29 @@ class NativeOps:
         _rows(x)
         rows, dim = x.shape[0], x.shape[1] // 2
         assert x.shape[1] == 2 * dim
-        out = torch.empty(rows, dim, dtype=x.dtype)
+        out = self._empty(rows, dim, dtype=x.dtype)
         _native.gated(
             kind, x.data_ptr(), x.stride(0), out.data_ptr(), rows, dim, DTYPE_CODES[x.dtype]
         )
         return out
 
     def _unary(self, kind: int, x: Tensor, param: float = 0.0) -> Tensor:
-        assert x.is_contiguous()
-        out = torch.empty_like(x)
-        _native.unary(kind, x.data_ptr(), out.data_ptr(), x.numel(), param, DTYPE_CODES[x.dtype])
+        out = self._empty(*x.shape, dtype=x.dtype)
+        self._unary_into(out, kind, x, param)
         return out
+
+    def _unary_into(self, out: Tensor, kind: int, x: Tensor, param: float) -> None:
+        assert x.is_contiguous()
+        rows = x.shape[0]
+        _native.unary(
+            kind,
+            x.data_ptr(),
+            out.data_ptr(),
+            rows,
+            x.numel() // max(rows, 1),
+            param,
+            DTYPE_CODES[x.dtype],
+        )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) is rounded to the dtype before the product, as Hugging Face does."""
@@ -348,8 +400,33 @@ class NativeOps:
         return self._unary(_GELU[approximate], x)
 
     def relu(self, x: Tensor) -> Tensor:
-        """Torch's own: a comparison is exact in any order."""
-        return torch.relu(x)
+        """A comparison."""
+        return self._unary(_RELU, x)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """In float32, rounded once."""
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        assert x.is_contiguous()
+        assert y.is_contiguous()
+        out = self._empty(*x.shape, dtype=x.dtype)
+        _native.add(
+            x.data_ptr(),
+            y.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            x.numel() // max(x.shape[0], 1),
+            DTYPE_CODES[x.dtype],
+        )
+        return out
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """In float32, rounded once."""
+        self._unary_into(x, _SCALE, x, factor)
+
+    def clamp_(self, x: Tensor, bound: float) -> None:
+        """Two comparisons."""
+        self._unary_into(x, _CLAMP, x, bound)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """Computed in float32, rounded once."""
@@ -441,6 +518,26 @@ class NativeOps:
         )
         return values, indices
 
-    def embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """Torch's own: copies are exact."""
-        return F.embedding(ids, weight)
+    def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
+        """Copies, out of a packed weight too."""
+        packed = isinstance(weight, PackedWeight)
+        if isinstance(weight, PackedWeight):
+            assert weight.panel == _native.panel(), "weight was packed for another instruction set"
+            table, dim, stride = weight.data, weight.k, 0
+        else:
+            _rows(weight)
+            table, dim, stride = weight, weight.shape[1], weight.stride(0)
+        assert ids.dtype == torch.int64
+        assert ids.is_contiguous()
+        out = self._empty(len(ids), dim, dtype=weight.dtype)
+        _native.gather(
+            table.data_ptr(),
+            stride,
+            ids.data_ptr(),
+            out.data_ptr(),
+            len(ids),
+            dim,
+            packed,
+            DTYPE_CODES[weight.dtype],
+        )
+        return out

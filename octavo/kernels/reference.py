@@ -65,9 +65,20 @@ class ReferenceOps:
 
     name = "reference"
 
-    def pack_weight(self, weight: Tensor | Sequence[Tensor]) -> PackedWeight:
-        """The rows as they are."""
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """Torch's own."""
+        return like.new_empty(shape)
+
+    def pack_weight(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> PackedWeight:
+        """The rows as they are, in memory of their own."""
+        assert out is None
         data = weight.contiguous() if isinstance(weight, Tensor) else torch.cat(list(weight))
+        data = data.to(dtype or data.dtype)
         return PackedWeight(data, data.shape[0], data.shape[1], data.dtype, panel=0)
 
     def linear(
@@ -108,8 +119,10 @@ class ReferenceOps:
         weight: Sequence[Tensor],
         format: Literal["int8", "int4_levels"],
         group_size: int,
+        out: Tensor | None = None,
     ) -> QuantizedWeight:
-        """All rows at once."""
+        """All rows at once, in memory of their own."""
+        assert out is None
         rows = torch.cat([part.float() for part in weight])
         n, k = rows.shape
         grouped = _in_groups(rows, group_size or k)
@@ -193,6 +206,18 @@ class ReferenceOps:
         """Torch's own."""
         return torch.relu(x)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Torch's own."""
+        return x + y
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Torch's own."""
+        x.mul_(factor)
+
+    def clamp_(self, x: Tensor, bound: float) -> None:
+        """Torch's own."""
+        x.clamp_(-bound, bound)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """Computed in float32, rounded once."""
         return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
@@ -243,6 +268,6 @@ class ReferenceOps:
         values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[:, :k].contiguous(), indices[:, :k].contiguous()
 
-    def embedding(self, weight: Tensor, ids: Tensor) -> Tensor:
+    def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
         """Torch's own."""
-        return F.embedding(ids, weight)
+        return F.embedding(ids, weight.data if isinstance(weight, PackedWeight) else weight)

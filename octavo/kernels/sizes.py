@@ -10,11 +10,7 @@ PANEL = 64
 
 
 def packed_nbytes(n: int, k: int, dtype: str) -> int:
-    """Bytes that a weight of shape [n, k] takes once packed.
-
-    The packed copy is separate from whatever it was made of: where the LM head is tied to the
-    embedding table, both count.
-    """
+    """Bytes that a weight of shape [n, k] takes once packed."""
     return -(-n // PANEL) * PANEL * (-(-k // 2) * 2) * ITEMSIZE[dtype]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionBackend, AttentionMetadata
@@ -32,8 +31,10 @@ class Attention:
 
     __slots__ = (
         "alibi_slopes",
+        "clamp_",
         "clip",
         "cos_sin_cache",
+        "empty",
         "head_size",
         "k_norm",
         "logits_soft_cap",
@@ -66,6 +67,8 @@ class Attention:
         clip: float | None = None,
     ) -> None:
         self.rotary = ops.rotary_embedding
+        self.clamp_ = ops.clamp_
+        self.empty = ops.empty
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.num_heads = num_heads
@@ -92,7 +95,7 @@ class Attention:
         tokens = x.shape[0]
         qkv = self.qkv_proj(x)
         if self.clip is not None:
-            qkv.clamp_(-self.clip, self.clip)
+            self.clamp_(qkv, self.clip)
         heads = qkv.view(tokens, -1, self.head_size)
         query, key, value = heads.split_with_sizes(self.splits, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -101,7 +104,7 @@ class Attention:
         if self.cos_sin_cache is not None:
             self.rotary(positions, query, key, self.cos_sin_cache)
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping)
-        out = torch.empty(tokens, self.num_heads, self.head_size, dtype=x.dtype, device=x.device)
+        out = self.empty(tokens, self.num_heads, self.head_size, like=x)
         backend.forward(
             query,
             kv_cache,

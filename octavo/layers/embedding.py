@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from octavo.kernels.base import Ops
+from octavo.kernels.base import Ops, PackedWeight
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm
 
@@ -14,19 +15,19 @@ class Embedding:
 
     Args:
         ops: table of operations.
-        weight: [vocab_size, embed_size] in the model's dtype.
-        scale: factor on the embedding, rounded to the model's dtype (Gemma), or None.
+        weight: [vocab_size, embed_size] in the model's dtype; packed where the LM head shares it.
+        scale: factor on the embedding, as the model's dtype has it (Gemma), or None.
         project: to the hidden size, where the embedding is narrower (OPT-350m).
         positions: [max_position, hidden_size] to be added, or None.
         norm: applied last (BLOOM).
     """
 
-    __slots__ = ("embedding", "norm", "positions", "project", "scale", "weight")
+    __slots__ = ("add", "embedding", "norm", "positions", "project", "scale", "scale_", "weight")
 
     def __init__(
         self,
         ops: Ops,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         *,
         scale: float | None = None,
         project: Linear | None = None,
@@ -34,8 +35,10 @@ class Embedding:
         norm: Norm | None = None,
     ) -> None:
         self.embedding = ops.embedding
+        self.add = ops.add
+        self.scale_ = ops.scale_
         self.weight = weight
-        self.scale = None if scale is None else weight.new_tensor(scale).item()
+        self.scale = None if scale is None else torch.tensor(scale, dtype=weight.dtype).item()
         self.project = project
         self.positions = positions
         self.norm = norm
@@ -44,11 +47,11 @@ class Embedding:
         """input_ids and positions [T] int64 -> [T, hidden_size]."""
         x = self.embedding(self.weight, input_ids)
         if self.scale is not None:
-            x.mul_(self.scale)
+            self.scale_(x, self.scale)
         if self.project is not None:
             x = self.project(x)
         if self.positions is not None:
-            x.add_(self.embedding(self.positions, positions))
+            x = self.add(x, self.embedding(self.positions, positions))
         if self.norm is not None:
             x = self.norm(x)
         return x

@@ -63,10 +63,11 @@ class LayerNorm:
         eps: added to the variance.
     """
 
-    __slots__ = ("bias", "eps", "layer_norm", "weight")
+    __slots__ = ("add_tensors", "bias", "eps", "layer_norm", "weight")
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, eps: float) -> None:
         self.layer_norm = ops.layer_norm
+        self.add_tensors = ops.add
         self.weight = weight
         self.bias = bias
         self.eps = eps
@@ -77,5 +78,5 @@ class LayerNorm:
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(sum), sum) with sum = x + residual; both [T, D]."""
-        total = x + residual
+        total = self.add_tensors(x, residual)
         return self.layer_norm(total, self.weight, self.bias, self.eps), total

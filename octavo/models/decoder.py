@@ -122,6 +122,8 @@ class DecoderModel:
         self.project_out = build.linear("project_out") if "project_out.weight" in weights else None
         self.lm_head = build.linear("lm_head").weight
         self._linear = ops.linear
+        self._add = ops.add
+        self._gather = ops.embedding
         self._soft_cap = ops.soft_cap
 
     @property
@@ -154,13 +156,23 @@ class DecoderModel:
         for layer, kv_cache, metadata in zip(self.layers, kv_caches, attn_metadata, strict=True):
             x, residual = layer(x, residual, positions, kv_cache, metadata, backend)
         if self.norm is None:
-            return x if residual is None else x + residual
+            return x if residual is None else self._add(x, residual)
         if residual is None:
             return self.norm(x)
         return self.norm.add(x, residual)[0]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [M, hidden_size] to float32 logits [M, vocab_size]."""
+    def compute_logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Hidden states to logits.
+
+        Args:
+            hidden: [T, hidden_size].
+            rows: int64 [M], which of them; None: all.
+
+        Returns:
+            float32 [M, vocab_size].
+        """
+        if rows is not None:
+            hidden = self._gather(hidden, rows)
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         logits = self._linear(hidden, self.lm_head, out_dtype=torch.float32)
@@ -221,13 +233,16 @@ class _Builder:
         )
 
     def embedding(self) -> Embedding:
+        spec = self.spec
+        weight = self.weights.get("embed_tokens.weight", self.weights["lm_head.weight"])
+        assert not isinstance(weight, QuantizedWeight)
         return Embedding(
             self.ops,
-            self.tensor("embed_tokens.weight"),
-            scale=self.spec.embed_scale,
+            weight,
+            scale=spec.embed_scale,
             project=self.linear("project_in") if "project_in.weight" in self.weights else None,
             positions=self.bias("embed_positions.weight"),
-            norm=self.norm("embed_norm") if self.spec.embed_norm else None,
+            norm=self.norm("embed_norm") if spec.embed_norm else None,
         )
 
     def layer(self, index: int) -> PreNormLayer | PostNormLayer:

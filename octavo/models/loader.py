@@ -14,15 +14,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from octavo import _native
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+from octavo.kernels.memory import map_memory
 from octavo.kernels.ops import get_ops
 from octavo.models.config_json import ConfigJson
 from octavo.models.decoder import DecoderModel
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weights import Source, Weight, model_weights
-from octavo.quantization.base import Quantization, get_quantization
+from octavo.quantization.base import Quantization, get_quantization, linear_nbytes
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Progress = Callable[[int, int], None]
@@ -69,16 +71,17 @@ def load_model(
         ModelError: for missing, unexpected or wrong-shaped tensors, and damaged files.
     """
     ops = get_ops(device)
-    weights = model_weights(spec)
+    form = get_quantization(quantization)
+    weights = model_weights(spec, quantized=form is not None)
     checkpoint = _open_checkpoint(spec, Path(path), load_format, seed)
     checkpoint.check(weights)
     total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
     done = 0
     loaded: dict[str, Tensor | PackedWeight | QuantizedWeight] = {}
-    quantized = get_quantization(quantization)
+    memory = _PackedMemory(weights, dtype, device, form)
     with torch.inference_mode():
         for weight in weights:
-            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, quantized)
+            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory, form)
             done += weight.shape[0] * _columns(weight.shape)
             if progress is not None:
                 progress(done, total)
@@ -91,29 +94,59 @@ def _columns(shape: tuple[int, ...]) -> int:
     return shape[1] if len(shape) == 2 else 1
 
 
+class _PackedMemory:
+    """The memory of a model's packed weights: one mapping, so that huge pages are well filled."""
+
+    def __init__(
+        self,
+        weights: list[Weight],
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Quantization | None,
+    ) -> None:
+        self._form = form
+        self._dtype = str(dtype).removeprefix("torch.")
+        sizes = [self._nbytes(weight) for weight in weights if weight.kind == "linear"]
+        self._left = map_memory(sum(sizes)) if device.type == "cpu" else None
+
+    def _nbytes(self, weight: Weight) -> int:
+        n, k = weight.shape
+        return linear_nbytes(n, k, self._dtype, self._form)
+
+    def take(self, weight: Weight) -> Tensor | None:
+        """The next weight's share; None on devices that keep weights as they are."""
+        if self._left is None:
+            return None
+        nbytes = self._nbytes(weight)
+        share, self._left = self._left[:nbytes], self._left[nbytes:]
+        return share
+
+
 def _load(
     weight: Weight,
     checkpoint: _Checkpoint,
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
-    quantization: Quantization | None,
+    memory: _PackedMemory,
+    form: Quantization | None,
 ) -> Tensor | PackedWeight | QuantizedWeight:
-    if weight.kind == "linear" and quantization is not None:
-        parts = [_rows(s, checkpoint, weight).to(device).contiguous() for s in weight.sources]
-        return quantization.pack(ops, parts)
+    parts = [_rows(s, checkpoint, weight) for s in weight.sources]
+    result: Tensor | PackedWeight | QuantizedWeight
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.
-        return ops.pack_weight(
-            [_rows(s, checkpoint, weight).to(device, dtype).contiguous() for s in weight.sources]
-        )
-    tensor = torch.empty(weight.shape, dtype=dtype, device=device)
-    row = 0
-    for source in weight.sources:
-        rows = _rows(source, checkpoint, weight)
-        tensor[row : row + rows.shape[0]].copy_(rows)
-        row += rows.shape[0]
-    return tensor
+        rows = [part.to(device).contiguous() for part in parts]
+        out = memory.take(weight)
+        if form is None:
+            result = ops.pack_weight(rows, dtype, out)
+        else:
+            result = form.pack(ops, rows, out)
+    else:
+        result = torch.empty(weight.shape, dtype=dtype, device=device)
+        torch.cat([part.to(device, dtype) for part in parts], out=result)
+    for part in parts:
+        checkpoint.done(part)
+    return result
 
 
 def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> Tensor:
@@ -143,6 +176,9 @@ class _Checkpoint(Protocol):
         """One tensor of the checkpoint, as it is stored."""
         ...
 
+    def done(self, tensor: Tensor) -> None:
+        """Called when a tensor that was read, or what was made of it, is needed no more."""
+
 
 class _DummyCheckpoint:
     """Random weights that depend on the seed and on a tensor's name, so ties stay tied."""
@@ -162,6 +198,9 @@ class _DummyCheckpoint:
         generator.manual_seed(zlib.crc32(source.name.encode(), self.seed & 0xFFFFFFFF))
         tensor = torch.empty(source.shape)
         return tensor.uniform_(-_DUMMY_BOUND, _DUMMY_BOUND, generator=generator)
+
+    def done(self, tensor: Tensor) -> None:
+        """Nothing is kept."""
 
 
 class _FileCheckpoint:
@@ -268,6 +307,11 @@ class _SafetensorsCheckpoint(_FileCheckpoint):
         tensor: Tensor = self.open_files[self.files[name]].get_tensor(name)
         return tensor
 
+    def done(self, tensor: Tensor) -> None:
+        """Its pages of the mapped file need not stay in memory."""
+        if tensor.is_contiguous():
+            _native.release_pages(tensor.data_ptr(), tensor.nbytes)
+
 
 class _TorchCheckpoint(_FileCheckpoint):
     def __init__(self, spec: ModelSpec, folder: Path) -> None:
@@ -305,6 +349,9 @@ class _TorchCheckpoint(_FileCheckpoint):
         name = self.stored_name(source.name)
         assert name is not None
         return self.tensors[name]
+
+    def done(self, tensor: Tensor) -> None:
+        """The file stays mapped until all is loaded."""
 
 
 def _open_checkpoint(

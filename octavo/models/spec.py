@@ -111,19 +111,18 @@ class ModelSpec:
             quantization: form of the linear weights, as in `ModelConfig`.
         """
         from octavo.models.weights import Weight, model_weights
-        from octavo.quantization.base import get_quantization
+        from octavo.quantization.base import get_quantization, linear_nbytes
 
-        quantized = get_quantization(quantization)
+        form = get_quantization(quantization)
 
         def nbytes(weight: Weight) -> int:
-            if weight.kind == "linear" and quantized is not None:
-                return quantized.nbytes(weight.shape[0], weight.shape[1])
             if weight.kind == "linear":
-                return _packed_nbytes(weight.shape[0], weight.shape[1], dtype)
+                return linear_nbytes(weight.shape[0], weight.shape[1], dtype, form)
             return math.prod(weight.shape) * DTYPE_NBYTES[dtype]
 
         tables = sum(4 * (max_model_len or self.max_model_len) * r.rotary_dim for r in self.ropes)
-        return sum(nbytes(w) for w in model_weights(self)) + tables + 4 * len(self.alibi_slopes)
+        weights = model_weights(self, quantized=form is not None)
+        return sum(nbytes(w) for w in weights) + tables + 4 * len(self.alibi_slopes)
 
     def loading_nbytes(self, dtype: str) -> int:
         """Upper bound of what loading holds beside the loaded weights.
@@ -141,7 +140,8 @@ class ModelSpec:
         """Upper bound of the memory that a forward pass holds beside weights and KV cache.
 
         Counts the widest moment of a layer: its input and the residual stream before and after
-        the first norm, and what attention or MLP hold at once. Logits are not part of it.
+        the first norm, what attention or MLP hold at once, and the gap that a recorded step has
+        between its buffers. Logits are not part of it.
 
         Args:
             num_tokens: tokens of the step.
@@ -153,14 +153,8 @@ class ModelSpec:
         attention = (query + 2 * key) + query + hidden
         inner = (2 if self.gated_mlp else 1) * self.intermediate_size
         mlp = inner + max(self.intermediate_size, hidden)
-        per_token = 4 * hidden + max(attention, mlp, 2 * hidden)
+        per_token = 5 * hidden + max(attention, mlp, 2 * hidden)
         return num_tokens * per_token * DTYPE_NBYTES[dtype]
-
-
-def _packed_nbytes(n: int, k: int, dtype: str) -> int:
-    from octavo.kernels.sizes import packed_nbytes
-
-    return packed_nbytes(n, k, dtype)
 
 
 def checkpoint_dtype(folder: Path) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.kernels.sizes import packed_nbytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,12 +26,13 @@ class Quantization(Protocol):
         """Bytes of a packed weight with n outputs and k inputs."""
         ...
 
-    def pack(self, ops: Ops, parts: Sequence[Tensor]) -> QuantizedWeight:
+    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
         """Quantizes and packs a weight.
 
         Args:
             ops: the table of operations that will use it.
             parts: [N_i, K] each, float32, bfloat16 or float16; stacked along N.
+            out: memory for the result: uint8 [`nbytes`].
         """
         ...
 
@@ -41,3 +44,8 @@ def get_quantization(name: str | None) -> Quantization | None:
 
     forms: dict[str, Quantization] = {"int8": Int8(), "int4": Int4()}
     return None if name is None else forms[name]
+
+
+def linear_nbytes(n: int, k: int, dtype: str, form: Quantization | None) -> int:
+    """Bytes of a packed linear weight with n outputs and k inputs, quantized or of a dtype."""
+    return packed_nbytes(n, k, dtype) if form is None else form.nbytes(n, k)

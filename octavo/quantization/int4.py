@@ -31,10 +31,10 @@ class Int4:
         """As in `pack`."""
         return quantized_nbytes(n, k, *_format(n, k))
 
-    def pack(self, ops: Ops, parts: Sequence[Tensor]) -> QuantizedWeight:
+    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
         """Of some scales for a group the one with the smallest squared error."""
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        return ops.quantize_weight(parts, *_format(n, k))
+        return ops.quantize_weight(parts, *_format(n, k), out)
 
 
 def _format(n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:

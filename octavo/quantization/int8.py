@@ -22,6 +22,6 @@ class Int8:
         """A byte a weight, and the scales."""
         return quantized_nbytes(n, k, "int8", 0)
 
-    def pack(self, ops: Ops, parts: Sequence[Tensor]) -> QuantizedWeight:
+    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
         """The largest magnitude of each output becomes 127."""
-        return ops.quantize_weight(parts, "int8", 0)
+        return ops.quantize_weight(parts, "int8", 0, out)

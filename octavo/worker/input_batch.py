@@ -41,6 +41,11 @@ class StepInputs:
     samples: npt.NDArray[np.bool_]
     """[R] whether the request's last token is known, so that the next one is sampled."""
 
+    @property
+    def last_tokens(self) -> LongArray:
+        """[S] the last token of each request that samples, as an index into the batch."""
+        return self.query_start_loc[1:][self.samples].astype(np.int64) - 1
+
 
 class InputBatch:
     """Rows for up to `max_num_seqs` requests of up to `max_model_len` tokens."""

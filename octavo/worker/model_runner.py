@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.attention.base import get_attention_backend
+from octavo.kernels.memory import map_memory
+from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from octavo.models.loader import load_model
 from octavo.sampling.sampler import Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
+from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.setup import WorkerSetup
 
@@ -57,12 +60,25 @@ class ModelRunner:
         )
         self.kv_tensors = [_allocate(shape, dtype, device) for _ in range(kv.group_size)]
         self.kv_caches = [self.kv_tensors[kv.layer_to_tensor[i]] for i in range(kv.num_layers)]
-        self.layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
-
+        layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
+        eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups)
         max_num_seqs = config.scheduler.max_num_seqs
         self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
         self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
-        self.sampler = Sampler(get_ops(device))
+        ops = get_ops(device)
+        self.sampler = Sampler(ops)
+        self.steps: StepRunner = eager
+        if self.backend.name == "cpu" and not config.model.enforce_eager:
+            assert isinstance(ops, NativeOps)
+            tokens = setup.max_num_batched_tokens
+            self.steps = CapturedSteps(
+                eager,
+                ops,
+                max_num_tokens=tokens,
+                max_num_reqs=max_num_seqs,
+                max_num_blocks=self.batch.block_tables[0].shape[1],
+                activation_nbytes=setup.spec.activation_nbytes(tokens, setup.dtype),
+            )
         self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, max_num_seqs)
         self._prompt_logprobs: dict[str, int] = {}
         """Requests that asked for prompt logprobs, and how many for each position."""
@@ -77,15 +93,7 @@ class ModelRunner:
             self._step = None
             return
         inputs = self.batch.gather(scheduler_output.num_scheduled_tokens)
-        hidden = self.model.forward(
-            torch.from_numpy(inputs.input_ids).to(self.device),
-            torch.from_numpy(inputs.positions).to(self.device),
-            self.kv_caches,
-            self._attention_metadata(inputs),
-            self.backend,
-        )
-        last = torch.from_numpy(inputs.query_start_loc[1:][inputs.samples].astype(np.int64) - 1)
-        logits = self.model.compute_logits(hidden.index_select(0, last.to(self.device)))
+        hidden, logits = self.steps.run(inputs)
         self._step = _Step(inputs, logits, self._compute_prompt_logprobs(inputs, hidden))
 
     def sample_tokens(self) -> ModelRunnerOutput:
@@ -151,26 +159,6 @@ class ModelRunner:
         if params.prompt_logprobs is not None:
             self._prompt_logprobs[data.req_id] = params.prompt_logprobs
 
-    def _attention_metadata(self, inputs: StepInputs) -> list[AttentionMetadata]:
-        """The attention metadata of every layer; layers of one KV-cache group share theirs."""
-        query_lens = np.diff(inputs.query_start_loc)
-        query_start_loc = torch.from_numpy(inputs.query_start_loc).to(self.device)
-        seq_lens = torch.from_numpy(inputs.seq_lens).to(self.device)
-        groups = [
-            AttentionMetadata(
-                num_reqs=len(inputs.req_ids),
-                num_tokens=len(inputs.input_ids),
-                max_query_len=int(query_lens.max()),
-                max_seq_len=int(inputs.seq_lens.max()),
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                block_table=torch.from_numpy(np.ascontiguousarray(table)).to(self.device),
-                slot_mapping=torch.from_numpy(slots).to(self.device),
-            )
-            for table, slots in zip(inputs.block_tables, inputs.slot_mappings, strict=True)
-        ]
-        return [groups[g] for g in self.layer_groups]
-
     def _compute_prompt_logprobs(
         self, inputs: StepInputs, hidden: torch.Tensor
     ) -> dict[str, LogprobsLists]:
@@ -209,5 +197,5 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     """A zeroed tensor; on a CPU its pages are taken from the system only when first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    numel = int(np.prod(shape))
-    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype).view(shape)
+    numel = math.prod(shape)
+    return map_memory(numel * dtype.itemsize).view(dtype).view(shape)

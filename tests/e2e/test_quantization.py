@@ -30,12 +30,12 @@ def answers(llm, prompts):
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_alone_and_in_company(name, dtype):
-    """Tokens and logprobs, bit for bit, whatever the batch, the chunks and the threads."""
+    """Tokens and logprobs, bit for bit, whatever the batch, the chunks, the threads and the capture."""
     settings = {"quantization": name, "dtype": dtype, "max_model_len": 256}
     with LLM(enable_prefix_caching=False, **settings) as llm:
         alone = [answers(llm, [p])[0] for p in PROMPTS]
         assert answers(llm, PROMPTS) == alone
-    with LLM(long_prefill_token_threshold=7, num_threads=1, **settings) as llm:
+    with LLM(long_prefill_token_threshold=7, num_threads=1, enforce_eager=True, **settings) as llm:
         assert answers(llm, PROMPTS) == alone
 
 

@@ -1,0 +1,80 @@
+// A step as a list of kernel calls, recorded once and run for steps of any size.
+//
+// While a plan records, calls are noted instead of carried out. They keep the addresses they were
+// given, so their tensors must stay where they are, and be large enough for the largest step.
+#pragma once
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace octavo {
+
+struct Span {
+  std::string name;
+  double start, end;  // seconds of the steady clock
+  Work work;
+};
+
+// What the kernels of this process did, while somebody wants to know.
+struct Profile {
+  bool on = false;
+  std::vector<Span> spans;
+};
+inline Profile profile;
+
+inline double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <class Args>
+void run_kernel(const std::string& name, void (*kernel)(const Args&), const Args& args) {
+  if (!profile.on) return kernel(args);
+  const double start = seconds();
+  kernel(args);
+  profile.spans.push_back({name, start, seconds(), args.work()});
+}
+
+class Plan {
+ public:
+  Plan() = default;
+  Plan(const Plan&) = delete;
+
+  template <class Args>
+  void add(std::string name, void (*kernel)(const Args&), const Args& args) {
+    calls_.push_back(std::make_unique<Call<Args>>(std::move(name), kernel, args));
+  }
+
+  void run(const StepSize& size) {
+    for (auto& call : calls_) call->run(size);
+  }
+
+  size_t size() const { return calls_.size(); }
+
+ private:
+  struct AnyCall {
+    virtual ~AnyCall() = default;
+    virtual void run(const StepSize& size) = 0;
+  };
+
+  template <class Args>
+  struct Call : AnyCall {
+    std::string name;
+    void (*kernel)(const Args&);
+    Args args;
+
+    Call(std::string name, void (*kernel)(const Args&), const Args& args)
+        : name(std::move(name)), kernel(kernel), args(args) {}
+
+    void run(const StepSize& size) override {
+      args.resize(size);
+      run_kernel(name, kernel, args);
+    }
+  };
+
+  std::vector<std::unique_ptr<AnyCall>> calls_;
+};
+
+}  // namespace octavo

@@ -1,0 +1,166 @@
+#include "pool.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace octavo {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Longer than the pauses between the kernels of a step, far shorter than a time slice: a waiting
+// thread neither has to be woken for each kernel nor keeps its core from others.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Waits until `ready`, but not longer than kSpin.
+template <class F>
+bool spin(F ready) {
+  for (const auto start = Clock::now(); Clock::now() - start < kSpin;)
+    for (int i = 0; i < 32; i++) {
+      if (ready()) return true;
+      pause();
+    }
+  return false;
+}
+
+int all_cores() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+#endif
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+class Pool {
+ public:
+  void run(int64_t n, int64_t chunk, bool wake, Body body, void* context) {
+    std::unique_lock lock(busy_, std::try_to_lock);
+    if (!lock) return body(context, 0, n);
+    if (!started_) start(all_cores());
+    job_ = {body, context, n, chunk, (n + chunk - 1) / chunk};
+    unfinished_.store(job_.chunks, std::memory_order_relaxed);
+    tickets_.store(++number_ << 32 | uint64_t(job_.chunks));
+    if (wake && sleeping_.load() > 0) ring();
+    while (work()) {
+    }
+    auto done = [&] { return unfinished_.load(std::memory_order_acquire) == 0; };
+    if (!spin(done))  // somebody was interrupted in the middle of a piece: leave it the core
+      while (!done()) std::this_thread::yield();
+  }
+
+  int size() {
+    std::lock_guard lock(busy_);
+    if (!started_) start(all_cores());
+    return int(threads_.size()) + 1;
+  }
+
+  void resize(int n) {
+    std::lock_guard lock(busy_);
+    start(n > 0 ? n : all_cores());
+  }
+
+ private:
+  struct Job {
+    Body body;
+    void* context;
+    int64_t n, chunk, chunks;
+  };
+
+  // Takes a piece of the current job and does it; false if none is left. The ticket that was taken
+  // holds the number of its job: nobody can take a piece of one job and do it with another's body.
+  bool work() {
+    uint64_t tickets = tickets_.load(std::memory_order_acquire);
+    while (uint32_t(tickets) != 0) {
+      if (!tickets_.compare_exchange_weak(tickets, tickets - 1, std::memory_order_acq_rel)) continue;
+      const int64_t begin = (job_.chunks - int64_t(uint32_t(tickets))) * job_.chunk;
+      job_.body(job_.context, begin, std::min(job_.n, begin + job_.chunk));
+      unfinished_.fetch_sub(1, std::memory_order_release);
+      return true;
+    }
+    return false;
+  }
+
+  void serve(const std::atomic<bool>& stop) {
+    while (!stop.load()) {
+      if (work()) continue;
+      auto called = [&] { return uint32_t(tickets_.load(std::memory_order_relaxed)) != 0; };
+      if (spin(called)) continue;
+      sleeping_.fetch_add(1);
+      const uint32_t bell = bell_.load();
+      if (!called_now() && !stop.load()) bell_.wait(bell);
+      sleeping_.fetch_sub(1);
+    }
+  }
+
+  bool called_now() const { return uint32_t(tickets_.load()) != 0; }
+
+  void ring() {
+    bell_.fetch_add(1);
+    bell_.notify_all();
+  }
+
+  void start(int n) {
+    started_ = true;
+    stop_.store(true);
+    ring();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+    stop_.store(false);
+    for (int i = 1; i < n; i++) threads_.emplace_back([this] { serve(stop_); });
+  }
+
+  alignas(64) std::atomic<uint64_t> tickets_{0};  // number of the job << 32 | pieces not yet taken
+  alignas(64) std::atomic<int64_t> unfinished_{0};
+  alignas(64) std::atomic<uint32_t> bell_{0};
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> stop_{false};
+  Job job_{};
+  uint64_t number_ = 0;
+  bool started_ = false;
+  std::mutex busy_;
+  std::vector<std::thread> threads_;
+};
+
+Pool& pool() {
+  static Pool* pool = new Pool;  // never destroyed: its threads end with the process
+  return *pool;
+}
+
+std::atomic<int> cached_size{0};
+
+}  // namespace
+
+void run_parallel(int64_t n, int64_t chunk, bool wake, Body body, void* context) {
+  pool().run(n, chunk, wake, body, context);
+}
+
+int num_threads() {
+  int n = cached_size.load(std::memory_order_relaxed);
+  if (n == 0) cached_size.store(n = pool().size());
+  return n;
+}
+
+void set_num_threads(int n) {
+  pool().resize(n);
+  cached_size.store(pool().size());
+}
+
+}  // namespace octavo

@@ -1,0 +1,77 @@
+"""Memory of the native kernels: mapped pages, and the buffers of a recorded step."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # a cache line
+_HUGE_PAGE = 2 * 2**20
+
+
+def map_memory(nbytes: int) -> Tensor:
+    """Zeroed memory: uint8 [nbytes], at the beginning of a page.
+
+    The system hands out its pages when they are first written, in huge pages where it has them:
+    reading a model's weights touches far more small pages than the processor can keep in mind.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    huge = nbytes >= _HUGE_PAGE
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    )
+    memory = mmap.mmap(-1, nbytes + (_HUGE_PAGE if huge else 0), **private)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if not huge:
+        return tensor
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -tensor.data_ptr() % _HUGE_PAGE
+    return tensor[start : start + nbytes]
+
+
+class Arena:
+    """Buffers that share memory when they do not live at the same time.
+
+    A recorded step runs again and again on the addresses it was recorded with, so the memory of
+    its intermediate results must stay. A buffer's place is free again when the last tensor on it
+    is gone; the next buffer takes the first free place that is large enough.
+
+    Args:
+        nbytes: of all buffers that live at the same time, and of the gaps between them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = map_memory(nbytes).numpy()
+        self._free = [(0, len(self._memory))]  # (offset, size), ascending, never adjacent
+        self.peak = 0
+        """Bytes used at the fullest moment."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor in a free place, its contents undefined."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        size = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        index = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
+        assert index is not None, "more activations than the memory plan knows of"
+        offset, free = self._free[index]
+        self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
+        self.peak = max(self.peak, offset + size)
+        buffer = self._memory[offset : offset + nbytes]
+        # The tensor's storage, which all its views share, keeps `buffer` alive.
+        weakref.finalize(buffer, self._release, offset, size).atexit = False
+        return torch.from_numpy(buffer).view(dtype).view(shape)
+
+    def _release(self, offset: int, size: int) -> None:
+        spans = sorted([*self._free, (offset, size)])
+        self._free = spans[:1]
+        for start, length in spans[1:]:
+            last_start, last_length = self._free[-1]
+            if last_start + last_length == start:
+                self._free[-1] = (last_start, last_length + length)
+            else:
+                self._free.append((start, length))

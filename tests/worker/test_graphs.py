@@ -1,0 +1,131 @@
+"""A captured step gives the bits of the eager one, for every family and any sizes of steps."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import _native
+from octavo.attention.base import get_attention_backend
+from octavo.kernels.memory import Arena
+from octavo.kernels.native import NativeOps
+from octavo.kernels.ops import get_ops
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.messages import NewRequestData
+from octavo.models.loader import load_model
+from octavo.models.spec import ModelSpec
+from octavo.sampling_params import SamplingParams
+from octavo.worker.graphs import CapturedSteps, EagerSteps
+from octavo.worker.input_batch import InputBatch
+from tests.models.harness import CPU, make_hf
+from tests.models.test_parity import CASES, VOCAB
+
+BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_TOKENS = 8, 12, 96, 3, 64
+
+
+def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
+    spec = ModelSpec.from_folder(folder)
+    model = load_model(
+        spec,
+        folder,
+        dtype=getattr(torch, dtype),
+        device=CPU,
+        load_format="dummy",
+        max_model_len=MAX_LEN,
+    )
+    groups, group_size = make_kv_cache_groups(spec.layer_windows)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups, group_size, 1)
+    backend = get_attention_backend("cpu", CPU)
+    shape = backend.kv_cache_shape(
+        kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
+    )
+    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(group_size)]
+    layers = range(spec.num_layers)
+    return EagerSteps(
+        model,
+        backend,
+        [tensors[kv.layer_to_tensor[i]] for i in layers],
+        [kv.layer_to_group[i] for i in layers],
+    ), InputBatch(MAX_REQS, MAX_LEN, kv)
+
+
+def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
+    ops = get_ops(CPU)
+    assert isinstance(ops, NativeOps)
+    return CapturedSteps(
+        eager,
+        ops,
+        max_num_tokens=MAX_TOKENS,
+        max_num_reqs=MAX_REQS,
+        max_num_blocks=BLOCKS,
+        activation_nbytes=eager.model.spec.activation_nbytes(MAX_TOKENS, dtype),
+    )
+
+
+STEPS: list[dict[str, int]] = [
+    {"a": 40},
+    {"a": 1, "b": 7, "c": 33},
+    {"c": 1, "a": 1},
+    {"b": 13, "c": 1, "a": 1},
+    {"b": 1, "a": 1, "c": 1},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    results = []
+    for captured in (False, True):
+        steps, batch = make_steps(tmp_path, dtype)
+        runner = capture(steps, dtype) if captured else steps
+        groups = len(batch.block_tables)
+        rng = np.random.default_rng(0)
+        for i, req_id in enumerate("abc"):
+            first = 1 + i * BLOCKS * groups
+            blocks = [
+                list(range(first + g * BLOCKS, first + (g + 1) * BLOCKS)) for g in range(groups)
+            ]
+            tokens = rng.integers(3, VOCAB, MAX_LEN).tolist()
+            batch.add(NewRequestData(req_id, tokens, MAX_LEN, SamplingParams(), blocks, 0))
+        seen = []
+        with torch.inference_mode():
+            for scheduled in STEPS:
+                inputs = batch.gather(scheduled)
+                inputs.samples[:] = [len(seen) % 2 == 0 or r != "a" for r in scheduled]
+                hidden, logits = runner.run(inputs)
+                assert logits.shape == (inputs.samples.sum(), VOCAB)
+                seen += [hidden.clone(), logits.clone()]
+                batch.num_computed_tokens[inputs.rows] += list(scheduled.values())
+        results.append(seen)
+    for eager, captured_result in zip(*results, strict=True):
+        assert eager.isfinite().all()
+        assert torch.equal(eager, captured_result)
+
+
+def test_a_plan_computes_nothing_while_it_records() -> None:
+    ops, plan = NativeOps(), _native.Plan()
+    x = torch.ones(4, 32)
+    arena = Arena(4096)
+    with ops.record(plan, arena):
+        y = ops.add(x, x)
+        z = ops.soft_cap(y, 30.0)
+    assert len(plan) == 2
+    assert z.count_nonzero() == 0
+    plan.run(3, 0)
+    assert torch.equal(z[:3], ops.soft_cap(x + x, 30.0)[:3])
+    assert z[3].count_nonzero() == 0
+    assert ops.add(x, x).sum() == 256, "calls are carried out again"
+
+
+def test_recording_ends_with_an_error() -> None:
+    ops, plan = NativeOps(), _native.Plan()
+    with pytest.raises(ZeroDivisionError), ops.record(plan, Arena(64)):
+        raise ZeroDivisionError
+    assert ops.add(torch.ones(1, 1), torch.ones(1, 1)).item() == 2
+    assert len(plan) == 0
