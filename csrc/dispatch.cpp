@@ -32,7 +32,9 @@ static std::vector<const KernelTable*> find_available() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::table);
+  // Every processor with bfloat16 products has byte products (VNNI), too.
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    found.push_back(&avx512_bf16::table);
   if (has_avx512) found.push_back(&avx512::table);
   if (has_avx2) found.push_back(&avx2::table);
 #endif

@@ -73,6 +73,49 @@ struct LinearArgs {
   }
 };
 
+// How a quantized weight is written, see quant.h.
+enum class QuantFormat : int { int8 = 0, int4_levels = 1, int4 = 2, int4_zeros = 3 };
+
+struct QuantizeArgs {
+  const void* src;  // [rows, k]
+  int64_t src_stride;
+  void* dst;  // the whole packed weight
+  int64_t row0, rows;  // which of its n rows these are
+  int64_t n, k, group;
+  QuantFormat format;  // int8 or int4_levels
+  DType dtype;
+};
+
+struct PackQuantArgs {
+  const uint8_t* codes;  // [rows, k]
+  const float* scales;  // [rows, groups]: int8: 1 group; others: ceil(k / group), float16 numbers
+  const uint8_t* zeros;  // [rows, groups]; int4_zeros only
+  void* dst;  // as above
+  int64_t row0, rows;
+  int64_t n, k, group;
+  QuantFormat format;
+};
+
+struct LinearQArgs {
+  const void* x;  // [m, k]
+  int64_t x_stride;
+  const void* weight;  // packed
+  const void* bias;  // [n] of x's dtype, or null
+  void* out;  // [m, n]
+  int64_t out_stride;
+  int64_t m, n, k, group;
+  QuantFormat format;
+  DType dtype, out_dtype;
+
+  void resize(const StepSize& size) { m = size.rows; }
+  Work work() const {
+    const double scale = 2 + (format == QuantFormat::int4_zeros);
+    const double weight = format == QuantFormat::int8 ? 1.0 : 0.5 + scale / double(group);
+    return {weight * n * k + double(size_of(dtype)) * m * k + double(size_of(out_dtype)) * m * n,
+            2.0 * m * n * k};
+  }
+};
+
 struct NormArgs {
   const void* x;  // [rows, heads, dim]
   int64_t x_stride, x_head_stride;
@@ -252,6 +295,9 @@ struct KernelTable {
   int panel;  // columns in a panel of a packed weight
   void (*pack_weight)(const PackArgs&);
   void (*linear)(const LinearArgs&);
+  void (*quantize_weight)(const QuantizeArgs&);
+  void (*pack_quant)(const PackQuantArgs&);
+  void (*linear_q)(const LinearQArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*layer_norm)(const NormArgs&);
   void (*gated)(const GatedArgs&);

@@ -104,6 +104,33 @@ NB_MODULE(_native, m) {
             rows, n, k, dtype_of(dtype), dtype_of(out_dtype)});
   });
 
+  m.def("quantize_weight", [](Address src, int64_t src_stride, Address dst, int64_t row0,
+                              int64_t rows, int64_t n, int64_t k, int64_t group, int format,
+                              int dtype) {
+    const QuantizeArgs args = {at<void>(src), src_stride, at<void>(dst), row0, rows, n, k, group,
+                               static_cast<QuantFormat>(format), dtype_of(dtype)};
+    Release release;
+    kernels().quantize_weight(args);
+  });
+
+  m.def("pack_quant", [](Address codes, Address scales, Address zeros, Address dst, int64_t row0,
+                         int64_t rows, int64_t n, int64_t k, int64_t group, int format) {
+    const PackQuantArgs args = {at<uint8_t>(codes), at<float>(scales), at<uint8_t>(zeros),
+                                at<void>(dst), row0, rows, n, k, group,
+                                static_cast<QuantFormat>(format)};
+    Release release;
+    kernels().pack_quant(args);
+  });
+
+  m.def("linear_q", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
+                       int64_t out_stride, int64_t rows, int64_t n, int64_t k, int64_t group,
+                       int format, int dtype, int out_dtype) {
+    submit("linear_q " + std::to_string(n) + "x" + std::to_string(k), kernels().linear_q,
+           {at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out), out_stride,
+            rows, n, k, group, static_cast<QuantFormat>(format), dtype_of(dtype),
+            dtype_of(out_dtype)});
+  });
+
   m.def("rms_norm", [](Address x, int64_t x_stride, int64_t x_head_stride, Address residual,
                        Address residual_out, Address weight, Address out, int64_t out_stride,
                        int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim,

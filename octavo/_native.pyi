@@ -50,6 +50,48 @@ def linear(
     out_dtype: int,
     /,
 ) -> None: ...
+def quantize_weight(
+    src: int,
+    src_stride: int,
+    dst: int,
+    row0: int,
+    rows: int,
+    n: int,
+    k: int,
+    group: int,
+    format: int,
+    dtype: int,
+    /,
+) -> None: ...
+def pack_quant(
+    codes: int,
+    scales: int,
+    zeros: int,
+    dst: int,
+    row0: int,
+    rows: int,
+    n: int,
+    k: int,
+    group: int,
+    format: int,
+    /,
+) -> None: ...
+def linear_q(
+    x: int,
+    x_stride: int,
+    weight: int,
+    bias: int,
+    out: int,
+    out_stride: int,
+    rows: int,
+    n: int,
+    k: int,
+    group: int,
+    format: int,
+    dtype: int,
+    out_dtype: int,
+    /,
+) -> None: ...
 def rms_norm(
     x: int,
     x_stride: int,

@@ -52,6 +52,10 @@ class ModelConfig(_Section, frozen=True):
     dtype: Annotated[
         Dtype, Meta(description="Type of weights and activations; auto: the checkpoint's.")
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Meta(description="Quantize the linear layers at load; default: keep the dtype."),
+    ] = None
     seed: Annotated[int, Meta(description="Seed of all that is random.", ge=0)] = 0
     max_model_len: Annotated[
         Annotated[int, Meta(ge=-1)] | None,
@@ -266,10 +270,9 @@ class ConfigField:
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
-        """The allowed values, if they are a fixed set."""
-        if typing.get_origin(self.type) is Literal:
-            return typing.get_args(self.type)
-        return None
+        """The allowed values beside None, if they are a fixed set."""
+        plain, _ = optional_type(self.type)
+        return typing.get_args(plain) if typing.get_origin(plain) is Literal else None
 
 
 def section_fields(section: type[_Section], section_name: str = "") -> Iterator[ConfigField]:
@@ -319,8 +322,8 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             value = parse_size(name, value)
         if fields[name].type == list[str] and isinstance(value, str):
             value = [value]
-        choices = fields[name].choices
-        if choices is not None and value not in choices:
+        choices, (_, optional) = fields[name].choices, optional_type(fields[name].type)
+        if choices is not None and value not in choices and not (optional and value is None):
             allowed = ", ".join(str(choice) for choice in choices)
             raise ConfigError(f"{name}={value!r} is not allowed; choose one of {allowed}.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:

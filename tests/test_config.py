@@ -65,6 +65,7 @@ BAD = {
     "skip_tokenizer_init": [1, "yes", None],
     "trust_remote_code": ["true", 0],
     "dtype": ["float64", "FLOAT32", 32, None],
+    "quantization": ["int3", "INT8", 8, ""],
     "seed": [-1, 1.0, True, None, 2**63, HUGE],
     "max_model_len": [-2, 0, 1.5, "4096", True, 2**70],
     "revision": [5],

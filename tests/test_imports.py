@@ -23,7 +23,7 @@ LAYERS = [
     {"kv_cache", "chat_template"},
     {"models", "sampling", "tokenizer"},
     {"layers"},
-    {"attention"},
+    {"attention", "quantization"},
     {"kernels", "device"},
     {"metrics", "request"},
     {"messages"},

@@ -138,7 +138,7 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    weights = spec.weight_nbytes(dtype, max_model_len)
+    weights = spec.weight_nbytes(dtype, max_model_len, config.model.quantization)
     activations = spec.activation_nbytes(max_num_batched_tokens, dtype)
     # Logits as they come, a processed copy where logprobs are asked for, the sampler's workspace.
     logits = 2 * 4 * max_num_seqs * spec.vocab_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -55,6 +55,60 @@ class SamplingTensors:
     uniforms: Tensor
 
 
+QuantFormat = Literal["int8", "int4_levels", "int4", "int4_zeros"]
+"""How the numbers of a quantized weight are written, as unsigned codes:
+
+- int8: scale * (code - 128), one float32 scale for each output.
+- int4_levels: scale * levels[code] / 16 with the 16 uneven levels of csrc/quant.h.
+- int4: scale * (code - 8).
+- int4_zeros: scale * (code - zero), zeros from 0 to 15.
+
+All but int8 have one float16 scale for each output and each group of 32, 64 or 128 inputs.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A quantized weight in the form that `linear` of the same table reads fastest.
+
+    Attributes:
+        data: the packed codes, scales and zeros.
+        n: outputs.
+        k: inputs.
+        format: how the numbers are written.
+        group_size: inputs that share a scale; 0 with int8: all of them.
+        panel: columns that the layout keeps together; 0 for plain rows.
+    """
+
+    data: Tensor
+    n: int
+    k: int
+    format: QuantFormat
+    group_size: int
+    panel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Some rows of a quantized weight before packing.
+
+    Attributes:
+        codes: uint8 [rows, K].
+        scales: float32: [rows, 1] with int8, else [rows, ceil(K / group_size)], each a number that
+            float16 has.
+        zeros: uint8 of the scales' shape; with int4_zeros only.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 
@@ -86,11 +140,37 @@ class Ops(Protocol):
     def linear(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: dtype | None = None,
     ) -> Tensor:
-        """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N]."""
+        """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N].
+
+        With a quantized weight x is quantized, too: each row, or with groups each group of a row,
+        to -127 ... 127 times a scale that makes its largest number 127 (Dettmers et al.,
+        "LLM.int8()", section 2.1, the row-wise half).
+        """
+        ...
+
+    def quantize_weight(
+        self,
+        weight: Sequence[Tensor],
+        format: Literal["int8", "int4_levels"],
+        group_size: int,
+        out: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """Quantizes and packs a weight: parts [N_i, K] of any type, stacked along N.
+
+        int8: the largest magnitude of a row becomes 127. int4_levels: of some scales for a group
+        the one with the smallest squared error. The sources are no longer needed. `out` is memory
+        for the result: uint8 [`kernels.sizes.quantized_nbytes`].
+        """
+        ...
+
+    def pack_quantized(
+        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
+    ) -> QuantizedWeight:
+        """Packs the codes of a weight [N, K] that come some rows at a time, from first to last."""
         ...
 
     def rms_norm(

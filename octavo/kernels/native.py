@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.kernels.base import Gelu, PackedWeight, SamplingTensors
+from octavo.kernels.base import (
+    Codes,
+    Gelu,
+    PackedWeight,
+    QuantFormat,
+    QuantizedWeight,
+    SamplingTensors,
+)
 from octavo.kernels.memory import Arena
-from octavo.kernels.sizes import packed_nbytes
+from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """DType in csrc/kernels.h."""
+
+_QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
+"""QuantFormat in csrc/kernels.h."""
 
 # Gated and Unary in csrc/kernels.h
 _SILU, _GATED_GELU = 0, {"none": 1, "tanh": 2}
@@ -44,6 +55,18 @@ def set_isa(name: str) -> None:
 def _rows(x: Tensor) -> None:
     assert x.dim() == 2
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
+
+
+def _new_quantized(
+    n: int, k: int, format: QuantFormat, group_size: int, out: Tensor | None = None
+) -> QuantizedWeight:
+    assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
+    assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
+    nbytes = quantized_nbytes(n, k, format, group_size)
+    data = torch.empty(nbytes, dtype=torch.uint8) if out is None else out
+    assert data.nbytes == nbytes
+    assert data.data_ptr() % 64 == 0
+    return QuantizedWeight(data, n, k, format, group_size, _native.panel())
 
 
 class NativeOps:
@@ -117,11 +140,13 @@ class NativeOps:
     def linear(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """One accumulation order along K for every T."""
+        if isinstance(weight, QuantizedWeight):
+            return self._linear_q(x, weight, bias, out_dtype)
         _rows(x)
         assert x.shape[1] == weight.k
         assert x.dtype == weight.dtype
@@ -145,6 +170,101 @@ class NativeOps:
             DTYPE_CODES[out.dtype],
         )
         return out
+
+    def _linear_q(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        _rows(x)
+        assert x.shape[1] == weight.k
+        assert weight.panel == _native.panel(), "weight was packed for another instruction set"
+        if bias is not None:
+            assert bias.shape == (weight.n,)
+            assert bias.dtype == x.dtype
+            assert bias.is_contiguous()
+        out = self._empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
+        _native.linear_q(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            weight.n,
+            x.shape[0],
+            weight.n,
+            weight.k,
+            weight.group_size,
+            _QUANT_FORMATS[weight.format],
+            DTYPE_CODES[x.dtype],
+            DTYPE_CODES[out.dtype],
+        )
+        return out
+
+    def quantize_weight(
+        self,
+        weight: Sequence[Tensor],
+        format: Literal["int8", "int4_levels"],
+        group_size: int,
+        out: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """The same codes and scales on every instruction set; memory: the result and one panel."""
+        n, k = sum(part.shape[0] for part in weight), weight[0].shape[1]
+        packed = _new_quantized(n, k, format, group_size, out)
+        row = 0
+        for part in weight:
+            _rows(part)
+            assert part.shape[1] == k
+            _native.quantize_weight(
+                part.data_ptr(),
+                part.stride(0),
+                packed.data.data_ptr(),
+                row,
+                part.shape[0],
+                n,
+                k,
+                group_size,
+                _QUANT_FORMATS[format],
+                DTYPE_CODES[part.dtype],
+            )
+            row += part.shape[0]
+        return packed
+
+    def pack_quantized(
+        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
+    ) -> QuantizedWeight:
+        """Packs into panels of columns, see csrc/quant.h."""
+        packed = _new_quantized(n, k, format, group_size)
+        groups = -(-k // (group_size or k))
+        row = 0
+        for part in parts:
+            rows = part.codes.shape[0]
+            assert (part.zeros is not None) == (format == "int4_zeros")
+            for tensor, shape, dtype in (
+                (part.codes, (rows, k), torch.uint8),
+                (part.scales, (rows, groups), torch.float32),
+                (part.zeros, (rows, groups), torch.uint8),
+            ):
+                assert tensor is None or tensor.shape == shape
+                assert tensor is None or tensor.dtype == dtype
+                assert tensor is None or tensor.is_contiguous()
+            _native.pack_quant(
+                part.codes.data_ptr(),
+                part.scales.data_ptr(),
+                0 if part.zeros is None else part.zeros.data_ptr(),
+                packed.data.data_ptr(),
+                row,
+                rows,
+                n,
+                k,
+                group_size,
+                _QUANT_FORMATS[format],
+            )
+            row += rows
+        assert row == n
+        return packed
 
     def rms_norm(
         self,

@@ -5,13 +5,66 @@ Written to be read; not batch-invariant, since torch chooses its own order of su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.base import Gelu, PackedWeight, SamplingTensors
+from octavo.kernels.base import (
+    Codes,
+    Gelu,
+    PackedWeight,
+    QuantFormat,
+    QuantizedWeight,
+    SamplingTensors,
+)
+
+LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
+"""What the codes of int4_levels stand for, times 16; see csrc/quant.h."""
+
+_TRIES = (0.96, 0.8, 1.04, 0.84, -0.76, 1.0)
+
+
+def _in_groups(rows: Tensor, group: int) -> Tensor:
+    """[R, K] -> [R, ceil(K / group), group], padded with zeros."""
+    return F.pad(rows, (0, -rows.shape[1] % group)).view(
+        len(rows), -(-rows.shape[1] // group), group
+    )
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, 0 where b is next to nothing."""
+    return torch.where(b.abs() < 1e-35, 0.0, a / b)
+
+
+def _to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127, and what they are multiplied by, for each last dimension."""
+    most = x.abs().amax(-1, keepdim=True)
+    inverse = _ratio(torch.full_like(most, 127.0), most)
+    return torch.round(x * inverse), torch.where(most < 1e-35, 0.0, most / 127)
+
+
+def _quantize_int8(groups: Tensor) -> tuple[Tensor, Tensor]:
+    q, scales = _to_bytes(groups)
+    return (q + 128).to(torch.uint8), scales[..., 0]
+
+
+def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
+    middles = (LEVELS[1:] + LEVELS[:-1]) / 2
+    most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, scale = torch.zeros_like(most), torch.zeros_like(most)
+    for place in _TRIES:
+        inverse = _ratio(place * LEVELS[0].expand_as(most), most)
+        q = LEVELS[torch.bucketize(groups * inverse, middles)]
+        vq, qq = (groups * q).sum(-1, keepdim=True), (q * q).sum(-1, keepdim=True)
+        gain = _ratio(vq * vq, qq)
+        scale = torch.where(gain > best, vq / qq, scale)
+        best = torch.maximum(best, gain)
+    scale = (16 * scale).half().float()
+    q = torch.bucketize(groups * _ratio(torch.full_like(scale, 16.0), scale), middles)
+    return q.to(torch.uint8), scale[..., 0]
 
 
 class ReferenceOps:
@@ -38,14 +91,75 @@ class ReferenceOps:
     def linear(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Computed in float32 whatever the dtype."""
+        """Computed in float32 whatever the dtype; with quantized weights, group by group."""
         assert weight.panel == 0, "weight was packed by another table"
+        if isinstance(weight, QuantizedWeight):
+            return self._linear_q(x, weight, bias, out_dtype)
         y = F.linear(x.float(), weight.data.float(), None if bias is None else bias.float())
         return y.to(out_dtype or x.dtype)
+
+    def _linear_q(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:
+        wide = _in_groups(x.float(), weight.group_size or weight.k)
+        q, scales = _to_bytes(wide)
+        y = torch.zeros(x.shape[0], weight.n)
+        for group in range(q.shape[1]):
+            numbers, scale = weight.data[:, group, :-1], weight.data[:, group, -1]
+            # Exact: multiples of 1 / 16 below 2^20, with int8 whole numbers below 2^31.
+            dots = (q[:, group].double() @ numbers.double().T).float()
+            y += dots * scales[:, group] * scale
+        if bias is not None:
+            y += bias.float()
+        return y.to(out_dtype or x.dtype)
+
+    def quantize_weight(
+        self,
+        weight: Sequence[Tensor],
+        format: Literal["int8", "int4_levels"],
+        group_size: int,
+        out: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """All rows at once, in memory of their own."""
+        assert out is None
+        rows = torch.cat([part.float() for part in weight])
+        n, k = rows.shape
+        grouped = _in_groups(rows, group_size or k)
+        codes, scales = _quantize_int8(grouped) if format == "int8" else _quantize_levels(grouped)
+        part = Codes(codes.flatten(1)[:, :k], scales)
+        return self.pack_quantized(n, k, format, group_size, [part])
+
+    def pack_quantized(
+        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
+    ) -> QuantizedWeight:
+        """Numbers in units of their scales [N, groups, group], and behind each group its scale."""
+        rows = []
+        for part in parts:
+            match format:
+                case "int8":
+                    numbers = part.codes.float() - 128
+                case "int4_levels":
+                    numbers = LEVELS[part.codes.long()] / 16
+                case "int4":
+                    numbers = part.codes.float() - 8
+                case "int4_zeros":
+                    assert part.zeros is not None
+                    zeros = part.zeros.float().repeat_interleave(group_size, 1)[:, :k]
+                    numbers = part.codes.float() - zeros
+            rows.append(
+                torch.cat([_in_groups(numbers, group_size or k), part.scales[..., None]], 2)
+            )
+        data = torch.cat(rows)
+        assert data.shape[0] == n
+        return QuantizedWeight(data, n, k, format, group_size, panel=0)
 
     def rms_norm(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 
 
 class Linear:
@@ -19,7 +19,9 @@ class Linear:
 
     __slots__ = ("bias", "linear", "weight")
 
-    def __init__(self, ops: Ops, weight: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, ops: Ops, weight: PackedWeight | QuantizedWeight, bias: Tensor | None = None
+    ) -> None:
         self.linear = ops.linear
         self.weight = weight
         self.bias = bias

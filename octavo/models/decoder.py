@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionBackend, AttentionMetadata
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
@@ -107,7 +107,7 @@ class DecoderModel:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor | PackedWeight],
+        weights: Mapping[str, Tensor | PackedWeight | QuantizedWeight],
         ops: Ops,
         *,
         device: torch.device,
@@ -187,7 +187,7 @@ class _Builder:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor | PackedWeight],
+        weights: Mapping[str, Tensor | PackedWeight | QuantizedWeight],
         ops: Ops,
         device: torch.device,
         max_model_len: int,
@@ -211,7 +211,7 @@ class _Builder:
 
     def linear(self, name: str) -> Linear:
         weight = self.weights[f"{name}.weight"]
-        assert isinstance(weight, PackedWeight)
+        assert not isinstance(weight, Tensor)
         return Linear(self.ops, weight, self.bias(f"{name}.bias"))
 
     def rms_norm(self, name: str) -> RMSNorm:
@@ -234,9 +234,11 @@ class _Builder:
 
     def embedding(self) -> Embedding:
         spec = self.spec
+        weight = self.weights.get("embed_tokens.weight", self.weights["lm_head.weight"])
+        assert not isinstance(weight, QuantizedWeight)
         return Embedding(
             self.ops,
-            self.weights["lm_head.weight" if spec.tie_word_embeddings else "embed_tokens.weight"],
+            weight,
             scale=spec.embed_scale,
             project=self.linear("project_in") if "project_in.weight" in self.weights else None,
             positions=self.bias("embed_positions.weight"),

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.errors import ModelError
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory
 from octavo.kernels.ops import get_ops
-from octavo.kernels.sizes import packed_nbytes
 from octavo.models.config_json import ConfigJson
 from octavo.models.decoder import DecoderModel
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weights import Source, Weight, model_weights
+from octavo.quantization.base import Quantization, get_quantization, linear_nbytes
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Progress = Callable[[int, int], None]
@@ -46,6 +46,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    quantization: str | None = None,
     progress: Progress | None = None,
 ) -> DecoderModel:
     """Loads a model folder.
@@ -62,22 +63,25 @@ def load_model(
             makes random weights.
         seed: of the random weights.
         max_model_len: rows of the rotary tables; default: the model's context.
+        quantization: form of the linear weights, as in `ModelConfig`; they are quantized as they
+            are read.
         progress: called as loading goes on.
 
     Raises:
         ModelError: for missing, unexpected or wrong-shaped tensors, and damaged files.
     """
     ops = get_ops(device)
-    weights = model_weights(spec)
+    form = get_quantization(quantization)
+    weights = model_weights(spec, quantized=form is not None)
     checkpoint = _open_checkpoint(spec, Path(path), load_format, seed)
     checkpoint.check(weights)
     total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
     done = 0
-    loaded: dict[str, Tensor | PackedWeight] = {}
-    memory = _PackedMemory(weights, dtype, device)
+    loaded: dict[str, Tensor | PackedWeight | QuantizedWeight] = {}
+    memory = _PackedMemory(weights, dtype, device, form)
     with torch.inference_mode():
         for weight in weights:
-            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory)
+            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory, form)
             done += weight.shape[0] * _columns(weight.shape)
             if progress is not None:
                 progress(done, total)
@@ -93,14 +97,21 @@ def _columns(shape: tuple[int, ...]) -> int:
 class _PackedMemory:
     """The memory of a model's packed weights: one mapping, so that huge pages are well filled."""
 
-    def __init__(self, weights: list[Weight], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: list[Weight],
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Quantization | None,
+    ) -> None:
+        self._form = form
         self._dtype = str(dtype).removeprefix("torch.")
         sizes = [self._nbytes(weight) for weight in weights if weight.kind == "linear"]
         self._left = map_memory(sum(sizes)) if device.type == "cpu" else None
 
     def _nbytes(self, weight: Weight) -> int:
         n, k = weight.shape
-        return packed_nbytes(n, k, self._dtype)
+        return linear_nbytes(n, k, self._dtype, self._form)
 
     def take(self, weight: Weight) -> Tensor | None:
         """The next weight's share; None on devices that keep weights as they are."""
@@ -118,13 +129,18 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     memory: _PackedMemory,
-) -> Tensor | PackedWeight:
+    form: Quantization | None,
+) -> Tensor | PackedWeight | QuantizedWeight:
     parts = [_rows(s, checkpoint, weight) for s in weight.sources]
-    result: Tensor | PackedWeight
+    result: Tensor | PackedWeight | QuantizedWeight
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.
         rows = [part.to(device).contiguous() for part in parts]
-        result = ops.pack_weight(rows, dtype, memory.take(weight))
+        out = memory.take(weight)
+        if form is None:
+            result = ops.pack_weight(rows, dtype, out)
+        else:
+            result = form.pack(ops, rows, out)
     else:
         result = torch.empty(weight.shape, dtype=dtype, device=device)
         torch.cat([part.to(device, dtype) for part in parts], out=result)

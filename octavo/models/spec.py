@@ -100,22 +100,29 @@ class ModelSpec:
 
         return read_spec(Path(path), trust_remote_code=trust_remote_code)
 
-    def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
+    def weight_nbytes(
+        self, dtype: str, max_model_len: int | None = None, quantization: str | None = None
+    ) -> int:
         """Bytes of the loaded model: packed weights, embeddings, vectors, position tables.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
             max_model_len: rows of the rotary tables; default: the model's.
+            quantization: form of the linear weights, as in `ModelConfig`.
         """
         from octavo.models.weights import Weight, model_weights
+        from octavo.quantization.base import get_quantization, linear_nbytes
+
+        form = get_quantization(quantization)
 
         def nbytes(weight: Weight) -> int:
             if weight.kind == "linear":
-                return _packed_nbytes(weight.shape[0], weight.shape[1], dtype)
+                return linear_nbytes(weight.shape[0], weight.shape[1], dtype, form)
             return math.prod(weight.shape) * DTYPE_NBYTES[dtype]
 
         tables = sum(4 * (max_model_len or self.max_model_len) * r.rotary_dim for r in self.ropes)
-        return sum(nbytes(w) for w in model_weights(self)) + tables + 4 * len(self.alibi_slopes)
+        weights = model_weights(self, quantized=form is not None)
+        return sum(nbytes(w) for w in weights) + tables + 4 * len(self.alibi_slopes)
 
     def loading_nbytes(self, dtype: str) -> int:
         """Upper bound of what loading holds beside the loaded weights.
@@ -148,12 +155,6 @@ class ModelSpec:
         mlp = inner + max(self.intermediate_size, hidden)
         per_token = 5 * hidden + max(attention, mlp, 2 * hidden)
         return num_tokens * per_token * DTYPE_NBYTES[dtype]
-
-
-def _packed_nbytes(n: int, k: int, dtype: str) -> int:
-    from octavo.kernels.sizes import packed_nbytes
-
-    return packed_nbytes(n, k, dtype)
 
 
 def checkpoint_dtype(folder: Path) -> str:

@@ -38,22 +38,28 @@ class Weight:
     """To be stacked along the first dimension."""
 
 
-def model_weights(spec: ModelSpec) -> list[Weight]:
-    """All weights of a model, in the order in which the forward pass uses them."""
-    return list(_Weights(spec, FAMILIES[spec.architecture]).all())
+def model_weights(spec: ModelSpec, *, quantized: bool = False) -> list[Weight]:
+    """All weights of a model, in the order in which the forward pass uses them.
+
+    Args:
+        spec: the model.
+        quantized: the LM head will be, so that it cannot serve as embedding table, too.
+    """
+    return list(_Weights(spec, FAMILIES[spec.architecture], quantized).all())
 
 
 class _Weights:
-    def __init__(self, spec: ModelSpec, family: Family) -> None:
+    def __init__(self, spec: ModelSpec, family: Family, quantized: bool) -> None:
         self.spec = spec
         self.family = family
+        self.quantized = quantized
 
     def all(self) -> Iterator[Weight]:
         spec = self.spec
         hidden, embed = spec.hidden_size, spec.embed_size
         embed_name = str(self.family.names["embed_tokens"]) + ".weight"
         embed_source = Source(embed_name, (spec.vocab_size, embed))
-        if not spec.tie_word_embeddings:  # else the LM head serves as the table
+        if not spec.tie_word_embeddings or self.quantized:  # else the LM head serves as the table
             yield Weight("embed_tokens.weight", "embedding", embed_source.shape, (embed_source,))
         if spec.positions == "learned":
             rows, offset = spec.num_learned_positions, spec.learned_position_offset

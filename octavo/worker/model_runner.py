@@ -52,6 +52,7 @@ class ModelRunner:
             load_format=config.load.load_format,
             seed=config.model.seed,
             max_model_len=setup.max_model_len,
+            quantization=config.model.quantization,
         )
         kv = setup.kv_cache
         shape = self.backend.kv_cache_shape(

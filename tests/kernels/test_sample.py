@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given as for_all
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def row_strategy(vocab_size: int) -> st.SearchStrategy[list[float]]:
     return st.lists(few_values | floats, min_size=vocab_size, max_size=vocab_size)
 
 
-@given(data=st.data())
+@for_all(data=st.data())
 def test_same_tokens_as_the_reference(data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from([1, 7, 33, 100]))
     rows = data.draw(st.integers(1, 4))

@@ -198,9 +198,11 @@ def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
         read(tmp_path, config)
 
 
-def load_dummy(folder: Path, dtype: torch.dtype) -> Any:
+def load_dummy(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Any:
     spec = ModelSpec.from_folder(folder)
-    return load_model(spec, folder, dtype=dtype, device=CPU, load_format="dummy")
+    return load_model(
+        spec, folder, dtype=dtype, device=CPU, load_format="dummy", quantization=quantization
+    )
 
 
 def tensors_of(value: object, seen: dict[int, int]) -> None:
@@ -217,17 +219,23 @@ def tensors_of(value: object, seen: dict[int, int]) -> None:
             tensors_of(getattr(value, name), seen)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int4")],
+)
 @pytest.mark.parametrize("case", ["llama-mqa-tied-bias", "gemma3", "opt-350m", "gpt2", "mpt"])
-def test_weight_nbytes_is_exact(case: str, dtype: str, tmp_path: Path) -> None:
+def test_weight_nbytes_is_exact(
+    case: str, dtype: str, quantization: str | None, tmp_path: Path
+) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).config.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
-    model = load_dummy(tmp_path, getattr(torch, dtype))
+    model = load_dummy(tmp_path, getattr(torch, dtype), quantization)
     seen: dict[int, int] = {}
     tensors_of(model, seen)
-    assert sum(seen.values()) == model.spec.weight_nbytes(dtype)
+    planned = model.spec.weight_nbytes(dtype, quantization=quantization)
+    assert sum(seen.values()) == planned
 
 
 class PeakMemory(TorchDispatchMode):

@@ -1,0 +1,560 @@
+// Linear layers with quantized weights: out = x * weight^T + bias, where weights are unsigned codes
+// and x is quantized, too, to signed bytes, so that products and the sums within a group are integers.
+//
+//   int8         scale * (code - 128): one float32 scale for each output, one for each row of x. Sums
+//                along K are int32, so exact: a result is the same bits on every instruction set.
+//   int4_levels  scale * kLevels[code] / 16 \  one float16 scale for each output and group of K, one
+//   int4         scale * (code - 8)          > float32 scale for each row of x and group. Over groups
+//   int4_zeros   scale * (code - zero)      /  sums are float32, from first to last, whatever m is.
+//
+// Packed in panels of kPanel outputs as in gemm.h, K in fours (one 32-bit lane holds four codes of one
+// output), and padded with zeros of x, which is exact:
+//   int8    [n / kPanel][ceil(k / 4)][kPanel][4], and behind all panels the scales, float32 [n]
+//   others  [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
+//           the low halves of the bytes; float16 scales [kPanel]; int4_zeros: zeros [kPanel] }
+#pragma once
+#include "gemm.h"
+
+OCTAVO_BEGIN
+
+constexpr int kQuad = 4;  // codes in a lane
+#if defined(__AVX512VNNI__)
+constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once: what the registers hold
+#elif defined(__AVX512F__)
+constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
+#else
+constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
+#endif
+constexpr int64_t kQuantBlock8 = 2048;  // of K: a panel's part that stays in the cache
+constexpr int64_t kQuantChunk = 4 * kRowBlock;  // rows of x quantized together
+
+// What the codes of int4_levels stand for: the 16 levels with the smallest squared error for groups of
+// 32 normal or somewhat heavier-tailed numbers whose largest is scaled to about the first level
+// (Lloyd, "Least squares quantization in PCM", alternated with the search for scales in quantize4);
+// zero is one of them. 7 % less error than 16 even steps.
+constexpr int8_t kLevels[16] = {-127, -101, -76, -58, -44, -31, -20, -10,
+                                0,    10,   20,  31,  43,  58,  74,  95};
+constexpr float kTiny = 1e-35f;  // less than this is zero: its inverse would overflow
+constexpr int kAhead = 4096;  // bytes between what is read and what is fetched, for few rows
+
+typedef int8_t vb __attribute__((vector_size(W)));
+
+INLINE vf to_float(vi v) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps((__m512i)v);
+#else
+  return __builtin_convertvector(v, vf);
+#endif
+}
+
+// To the nearest integer, even among equals, for magnitudes below 2^22.
+INLINE vi round_to_int(vf v) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: in a sum with it the last bit counts ones
+  return (vi)(v + magic) - (vi)magic;
+}
+
+INLINE vb to_bytes(vi v) {
+#if defined(__AVX512F__)
+  return (vb)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(v, vb);
+#endif
+}
+
+INLINE vi load_zeros(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(load_raw<__m128i>(p));
+#else
+  typedef uint8_t vub __attribute__((vector_size(W)));
+  return __builtin_convertvector(load_raw<vub>(p), vi);
+#endif
+}
+
+// a * b for 0 <= a < 2^15 and b of 16 bits
+INLINE vi multiply_small(vi a, vi b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return a * b;
+#endif
+}
+
+// acc + the products of four codes (unsigned bytes) and four signed bytes in each lane
+INLINE vi dot(vi acc, vu codes, vi x) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
+#elif defined(__AVX512F__) || defined(__AVX2__)
+  // Bytes 0 and 2, then 1 and 3, as numbers of 16 bits: nothing can saturate
+  typedef int16_t vs __attribute__((vector_size(4 * W)));
+  vu even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
+  vs x_even = (vs)((vs)x << 8) >> 8, x_odd = (vs)x >> 8;
+#if defined(__AVX512F__)
+  vu sum = (vu)_mm512_madd_epi16((__m512i)even, (__m512i)x_even) +
+           (vu)_mm512_madd_epi16((__m512i)odd, (__m512i)x_odd);
+#else
+  vu sum = (vu)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
+           (vu)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
+#endif
+  return (vi)((vu)acc + sum);  // unsigned, since it may wrap around on the way to the right result
+#else
+  UNROLL for (int i = 0; i < kQuad; i++)
+    acc = (vi)((vu)acc + ((codes >> (8 * i)) & 0xffu) * (vu)((x << (24 - 8 * i)) >> 24));
+  return acc;
+#endif
+}
+
+typedef uint8_t vbytes __attribute__((vector_size(4 * W)));
+
+// kLevels + 128, once for each 16 bytes of a vector
+struct LevelBytes {
+  uint8_t bytes[4 * W];
+  constexpr LevelBytes() : bytes() {
+    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(kLevels[i % 16] + 128);
+  }
+};
+alignas(64) constexpr LevelBytes kLevelBytes;
+
+// Codes of 4 bits, one in a byte, to the bytes that dot() multiplies
+template <QuantFormat F>
+INLINE vu decode(vu codes) {
+  if constexpr (F != QuantFormat::int4_levels) {
+    return codes;
+  } else {
+    const vbytes t = load_raw<vbytes>(kLevelBytes.bytes);
+#if defined(__AVX512F__)
+    return (vu)_mm512_shuffle_epi8((__m512i)t, (__m512i)codes);
+#elif defined(__AVX2__)
+    return (vu)_mm256_shuffle_epi8((__m256i)t, (__m256i)codes);
+#else
+    return (vu)__builtin_shuffle(t, (vbytes)codes);
+#endif
+  }
+}
+
+// ---- rows of x ----
+
+// Quantized rows of x, padded with zeros to whole groups.
+struct QuantRows {
+  int8_t* q;  // [rows][stride]
+  float* scales;  // [rows][groups]: the scale, times `unit`
+  int32_t* sums;  // [rows][groups]: the sum of q, times -zero
+  int64_t stride, group, groups;
+  int zero;  // what all weights have as zero; 1 where each group has its own
+  float unit;  // one over what the levels of the weights are multiplied by
+};
+
+// The largest magnitude; NaN if there is one.
+template <class T>
+INLINE float largest(const T* x, int64_t count) {
+  vi most = {};  // as bits, where NaN is above infinity
+  for (int64_t k = 0; k < count; k += W) {
+    vi v = (vi)load(x + k, int(min<int64_t>(W, count - k))) & 0x7fffffff;
+    most = v > most ? v : most;
+  }
+  int32_t lanes[W], top = 0;
+  memcpy(lanes, &most, sizeof lanes);
+  for (int i = 0; i < W; i++) top = max(top, lanes[i]);
+  return load_raw<float>(&top);
+}
+
+INLINE float inverse_scale(float most) { return most < kTiny ? 0.0f : 127.0f / most; }
+INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f; }
+
+template <class T>
+void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
+  int8_t* q = to.q + row * to.stride;
+  for (int64_t g = 0; g < to.groups; g++, q += to.group, x += to.group, k -= to.group) {
+    const int64_t count = min(to.group, k);
+    const float most = largest(x, count);
+    const vf inverse = splat(inverse_scale(most));
+    vi total = {};
+    for (int64_t j = 0; j < to.group; j += W) {
+      vi r = {};
+      if (j < count) r = round_to_int(load(x + j, int(min<int64_t>(W, count - j))) * inverse);
+      total += r;
+      vb b = to_bytes(r);
+      memcpy(q + j, &b, sizeof b);
+    }
+    int32_t lanes[W], sum = 0;
+    memcpy(lanes, &total, sizeof lanes);
+    for (int i = 0; i < W; i++) sum += lanes[i];
+    to.scales[row * to.groups + g] = byte_scale(most) * to.unit;
+    to.sums[row * to.groups + g] = -to.zero * sum;
+  }
+}
+
+// ---- 8 bits ----
+
+// c[R][kPanel] += x[R][4 * quads] * w[quads][kPanel][4]
+template <int R>
+void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int32_t* c) {
+  vi acc[R][kVectors];
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < kVectors; j++)
+      acc[i][j] = load_raw<vi>(c + i * kPanel + j * W);
+  for (int64_t q = 0; q < quads; q++, w += kQuad * kPanel) {
+    UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
+    vu b[kVectors];
+    UNROLL for (int j = 0; j < kVectors; j++) b[j] = load_raw<vu>(w + j * kQuad * W);
+    UNROLL for (int i = 0; i < R; i++) {
+      vi a = splat_int(load_raw<int32_t>(x + i * stride + q * kQuad));
+      UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = dot(acc[i][j], b[j], a);
+    }
+  }
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < kVectors; j++)
+      memcpy(c + i * kPanel + j * W, &acc[i][j], sizeof(vi));
+}
+
+template <int R>
+INLINE void dots8(int rows, const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads,
+                  int32_t* c) {
+  if (rows == R) return dots8<R>(x, stride, w, quads, c);
+  if constexpr (R > 1) dots8<R - 1>(rows, x, stride, w, quads, c);
+}
+
+// Rows first ... first + rows of x times the panel at column col.
+INLINE void panel8(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
+                   float* out) {
+  const int64_t quads = ceil_div(a.k, kQuad), block = kQuantBlock8 / kQuad;
+  const uint8_t* weight = static_cast<const uint8_t*>(a.weight);
+  const uint8_t* w = weight + col * quads * kQuad;
+  alignas(64) int32_t c[kRowBlock * kPanel];
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < kPanel; j += W) {
+      vi v = splat_int(x.sums[first + i]);
+      memcpy(c + i * kPanel + j, &v, sizeof v);
+    }
+  for (int64_t q = 0; q < quads; q += block)
+    for (int64_t i = 0; i < rows; i += kQuantRows8)
+      dots8<kQuantRows8>(int(min<int64_t>(kQuantRows8, rows - i)),
+                         x.q + (first + i) * x.stride + q * kQuad, x.stride,
+                         w + q * kQuad * kPanel, min(block, quads - q), c + i * kPanel);
+  const uint8_t* scales =
+      weight + ceil_div(a.n, kPanel) * kPanel * quads * kQuad + col * sizeof(float);
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < kPanel; j += W)
+      store(out + i * kPanel + j, to_float(load_raw<vi>(c + i * kPanel + j)) *
+                                      splat(x.scales[first + i]) *
+                                      load_raw<vf>(scales + j * sizeof(float)));
+}
+
+// ---- 4 bits ----
+
+INLINE int64_t group_nbytes(int64_t group, QuantFormat format) {
+  return kPanel * (group / 2 + sizeof(f16) + (format == QuantFormat::int4_zeros));
+}
+
+// c[R][V * W] = x[R][k] * w[k][V * W]: the columns of a panel from col on
+template <int R, int V, QuantFormat F>
+void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w, int col,
+           float* c) {
+  const int64_t octs = a.group / 8, codes_nbytes = kPanel * (a.group / 2);
+  const int64_t step = group_nbytes(a.group, F);
+  const int8_t* q = x.q + row * x.stride;
+  const float* x_scales = x.scales + row * x.groups;
+  const int32_t* x_sums = x.sums + row * x.groups;
+  vf sum[R][V] = {};
+  for (int64_t g = 0; g < x.groups; g++, w += step) {
+    const uint8_t *p = w + kQuad * col, *scales = w + codes_nbytes + col * sizeof(f16);
+    vi acc[R][V];
+    UNROLL for (int i = 0; i < R; i++) {
+      vi s = splat_int(x_sums[i * x.groups + g]);
+      UNROLL for (int j = 0; j < V; j++) {
+        if constexpr (F == QuantFormat::int4_zeros)
+          acc[i][j] = multiply_small(
+              load_zeros(w + codes_nbytes + kPanel * sizeof(f16) + col + j * W), s);
+        else
+          acc[i][j] = s;
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t o = 0; o < octs; o++, p += kQuad * kPanel, q += 8) {
+      if (col == 0)  // the first to read the panel fetches all of it
+        UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(p + kAhead + j);
+      vu low[V], high[V];
+      UNROLL for (int j = 0; j < V; j++) {
+        vu b = load_raw<vu>(p + j * kQuad * W);
+        low[j] = decode<F>(b & 0x0f0f0f0fu);
+        high[j] = decode<F>((b >> 4) & 0x0f0f0f0fu);
+      }
+      UNROLL for (int i = 0; i < R; i++) {
+        vi s = splat_int(load_raw<int32_t>(q + i * x.stride));
+        UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot(acc[i][j], low[j], s);
+      }
+      UNROLL for (int i = 0; i < R; i++) {
+        vi s = splat_int(load_raw<int32_t>(q + i * x.stride + kQuad));
+        UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot(acc[i][j], high[j], s);
+      }
+    }
+    UNROLL for (int j = 0; j < V; j++) {
+      vf scale = widen(load_raw<vh>(scales + j * W * sizeof(f16)), f16{});
+      UNROLL for (int i = 0; i < R; i++)
+        sum[i][j] = fma(to_float(acc[i][j]) * splat(x_scales[i * x.groups + g]), scale, sum[i][j]);
+    }
+  }
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < V; j++) store(c + i * kPanel + j * W, sum[i][j]);
+}
+
+template <int R, QuantFormat F>
+INLINE void dots4(int rows, const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w,
+                  float* c) {
+  if (rows == R) {
+    constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
+    for (int col = 0; col < kPanel; col += V * W)
+      dots4<R, V, F>(a, x, row, w, col, c + col);
+    return;
+  }
+  if constexpr (R > 1) dots4<R - 1, F>(rows, a, x, row, w, c);
+}
+
+template <QuantFormat F>
+INLINE void panel4(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
+                   float* out) {
+  const uint8_t* w = static_cast<const uint8_t*>(a.weight) +
+                     col / kPanel * x.groups * group_nbytes(a.group, F);
+  for (int64_t i = 0; i < rows; i += kQuantRows4)
+    dots4<kQuantRows4, F>(int(min<int64_t>(kQuantRows4, rows - i)), a, x, first + i, w,
+                              out + i * kPanel);
+}
+
+// ---- the product ----
+
+template <class T>
+INLINE void linear_q_typed(const LinearQArgs& a, T) {
+  const QuantFormat f = a.format;
+  QuantRows x;
+  x.group = f == QuantFormat::int8 ? ceil_div(a.k, 64) * 64 : a.group;
+  x.groups = ceil_div(a.k, x.group);
+  x.stride = x.groups * x.group;
+  x.zero = f == QuantFormat::int4_zeros ? 1 : f == QuantFormat::int4 ? 8 : 128;
+  x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
+  const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
+  x.q = static_cast<int8_t*>(
+      scratch(some * (x.stride + x.groups * (sizeof(float) + sizeof(int32_t)))));
+  x.scales = reinterpret_cast<float*>(x.q + some * x.stride);
+  x.sums = reinterpret_cast<int32_t*>(x.scales + some * x.groups);
+  const T* bias = static_cast<const T*>(a.bias);
+  for (int64_t row0 = 0; row0 < a.m; row0 += some) {
+    const int64_t m = min(some, a.m - row0), blocks = ceil_div(m, kRowBlock);
+    parallel_for(m, 4 * m * x.stride / W, [&](int64_t i) {
+      quantize_row(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, a.k, x, i);
+    });
+    parallel_for(panels * blocks, panels * kVectors * m * ceil_div(a.k, kQuad), [&](int64_t task) {
+      const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
+      const int64_t col = task % panels * kPanel;
+      alignas(64) float c[kRowBlock * kPanel];
+      switch (f) {
+        case QuantFormat::int8: panel8(a, x, first, rows, col, c); break;
+        case QuantFormat::int4_levels:
+          panel4<QuantFormat::int4_levels>(a, x, first, rows, col, c);
+          break;
+        case QuantFormat::int4: panel4<QuantFormat::int4>(a, x, first, rows, col, c); break;
+        case QuantFormat::int4_zeros:
+          panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
+          break;
+      }
+      with_type(a.out_dtype, [&](auto o) {
+        auto* out = static_cast<decltype(o)*>(a.out) + (row0 + first) * a.out_stride + col;
+        write_rows(c, bias ? bias + col : nullptr, out, a.out_stride, rows,
+                   min<int64_t>(kPanel, a.n - col));
+      });
+    });
+  }
+}
+
+void linear_q(const LinearQArgs& a) {
+  with_type(a.dtype, [&](auto t) { linear_q_typed(a, t); });
+}
+
+// ---- packing ----
+
+INLINE uint32_t four_codes(const uint8_t* codes, int64_t count) {
+  if (count >= kQuad) return load_raw<uint32_t>(codes);
+  uint32_t four = 0;
+  for (int64_t i = 0; i < count; i++) four |= uint32_t(codes[i]) << (8 * i);
+  return four;
+}
+
+INLINE int64_t panel_nbytes(int64_t k, int64_t group, QuantFormat f) {
+  if (f == QuantFormat::int8) return ceil_div(k, kQuad) * kQuad * kPanel;
+  return ceil_div(k, group) * group_nbytes(group, f);
+}
+
+// The rows of `a`, which lie in one panel. Padding goes with the last row of the weight.
+void pack_rows(const PackQuantArgs& a) {
+  const int64_t end = a.row0 + a.rows, col = a.row0 / kPanel * kPanel;
+  const int64_t padded = end == a.n ? col + kPanel : end;
+  const int64_t nbytes = panel_nbytes(a.k, a.group, a.format);
+  uint8_t* panel = static_cast<uint8_t*>(a.dst) + col / kPanel * nbytes;
+  auto codes = [&](int64_t n, int64_t k) {
+    return n < end && k < a.k ? four_codes(a.codes + (n - a.row0) * a.k + k, a.k - k) : 0;
+  };
+  if (a.format == QuantFormat::int8) {
+    uint8_t* scales = static_cast<uint8_t*>(a.dst) + ceil_div(a.n, kPanel) * nbytes;
+    for (int64_t n = a.row0; n < padded; n++) {
+      const float scale = n < end ? a.scales[n - a.row0] : 0;
+      memcpy(scales + n * sizeof scale, &scale, sizeof scale);
+    }
+    const int64_t quads = ceil_div(a.k, kQuad), some = 64;  // a tile stays in the cache
+    for (int64_t q0 = 0; q0 < quads; q0 += some)
+      for (int64_t n = a.row0; n < padded; n++)
+        for (int64_t q = q0; q < min(q0 + some, quads); q++) {
+          const uint32_t four = codes(n, q * kQuad);
+          memcpy(panel + (q * kPanel + n - col) * kQuad, &four, kQuad);
+        }
+    return;
+  }
+  const int64_t groups = ceil_div(a.k, a.group);
+  for (int64_t g = 0; g < groups; g++, panel += group_nbytes(a.group, a.format)) {
+    uint8_t* scales = panel + kPanel * (a.group / 2);
+    for (int64_t n = a.row0; n < padded; n++) {
+      for (int64_t o = 0; o < a.group / 8; o++) {
+        const int64_t k = g * a.group + o * 8;
+        const uint32_t eight = codes(n, k) | codes(n, k + kQuad) << 4;
+        memcpy(panel + (o * kPanel + n - col) * kQuad, &eight, kQuad);
+      }
+      const int64_t at = (n - a.row0) * groups + g;
+      f16 scale{};
+      store(&scale, splat(n < end ? a.scales[at] : 0), 1);
+      memcpy(scales + (n - col) * sizeof scale, &scale, sizeof scale);
+      if (a.format == QuantFormat::int4_zeros)
+        scales[kPanel * sizeof(f16) + n - col] = n < end ? a.zeros[at] : 0;
+    }
+  }
+}
+
+// f(first, rows): the rows row0 ... row0 + rows of a weight, cut where panels begin.
+template <class F>
+INLINE void for_panels(int64_t row0, int64_t rows, int64_t cost, F f) {
+  const int64_t end = row0 + rows, first = row0 / kPanel;
+  parallel_for(ceil_div(end, kPanel) - first, cost, [&](int64_t i) {
+    const int64_t from = max((first + i) * kPanel, row0);
+    f(from, min((first + i + 1) * kPanel, end) - from);
+  });
+}
+
+void pack_quant(const PackQuantArgs& a) {
+  for_panels(a.row0, a.rows, a.rows * a.k / kQuad, [&](int64_t first, int64_t rows) {
+    const int64_t skip = first - a.row0;
+    const int64_t groups = a.format == QuantFormat::int8 ? 1 : ceil_div(a.k, a.group);
+    PackQuantArgs part = a;
+    part.codes += skip * a.k;
+    part.scales += skip * groups;
+    if (a.zeros) part.zeros += skip * groups;
+    part.row0 = first;
+    part.rows = rows;
+    pack_rows(part);
+  });
+}
+
+// ---- quantizing weights ----
+
+constexpr int kMaxGroup = 128;
+
+INLINE vf vabs(vf v) { return (vf)((vi)v & 0x7fffffff); }
+
+// The level nearest to v, and its code
+INLINE vf nearest_level(vf v) {
+  vf level = splat(kLevels[0]);
+  UNROLL for (int i = 1; i < 16; i++)
+    level = v > 0.5f * (kLevels[i - 1] + kLevels[i]) ? splat(kLevels[i]) : level;
+  return level;
+}
+INLINE vi nearest_code(vf v) {
+  vi code = {};
+  UNROLL for (int i = 1; i < 16; i++) code -= v > 0.5f * (kLevels[i - 1] + kLevels[i]);
+  return code;
+}
+
+// One scale for a row: its largest number becomes 127.
+template <class T>
+INLINE void quantize8(const T* x, int64_t k, uint8_t* codes, float* scale) {
+  const float most = largest(x, k);
+  const vf inverse = splat(inverse_scale(most));
+  for (int64_t j = 0; j < k; j += W) {
+    const int64_t count = min<int64_t>(W, k - j);
+    vb b = to_bytes(round_to_int(load(x + j, int(count)) * inverse) + 128);
+    memcpy(codes + j, &b, count);
+  }
+  *scale = byte_scale(most);
+}
+
+// Where the number of largest magnitude in a group goes, by the first level: the set of six with the
+// smallest error for the numbers that kLevels is made for, found one after the other.
+constexpr float kTries[] = {0.96f, 0.8f, 1.04f, 0.84f, -0.76f, 1.0f};
+
+// One scale for each group of `rows` <= W rows, a row in a lane: of those that kTries lead to, each
+// improved by least squares for its codes, the one with the smallest squared error.
+template <class T>
+INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t group, uint8_t* codes,
+                      float* scales) {
+  const int64_t groups = ceil_div(k, group);
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t from = g * group, count = min(group, k - from);
+    vf v[kMaxGroup];
+    float line[kMaxGroup + W], (*lanes)[W] = reinterpret_cast<float(*)[W]>(v);
+    memset(v, 0, sizeof v);
+    for (int i = 0; i < rows; i++) {
+      const T* row = x + i * stride + from;
+      for (int64_t j = 0; j < count; j += W)
+        store(line + j, load(row + j, int(min<int64_t>(W, count - j))));
+      for (int64_t j = 0; j < count; j++) lanes[j][i] = line[j];
+    }
+    vf most = {}, total = {};
+    for (int64_t j = 0; j < count; j++) {
+      most = vabs(v[j]) > vabs(most) ? v[j] : most;
+      total += v[j];
+    }
+    vf scale = {}, best = {};
+    const vf per_unit = vabs(most) < kTiny ? vf{} : float(kLevels[0]) / most;
+    for (float place : kTries) {
+      const vf inverse = per_unit * splat(place);
+      vf vq = {}, qq = {};
+      for (int64_t j = 0; j < count; j++) {
+        const vf q = nearest_level(v[j] * inverse);
+        vq += v[j] * q;
+        qq += q * q;
+      }
+      const vf gain = vq * vq / qq;  // by how much the squared error is less than that of zeros
+      scale = gain > best ? vq / qq : scale;
+      best = gain > best ? gain : best;
+    }
+    scale = round_to(16.0f * scale, f16{}) + total * 0.0f;  // NaN and infinity stay visible
+    const vf inverse = scale == 0.0f ? vf{} : 16.0f / scale;
+    for (int64_t j = 0; j < count; j++) {
+      vb q = to_bytes(nearest_code(v[j] * inverse));
+      for (int i = 0; i < rows; i++) codes[i * k + from + j] = uint8_t(q[i]);
+    }
+    for (int i = 0; i < rows; i++) scales[i * groups + g] = scale[i];
+  }
+}
+
+void quantize_weight(const QuantizeArgs& a) {
+  with_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    const bool bytes = a.format == QuantFormat::int8;
+    const int64_t groups = bytes ? 1 : ceil_div(a.k, a.group);
+    for_panels(a.row0, a.rows, a.rows * a.k, [&](int64_t first, int64_t count) {
+      const T* x = static_cast<const T*>(a.src) + (first - a.row0) * a.src_stride;
+      const int64_t scales_nbytes = ceil_div(count * groups, 16) * 64;
+      float* scales = static_cast<float*>(scratch(scales_nbytes + count * a.k));
+      uint8_t* codes = reinterpret_cast<uint8_t*>(scales) + scales_nbytes;
+      for (int64_t i = 0; i < count; i += W) {
+        const int rows = int(min<int64_t>(W, count - i));
+        if (bytes)
+          for (int64_t r = i; r < i + rows; r++)
+            quantize8(x + r * a.src_stride, a.k, codes + r * a.k, scales + r);
+        else
+          quantize4(x + i * a.src_stride, a.src_stride, rows, a.k, a.group, codes + i * a.k,
+                    scales + i * groups);
+      }
+      pack_rows({codes, scales, nullptr, a.dst, first, count, a.n, a.k, a.group, a.format});
+    });
+  });
+}
+
+OCTAVO_END

@@ -1,0 +1,1 @@
+"""Forms of linear weights with fewer bits, and how ordinary checkpoints are brought into them."""

@@ -1,0 +1,41 @@
+"""int4: 16 uneven levels, one scale for each output and 32 inputs; activations of 8 bits, likewise.
+
+The LM head is no exception: in 8 bits it lowers the perplexity of the built-in model by 0.05 %
+and would cost 5 % of the speed of a 1.1 B model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from octavo.kernels.sizes import quantized_nbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.base import Ops, QuantizedWeight
+
+GROUP_SIZE = 32
+# Layers of fewer weights are int8: they stay in a core's cache, where fewer bits make nothing
+# faster, and models that consist of such layers suffer most from 4 bits.
+SMALL = 2**16
+
+
+class Int4:
+    """Weights of 4.5 bits, scales included; see `Quantization`."""
+
+    name = "int4"
+
+    def nbytes(self, n: int, k: int) -> int:
+        """As in `pack`."""
+        return quantized_nbytes(n, k, *_format(n, k))
+
+    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
+        """Of some scales for a group the one with the smallest squared error."""
+        n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        return ops.quantize_weight(parts, *_format(n, k), out)
+
+
+def _format(n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:
+    return ("int8", 0) if n * k < SMALL else ("int4_levels", GROUP_SIZE)

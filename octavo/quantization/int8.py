@@ -1,0 +1,27 @@
+"""int8: one scale for each output, symmetric; activations of 8 bits, one scale for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from octavo.kernels.sizes import quantized_nbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.base import Ops, QuantizedWeight
+
+
+class Int8:
+    """Weights of 8 bits; see `Quantization`."""
+
+    name = "int8"
+
+    def nbytes(self, n: int, k: int) -> int:
+        """A byte a weight, and the scales."""
+        return quantized_nbytes(n, k, "int8", 0)
+
+    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
+        """The largest magnitude of each output becomes 127."""
+        return ops.quantize_weight(parts, "int8", 0, out)

@@ -1,0 +1,66 @@
+"""Quantized models: one request, one answer, and an answer nearly as good."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT.parent / "shared/data/text/tinystories-sample-2M.txt"
+MODELS = ROOT.parent / "shared/data/models"
+
+PROMPTS = [[700 + 13 * i + j for j in range(5 + 9 * i)] for i in range(12)]
+
+
+def answers(llm, prompts):
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=3)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [
+        (
+            list(o.outputs[0].token_ids),
+            [{t: e.logprob for t, e in row.items()} for row in o.outputs[0].logprobs],
+        )
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_alone_and_in_company(name, dtype):
+    """Tokens and logprobs, bit for bit, whatever the batch, chunks, threads and capture."""
+    settings = {"quantization": name, "dtype": dtype, "max_model_len": 256}
+    with LLM(enable_prefix_caching=False, **settings) as llm:
+        alone = [answers(llm, [p])[0] for p in PROMPTS]
+        assert answers(llm, PROMPTS) == alone
+    with LLM(long_prefill_token_threshold=7, num_threads=1, enforce_eager=True, **settings) as llm:
+        assert answers(llm, PROMPTS) == alone
+
+
+def test_the_plan_knows_the_sizes():
+    plans = {}
+    for name in (None, "int8", "int4"):
+        with LLM(quantization=name, max_model_len=256) as llm:
+            plans[name] = llm.memory_plan.weights
+    assert plans["int4"] < plans["int8"] < plans[None]
+
+
+@pytest.mark.skipif(not TEXT.exists(), reason="needs ../shared/data/text")
+@pytest.mark.parametrize(
+    ("model", "context"), [("octavo/stories", 512), ("stories260K", 512), ("babyllama", 256)]
+)
+def test_perplexity(model, context, monkeypatch):
+    """Within 0.5 % (int8) and 5 % (int4) of the bfloat16 weights."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    perplexity = importlib.import_module("perplexity")
+    path = model if model.startswith("octavo/") else str(MODELS / model)
+    text = TEXT.read_text()[:30_000]
+    values = {}
+    for name in (None, "int8", "int4"):
+        with LLM(path, quantization=name, dtype="bfloat16", max_model_len=context) as llm:
+            rows = perplexity.make_rows(llm, text, context, 8000)
+            values[name] = perplexity.perplexity(llm, rows)
+    assert values["int8"] < 1.005 * values[None]
+    assert values["int4"] < 1.05 * values[None]

@@ -1,0 +1,313 @@
+"""Quantized linear layers against plain torch, bit for bit where integers are all there is, on
+every instruction set, and bitwise against themselves in other company."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import native
+from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
+from octavo.kernels.native import NativeOps
+from octavo.kernels.reference import LEVELS, ReferenceOps
+from octavo.kernels.sizes import quantized_nbytes
+
+ops, reference = NativeOps(), ReferenceOps()
+pytestmark = pytest.mark.usefixtures("isa")
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+FORMATS: list[tuple[QuantFormat, int]] = [
+    ("int8", 0),
+    ("int4_levels", 32),
+    ("int4_levels", 64),
+    ("int4", 32),
+    ("int4", 128),
+    ("int4_zeros", 32),
+    ("int4_zeros", 64),
+    ("int4_zeros", 128),
+]
+formats = pytest.mark.parametrize(
+    ("format", "group"), FORMATS, ids=[f"{format}-{group}" for format, group in FORMATS]
+)
+# What checkpoints are quantized to at load
+load_formats = pytest.mark.parametrize(
+    ("format", "group"), [("int8", 0), ("int4_levels", 32), ("int4_levels", 128)]
+)
+SHAPES = [
+    (0, 8, 8),
+    (1, 1, 1),
+    (1, 64, 32),
+    (2, 63, 3),
+    (3, 65, 172),
+    (5, 130, 64),
+    (6, 96, 129),
+    (7, 16, 1023),
+    (8, 128, 256),
+    (97, 70, 515),
+    (13, 40, 4133),
+]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_codes(n: int, k: int, format: QuantFormat, group: int) -> Codes:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(
+        256 if format == "int8" else 16, (n, k), generator=generator, dtype=torch.uint8
+    )
+    groups = -(-k // (group or k))
+    scales = (torch.rand(n, groups, generator=generator) - 0.5).half().float()
+    zeros = None
+    if format == "int4_zeros":
+        zeros = torch.randint(16, (n, groups), generator=generator, dtype=torch.uint8)
+    return Codes(codes, scales, zeros)
+
+
+def both(n: int, k: int, format: QuantFormat, group: int) -> list[QuantizedWeight]:
+    parts = [random_codes(n, k, format, group)]
+    return [table.pack_quantized(n, k, format, group, parts) for table in (ops, reference)]
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with rows further apart, and NaN between: a neighbour read shows."""
+    wide = torch.full((x.shape[0], x.shape[1] + 5), math.nan, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def dequantize(table: Any, weight: QuantizedWeight) -> Tensor:
+    """[N, K]: the product with the unit matrix, whose quantization is exact."""
+    identity: Tensor = table.linear(torch.eye(weight.k), weight).T
+    return identity
+
+
+# ---- products ----
+
+
+@formats
+@dtypes
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_linear(m: int, n: int, k: int, dtype: torch.dtype, format: QuantFormat, group: int):
+    x, bias = strided(random(m, k, dtype=dtype)), random(n, dtype=dtype, seed=1)
+    packed, truth = both(n, k, format, group)
+    for b in (None, bias):
+        for out_dtype in {dtype, torch.float32}:
+            got, want = (
+                ops.linear(x, packed, b, out_dtype),
+                reference.linear(x, truth, b, out_dtype),
+            )
+            assert got.dtype == out_dtype
+            if k <= (group or k):  # one group: nothing but integers and one rounding after another
+                assert torch.equal(got, want)
+            else:
+                size = (
+                    x.float().abs()
+                    @ truth.data[..., :-1].abs().mul(truth.data[..., -1:].abs()).flatten(1)[:, :k].T
+                )
+                rounding = 2.0**-20 if out_dtype == torch.float32 else 2.0**-7
+                assert (
+                    (got.float() - want.float()).abs() <= rounding * want.abs() + 2e-6 * size
+                ).all()
+
+
+def test_levels():
+    """The kernel's table is the reference's."""
+    codes = Codes(torch.arange(16, dtype=torch.uint8)[:, None], torch.ones(16, 1))
+    weight = ops.pack_quantized(16, 1, "int4_levels", 32, [codes])
+    assert torch.equal(dequantize(ops, weight)[:, 0], LEVELS / 16)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_longest_sum(sign: int):
+    """The largest sums that 32 bits must hold."""
+    k = 2**17
+    codes = Codes(torch.full((3, k), 255, dtype=torch.uint8), torch.ones(3, 1))
+    weight = ops.pack_quantized(3, k, "int8", 0, [codes])
+    y = ops.linear(torch.full((2, k), float(sign)), weight)
+    assert torch.allclose(y, torch.tensor(sign * 127.0 * k), rtol=1e-6)
+
+
+@formats
+def test_rows_of_zeros_and_of_next_to_nothing(format: QuantFormat, group: int):
+    packed, _ = both(70, 100, format, group)
+    x = random(4, 100)
+    x[1] = 0
+    x[2] = 1e-38
+    y = ops.linear(x, packed)
+    assert (y[1:3] == 0).all()
+    assert torch.equal(y[[0, 3]], ops.linear(x[[0, 3]], packed))
+
+
+@formats
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_and_stays_in_its_row(format: QuantFormat, group: int, bad: float):
+    packed, _ = both(70, 100, format, group)
+    x = random(8, 100)
+    good = ops.linear(x, packed)
+    x[3, 40] = bad
+    y = ops.linear(x, packed)
+    assert not y[3].isfinite().any()
+    rest = [0, 1, 2, 4, 5, 6, 7]
+    assert torch.equal(y[rest], good[rest])
+
+
+@formats
+@dtypes
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (130, 1537)])
+def test_linear_is_batch_invariant(
+    n: int, k: int, dtype: torch.dtype, format: QuantFormat, group: int
+):
+    x, bias = random(100, k, dtype=dtype), random(n, dtype=dtype, seed=2)
+    packed, _ = both(n, k, format, group)
+    alone = torch.cat([ops.linear(x[i : i + 1], packed, bias) for i in range(100)])
+    for m in (2, 3, 4, 5, 6, 7, 64, 100):
+        for start in {0, (100 - m) // 2, 100 - m}:
+            rows = slice(start, start + m)
+            assert torch.equal(ops.linear(x[rows], packed, bias), alone[rows])
+
+
+@formats
+def test_linear_of_more_rows_than_are_quantized_together(format: QuantFormat, group: int):
+    x, (packed, _) = random(400, 40), both(65, 40, format, group)
+    y = ops.linear(x, packed)
+    assert torch.equal(y[390:], ops.linear(x[390:], packed))
+    assert torch.equal(y[:10], ops.linear(x[:10], packed))
+
+
+@formats
+def test_linear_does_not_depend_on_threads(
+    format: QuantFormat, group: int, one_and_two_threads: tuple[int, int]
+):
+    x, weight = random(70, 500, dtype=torch.bfloat16), [random(300, 500, seed=1)]
+    results = []
+    for threads in one_and_two_threads:
+        native.set_num_threads(threads)
+        packed, _ = both(300, 500, format, group)
+        results.append(ops.linear(x, packed))
+        if format in ("int8", "int4_levels"):
+            results.append(ops.linear(x, ops.quantize_weight(weight, format, group)))
+    half = len(results) // 2
+    for a, b in zip(results[:half], results[half:], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_linear_refuses_foreign_weights():
+    with pytest.raises(AssertionError):
+        ops.linear(random(1, 8), both(8, 8, "int8", 0)[1])
+
+
+# ---- packing ----
+
+
+@formats
+def test_pack_in_parts(format: QuantFormat, group: int):
+    n, k = 203, 77
+    whole = random_codes(n, k, format, group)
+    cuts = [0, 100, 101, 128, n]
+    parts = [
+        Codes(
+            whole.codes[a:b].clone(),
+            whole.scales[a:b].clone(),
+            None if whole.zeros is None else whole.zeros[a:b].clone(),
+        )
+        for a, b in itertools.pairwise(cuts)
+    ]
+    x = random(3, k)
+    assert torch.equal(
+        ops.linear(x, ops.pack_quantized(n, k, format, group, iter(parts))),
+        ops.linear(x, ops.pack_quantized(n, k, format, group, [whole])),
+    )
+
+
+@formats
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 64), (65, 63), (1000, 576)])
+def test_nbytes(n: int, k: int, format: QuantFormat, group: int):
+    packed, _ = both(n, k, format, group)
+    assert packed.nbytes == quantized_nbytes(n, k, format, group)
+
+
+def test_nbytes_wastes_little():
+    assert quantized_nbytes(5632, 2048, "int8", 0) == 5632 * 2048 + 4 * 5632
+    assert quantized_nbytes(5632, 2048, "int4_levels", 32) == 5632 * 2048 * 9 // 16
+
+
+# ---- quantizing ----
+
+
+@load_formats
+@dtypes
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (70, 172), (33, 515)])
+def test_quantize_weight(n: int, k: int, dtype: torch.dtype, format: Any, group: int):
+    weight = random(n, k, dtype=dtype)
+    got = dequantize(ops, ops.quantize_weight([strided(weight)], format, group))
+    want = dequantize(reference, reference.quantize_weight([weight], format, group))
+    # Another order of sums may lead to another scale, hardly ever and with hardly another error.
+    close = torch.isclose(got, want, rtol=1e-5, atol=1e-7)
+    assert close.all() if format == "int8" else close.double().mean() > 0.97
+    errors = [(q - weight.float()).square().sum() for q in (got, want)]
+    assert errors[0] <= 1.002 * errors[1] + 1e-9
+
+
+@load_formats
+def test_quantize_weight_is_the_same_on_every_instruction_set(format: Any, group: int, isa: str):
+    weight = [random(70, 172, dtype=torch.bfloat16)]
+    got = dequantize(ops, ops.quantize_weight(weight, format, group))
+    native.set_isa("portable")
+    assert torch.equal(got, dequantize(ops, ops.quantize_weight(weight, format, group)))
+
+
+def test_int8_is_off_by_half_a_step_at_most():
+    weight = random(40, 333)
+    got = dequantize(ops, ops.quantize_weight([weight], "int8", 0))
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((got - weight).abs() <= 0.5001 * step).all()
+
+
+def test_levels_beat_even_steps():
+    """The error that 16 even steps have at best, and 5 % less."""
+    weight = random(64, 1024)
+    grouped = weight.view(64, -1, 32)
+    even = torch.full((), math.inf)
+    most = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
+    for top in torch.linspace(6, 10, 17):
+        scale = most / -top
+        q = (grouped / scale).round().clamp(-8, 7)
+        scale = (grouped * q).sum(-1, keepdim=True) / (q * q).sum(-1, keepdim=True)
+        even = torch.minimum(even, (q * scale - grouped).square().sum(-1))
+    got = dequantize(ops, ops.quantize_weight([weight], "int4_levels", 32))
+    assert (got - weight).square().sum() < 0.95**2 * even.sum()
+
+
+@load_formats
+def test_quantize_in_parts(format: Any, group: int):
+    weight = random(203, 77, dtype=torch.bfloat16)
+    parts = [weight[:100], weight[100:101].float(), weight[101:128], weight[128:]]
+    assert torch.equal(
+        dequantize(ops, ops.quantize_weight(parts, format, group)),
+        dequantize(ops, ops.quantize_weight([weight], format, group)),
+    )
+
+
+@load_formats
+def test_quantize_zeros_and_tiny_numbers(format: Any, group: int):
+    weight = torch.zeros(5, 256)
+    weight[2, :128] = 1e-38
+    weight[3, 128:] = 1.0
+    got = dequantize(ops, ops.quantize_weight([weight], format, group))
+    assert (got[[0, 1, 2, 4]] == 0).all()
+    assert torch.allclose(got[3], weight[3], atol=1e-3)
+
+
+@load_formats
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_quantize_shows_what_is_not_finite(format: Any, group: int, bad: float):
+    weight = random(70, 256)
+    weight[3, 200] = bad
+    y = ops.linear(random(2, 256), ops.quantize_weight([weight], format, group))
+    assert not y[:, 3].isfinite().any()
+    assert y[:, [*range(3), *range(4, 70)]].isfinite().all()
