@@ -110,3 +110,11 @@ class DeadlineError(RequestError):
 
 class EngineDeadError(OctavoError):
     """The engine process ended; the message is the root cause."""
+
+
+class BenchError(OctavoError):
+    """A benchmark cannot be run, or measured nothing that counts."""
+
+
+class DatasetError(BenchError, ValueError):
+    """A data set is missing, empty or malformed; the message names the file, line and field."""
