@@ -5,9 +5,9 @@ Conventions:
 - TTFT: from sending a request to its first token.
 - TPOT: the mean time of a request's tokens after the first, (last - first) / (tokens - 1). A
   request with fewer than two tokens has none and counts in no TPOT figure.
-- ITL: the time between two arrivals. Tokens that arrive together, in one chunk of a stream, are
-  one arrival: an ITL is the pause that a reader sees, so it is neither divided among the chunk's
-  tokens nor followed by zeros. Where chunks hold several tokens, ITL is larger than TPOT.
+- ITL: the time between two arrivals. The tokens of one event of a stream are one arrival: an ITL
+  is the pause that a reader sees, so it is neither divided among the event's tokens nor followed
+  by zeros. Where events hold several tokens, ITL is larger than TPOT.
 - E2EL: from sending a request to its last token.
 - Latency runs from when a request was really sent; how late that was is the client's lag, which
   `octavo.bench.serve` reports on its own.
@@ -45,7 +45,7 @@ class RequestRecord:
         num_output_tokens: tokens of the answer.
         scheduled_time: when the request should have been sent.
         start_time: when it was sent.
-        token_times: when its tokens arrived; tokens that came together are one arrival.
+        token_times: when its tokens arrived; the tokens of one event are one arrival.
         error: why it failed; None if it did not.
         text: the answer, if it was kept.
         num_cached_tokens: prompt tokens that the server took from its prefix cache.
@@ -227,6 +227,11 @@ def print_summary(
     line("Peak output token throughput (tok/s):", "max_output_tokens_per_s")
     line("Peak concurrent requests:", "max_concurrent_requests")
     line("Total token throughput (tok/s):", "total_token_throughput")
+    line("Most KV cache in use (%):", "kv_cache_usage_max_perc")
+    line("Prefix cache hit rate (%):", "prefix_cache_hit_rate_perc")
+    line("Preemptions:", "num_preemptions")
+    line("Draft acceptance rate (%):", "spec_decode_acceptance_rate_perc")
+    line("Draft acceptance length:", "spec_decode_acceptance_length")
     for name in latencies:
         short, long = LATENCIES[name]
         console.print(long.center(_WIDTH, "-"), markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -61,7 +62,7 @@ def metadata(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "torch_version": None if torch is None else str(torch.__version__),
         "cpu": cpu_model(),
         "num_cpus": num_cpus(),
-        "arguments": {k: v for k, v in arguments.items() if _is_plain(v)},
+        "arguments": {k: _plain(v) for k, v in arguments.items() if _is_plain(v)},
     }
 
 
@@ -78,10 +79,14 @@ def cpu_model() -> str:
 
 
 def progress(
-    iterable: Iterable[Any] | None = None, *, total: int | None = None, desc: str = ""
+    iterable: Iterable[Any] | None = None,
+    *,
+    total: int | None = None,
+    desc: str = "",
+    disable: bool = False,
 ) -> tqdm[Any]:
-    """A progress bar on stderr; silent where that is not a terminal."""
-    return tqdm(iterable, total=total, desc=desc, disable=not sys.stderr.isatty())
+    """A progress bar on stderr; silent where that is not a terminal, or if disabled."""
+    return tqdm(iterable, total=total, desc=desc, disable=disable or not sys.stderr.isatty())
 
 
 def print_table(
@@ -97,6 +102,11 @@ def print_table(
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
     (console or Console(highlight=False)).print(table)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity; "inf" is what vLLM writes."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_plain(value: Any) -> bool:
