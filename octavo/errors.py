@@ -13,7 +13,9 @@ The tree::
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
     |   `-- DeadlineError                   the request's own deadline passed
-    `-- EngineDeadError                     the engine process is gone; says the root cause
+    |-- EngineDeadError                     the engine process is gone; says the root cause
+    `-- BenchError                          a benchmark cannot be run; says what is missing
+        `-- DatasetError (ValueError)       a data set is unusable; names file, line and field
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A streaming client of OpenAI-compatible servers that takes little time itself.
 
 It shares two cores with the server it measures, so it reads the sockets itself: an asyncio protocol
-around the httptools parser, which notes the time as soon as the loop hands it bytes. That costs
-about a tenth of what a general HTTP client needs for a token. Each request has a connection of its
-own, as requests of different users have; connecting counts in its latency.
+around the httptools parser, which notes the time as soon as the loop hands it bytes. That takes a
+quarter of the processor time of an httpx stream, token for token. Each request has a connection of
+its own, as requests of different users have; connecting counts in its latency.
 """
 
 from __future__ import annotations

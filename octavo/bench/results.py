@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
@@ -100,7 +101,7 @@ def print_table(
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
     for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
+        table.add_row(*(escape(f"{v:.4g}" if isinstance(v, float) else str(v)) for v in row))
     (console or Console(highlight=False)).print(table)
 
 

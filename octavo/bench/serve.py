@@ -48,7 +48,7 @@ _ENDPOINTS = {
 # Sampling parameters that servers may lack are sent only if they are given.
 _SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
 _HEARTBEAT = 0.01
-_GAUGE_INTERVAL = 1.0
+_GAUGE_INTERVAL = 0.5
 # The client counts as the bottleneck when its loop runs this late (seconds, and as a share of the
 # median time between tokens), or when it is this busy (share of a core).
 _MAX_LAG = 0.005
@@ -207,7 +207,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     lag = measurement.lag.summary(measurement.duration, summary["median_itl_ms"])
     notes += _notes(lag, records, fitting, args, interrupted)
     result = {
-        **results.metadata(vars(args)),
+        **results.metadata({k: v for k, v in vars(args).items() if k != "api_key"}),
         "backend": args.backend,
         "base_url": base_url,
         "model_id": model,
@@ -259,7 +259,7 @@ async def run_serve(
         delay = origin + times[index] - time.perf_counter()
         if delay > 0:
             await asyncio.sleep(delay)
-        lag.late.append(time.perf_counter() - origin - times[index])
+            lag.late.append(time.perf_counter() - origin - times[index])
         async with slots:
             record = await client.send(requests[index], origin=origin, scheduled_time=times[index])
         if on_record is not None:
@@ -295,7 +295,8 @@ class ClientLag:
     """How late the client itself is; all times in seconds.
 
     Attributes:
-        late: how long after its time each request was sent (or queued for a slot).
+        late: how long after its time each request was sent (or queued for a slot); only of those
+            that were waited for, as being late does no harm when all are sent at once.
         beats: how late the event loop woke up a task that sleeps 10 ms at a time: whatever holds
             that up holds up the reading of tokens, too.
         cpu: processor time that this process used while watched.
@@ -648,11 +649,15 @@ def _notes(
         if short:
             notes.append(f"{short} answers are shorter than asked for, in spite of --ignore-eos.")
     if lag["client_bottleneck"]:
+        cause = (
+            "it had too much to do; offer less load"
+            if lag["client_cpu_perc"] > _MAX_CPU * 100
+            else "others held its core; give it one of its own"
+        )
         notes.append(
-            "The client was a bottleneck: it ran up to "
-            f"{lag['client_lag_p99_ms']:.1f} ms late (p99; most "
-            f"{lag['client_lag_max_ms']:.1f} ms) and used {lag['client_cpu_perc']:.0f} % of a "
-            "core. Latencies hold that much of its own; give it a core of its own, or less load."
+            f"The client was a bottleneck: {lag['client_lag_p99_ms']:.1f} ms late (p99; most "
+            f"{lag['client_lag_max_ms']:.1f} ms), using {lag['client_cpu_perc']:.0f} % of a core. "
+            f"Latencies may be that much too high: {cause}."
         )
     return notes
 
