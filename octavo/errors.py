@@ -13,7 +13,9 @@ The tree::
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
     |   `-- DeadlineError                   the request's own deadline passed
-    `-- EngineDeadError                     the engine process is gone; says the root cause
+    |-- EngineDeadError                     the engine process is gone; says the root cause
+    `-- BenchError                          a benchmark cannot be run; says what is missing
+        `-- DatasetError (ValueError)       a data set is unusable; names file, line and field
 """
 
 from __future__ import annotations
@@ -110,3 +112,11 @@ class DeadlineError(RequestError):
 
 class EngineDeadError(OctavoError):
     """The engine process ended; the message is the root cause."""
+
+
+class BenchError(OctavoError):
+    """A benchmark cannot be run, or measured nothing that counts."""
+
+
+class DatasetError(BenchError, ValueError):
+    """A data set is missing, empty or malformed; the message names the file, line and field."""

@@ -15,6 +15,7 @@ PACKAGE = Path(octavo.__file__).parent
 LAYERS = [
     {"__main__"},
     {"cli"},
+    {"bench"},
     {"server"},
     {"llm"},
     {"engine"},
@@ -79,6 +80,7 @@ CONTROL_PLANE = [
     "octavo.tokenizer",
     "octavo.metrics",
     "octavo.engine.core",
+    "octavo.bench.serve",
 ]
 
 

@@ -1,0 +1,1 @@
+"""`octavo bench`: the benchmarks, with vLLM's flags and metric names."""

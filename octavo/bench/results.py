@@ -1,0 +1,116 @@
+"""Results: JSON files that are whole or not there, where they come from, tables, progress bars."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tqdm import tqdm
+
+from octavo import __version__
+from octavo.device import num_cpus
+from octavo.errors import BenchError
+
+
+def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
+    """Writes a result; NaN becomes null.
+
+    The file appears whole or not at all, whatever happens meanwhile: it is written under another
+    name in the same folder (which is made if need be) and renamed.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    path = Path(path)
+    data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise BenchError(f"The result cannot be written to {path}: {error.strerror}.") from error
+
+
+def metadata(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a result comes from: date (UTC), versions, processor, and the arguments.
+
+    Args:
+        arguments: such as `vars(args)`; what JSON cannot hold (functions) is left out.
+    """
+    torch = sys.modules.get("torch")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "octavo_version": __version__,
+        "python_version": platform.python_version(),
+        "torch_version": None if torch is None else str(torch.__version__),
+        "cpu": cpu_model(),
+        "num_cpus": num_cpus(),
+        "arguments": {k: _plain(v) for k, v in arguments.items() if _is_plain(v)},
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def progress(
+    iterable: Iterable[Any] | None = None,
+    *,
+    total: int | None = None,
+    desc: str = "",
+    disable: bool = False,
+) -> tqdm[Any]:
+    """A progress bar on stderr; silent where that is not a terminal, or if disabled."""
+    return tqdm(iterable, total=total, desc=desc, disable=disable or not sys.stderr.isatty())
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    console: Console | None = None,
+) -> None:
+    """Prints a table; the first column is text, the others are numbers (floats: 4 digits)."""
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*(escape(f"{v:.4g}" if isinstance(v, float) else str(v)) for v in row))
+    (console or Console(highlight=False)).print(table)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity; "inf" is what vLLM writes."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
