@@ -1,0 +1,121 @@
+"""What the machine can do, measured: read bandwidth and bfloat16 matrix products; and what it is.
+
+`python -m peers.machine CORES FOLDER` prints one JSON line: `bandwidth_gb_s`, medians over
+repeated reads of 1 GiB by one thread a core (C, compiled with the machine's own instruction set),
+and `peak_gflop_s`, a 2048 x 2048 x 2048 bfloat16 linear layer of torch, which is oneDNN's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from peers.installing import CompareError, need_tool
+
+READS, PRODUCTS, SIZE = 15, 25, 2048
+_SOURCE = r"""
+#include <omp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t vec __attribute__((vector_size(64)));
+enum { STREAMS = 8 };
+
+int main(int argc, char** argv) {
+  int threads = atoi(argv[1]), reads = atoi(argv[2]);
+  size_t bytes = (size_t)1 << 30, share = bytes / threads / 4096 * 4096;
+  char* data = aligned_alloc(4096, bytes);
+  if (!data || argc != 3) return 1;
+  omp_set_num_threads(threads);
+#pragma omp parallel
+  memset(data + omp_get_thread_num() * share, omp_get_thread_num() + 1, share);
+  uint64_t sink = 0;
+  for (int i = 0; i < reads; i++) {
+    double begin = omp_get_wtime();
+#pragma omp parallel reduction(^ : sink)
+    {
+      const vec* p = (const vec*)(data + omp_get_thread_num() * share);
+      vec sum[STREAMS] = {0};
+      for (size_t j = 0; j < share / sizeof(vec); j += STREAMS)
+        for (int k = 0; k < STREAMS; k++) {
+          __builtin_prefetch((const char*)(p + j + k) + 4096);
+          sum[k] ^= p[j + k];
+        }
+      for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7];
+    }
+    printf("%.3f\n", share * threads / (omp_get_wtime() - begin) / 1e9);
+  }
+  return sink == 12345;
+}
+"""
+
+
+def bandwidth(threads: int, folder: Path) -> float:
+    """Read bandwidth, GB/s: the median of some reads.
+
+    Raises:
+        CompareError: if there is no C compiler or it fails.
+    """
+    program = folder / "bandwidth"
+    if not program.exists():
+        source = folder / "bandwidth.c"
+        source.write_text(_SOURCE)
+        command = [need_tool("gcc"), "-O3", "-march=native", "-fopenmp", source, "-o", program]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise CompareError(f"gcc failed on {source}: {done.stderr[-800:]}")
+    command = [str(program), str(threads), str(READS)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return statistics.median(float(line) for line in output.split())
+
+
+def peak(threads: int) -> float:
+    """GFLOP/s of a bfloat16 linear layer: the median of some products."""
+    import torch
+
+    torch.set_num_threads(threads)
+    x, w = (torch.randn(SIZE, SIZE).bfloat16() for _ in range(2))
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(PRODUCTS + 5):
+            begin = time.perf_counter()
+            torch.nn.functional.linear(x, w)
+            seconds.append(time.perf_counter() - begin)
+    return 2 * SIZE**3 / statistics.median(seconds[5:]) / 1e9
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, memory, system."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    first = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info)}
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+    flags = first.get("flags", "").split()
+    total = next(
+        int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    )
+    return {
+        "processor": first.get("model name", platform.machine()),
+        "family": first.get("cpu family", ""),
+        "cores": len(os.sched_getaffinity(0)),
+        "instructions": [flag for flag in wanted if flag in flags],
+        "memory_gib": round(total / 2**20, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    cores, where = int(sys.argv[1]), Path(sys.argv[2])
+    figures = {"bandwidth_gb_s": bandwidth(cores, where), "peak_gflop_s": peak(cores)}
+    print(json.dumps(figures))
