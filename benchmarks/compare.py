@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--repeats", type=int, default=3, metavar="N")
     run.add_argument("--models", type=Path, required=True, metavar="FOLDER")
     run.add_argument(
-        "--peers-in", type=Path, metavar="FOLDER", help="where they are [the parent of --models]"
+        "--peers", type=Path, metavar="FOLDER", help="where they are [the parent of --models]"
     )
     run.add_argument("--out", type=Path, required=True, metavar="FILE")
     run.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "workloads")
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise CompareError(f"--repeats {args.repeats} measures nothing; give 1 or more.")
     models = args.models.resolve()
-    root = (args.peers_in or models.parent).resolve()
+    root = (args.peers or models.parent).resolve()
     peers = {name: peer_named(name) for name in args.engines}
     wanted = groups(args.workloads, args.data, quick=args.quick)
     sizes = {group.model: ModelSize.of(models / group.model) for group in wanted}
@@ -197,6 +197,7 @@ def note_of(group: Group, case: Case) -> dict[str, Any]:
     """What the report has to know of a case, and a short hash of its requests."""
     return {
         "kind": case.kind,
+        "group": group.name,
         "model": group.model,
         "weights": group.weights,
         "batch": len(case.rows),

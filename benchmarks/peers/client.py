@@ -122,7 +122,10 @@ def serving_metrics(streams: Sequence[Stream], begin: float, end: float) -> dict
     Raises:
         ValueError: if a stream was not as it should be.
     """
-    ttft, tpot, itl, tokens = [], [], [], 0
+    tokens = 0
+    ttft: list[float] = []
+    tpot: list[float] = []
+    itl: list[float] = []
     for stream in streams:
         answer, times = stream.parse()
         tokens += answer.num_tokens

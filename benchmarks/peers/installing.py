@@ -95,11 +95,15 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file as a whole: a reader never sees half of it."""
+    """Writes a JSON file as a whole."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as a whole: a reader never sees half of it."""
     new = path.with_name(path.name + ".new")
     with new.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)

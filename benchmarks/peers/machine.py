@@ -1,8 +1,11 @@
 """What the machine can do, measured: read bandwidth and bfloat16 matrix products; and what it is.
 
-`python -m peers.machine CORES FOLDER` prints one JSON line: `bandwidth_gb_s`, medians over
-repeated reads of 1 GiB by one thread a core (C, compiled with the machine's own instruction set),
-and `peak_gflop_s`, a 2048 x 2048 x 2048 bfloat16 linear layer of torch, which is oneDNN's.
+`python -m peers.machine CORES FOLDER` prints one JSON line: `bandwidth_gb_s`, the median over
+repeated reads of several blocks of 256 MiB by one thread a core (C, compiled with the machine's own
+instruction set); how fast a block is depends on where it lies, so they are allocated one by one and
+all held, and `bandwidth_low_gb_s` and `bandwidth_high_gb_s` are the medians of the slowest and the
+fastest block; and `peak_gflop_s`, a 2048 x 2048 x 2048 bfloat16 linear layer of torch, which is
+oneDNN's.
 """
 
 from __future__ import annotations
@@ -14,53 +17,68 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from peers.installing import CompareError, need_tool
 
-READS, PRODUCTS, SIZE = 15, 25, 2048
+BLOCKS, READS, PRODUCTS, SIZE = 6, 9, 25, 2048
 _SOURCE = r"""
 #include <omp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 typedef uint64_t vec __attribute__((vector_size(64)));
-enum { STREAMS = 8 };
+enum { STREAMS = 8, MOST_BLOCKS = 64 };
+
+static uint64_t read_all(const char* data, size_t share) {
+  uint64_t sink = 0;
+#pragma omp parallel reduction(^ : sink)
+  {
+    const vec* p = (const vec*)(data + omp_get_thread_num() * share);
+    vec sum[STREAMS] = {0};
+    for (size_t j = 0; j < share / sizeof(vec); j += STREAMS)
+      for (int k = 0; k < STREAMS; k++) {
+        __builtin_prefetch((const char*)(p + j + k) + 4096);
+        sum[k] ^= p[j + k];
+      }
+    for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7];
+  }
+  return sink;
+}
 
 int main(int argc, char** argv) {
-  int threads = atoi(argv[1]), reads = atoi(argv[2]);
-  size_t bytes = (size_t)1 << 30, share = bytes / threads / 4096 * 4096;
-  char* data = aligned_alloc(4096, bytes);
-  if (!data || argc != 3) return 1;
+  if (argc != 4) return 2;
+  int threads = atoi(argv[1]), blocks = atoi(argv[2]), reads = atoi(argv[3]);
+  size_t bytes = (size_t)256 << 20, share = bytes / threads / 4096 * 4096;
+  char* data[MOST_BLOCKS];
+  if (blocks > MOST_BLOCKS) return 2;
   omp_set_num_threads(threads);
+  for (int i = 0; i < blocks; i++) {
+    data[i] = aligned_alloc(2 << 20, bytes);
+    if (!data[i]) return 3;
+    madvise(data[i], bytes, MADV_HUGEPAGE);
 #pragma omp parallel
-  memset(data + omp_get_thread_num() * share, omp_get_thread_num() + 1, share);
-  uint64_t sink = 0;
-  for (int i = 0; i < reads; i++) {
-    double begin = omp_get_wtime();
-#pragma omp parallel reduction(^ : sink)
-    {
-      const vec* p = (const vec*)(data + omp_get_thread_num() * share);
-      vec sum[STREAMS] = {0};
-      for (size_t j = 0; j < share / sizeof(vec); j += STREAMS)
-        for (int k = 0; k < STREAMS; k++) {
-          __builtin_prefetch((const char*)(p + j + k) + 4096);
-          sum[k] ^= p[j + k];
-        }
-      for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7];
-    }
-    printf("%.3f\n", share * threads / (omp_get_wtime() - begin) / 1e9);
+    memset(data[i] + omp_get_thread_num() * share, omp_get_thread_num() + 1, share);
   }
+  uint64_t sink = 0;
+  for (int n = 0; n < reads; n++)
+    for (int i = 0; i < blocks; i++) {
+      double begin = omp_get_wtime();
+      sink ^= read_all(data[i], share);
+      printf("%d %.3f\n", i, share * threads / (omp_get_wtime() - begin) / 1e9);
+    }
   return sink == 12345;
 }
 """
 
 
-def bandwidth(threads: int, folder: Path) -> float:
-    """Read bandwidth, GB/s: the median of some reads.
+def bandwidth(threads: int, folder: Path) -> dict[str, float]:
+    """Read bandwidth, GB/s: the median of all reads, of the slowest and of the fastest block.
 
     Raises:
         CompareError: if there is no C compiler or it fails.
@@ -69,13 +87,27 @@ def bandwidth(threads: int, folder: Path) -> float:
     if not program.exists():
         source = folder / "bandwidth.c"
         source.write_text(_SOURCE)
-        command = [need_tool("gcc"), "-O3", "-march=native", "-fopenmp", source, "-o", program]
+        compiler = [need_tool("gcc"), "-O3", "-march=native", "-fopenmp"]
+        command = [*compiler, str(source), "-o", str(program)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise CompareError(f"gcc failed on {source}: {done.stderr[-800:]}")
-    command = [str(program), str(threads), str(READS)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return statistics.median(float(line) for line in output.split())
+    command = [str(program), str(threads), str(BLOCKS), str(READS)]
+    return summary(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def summary(output: str) -> dict[str, float]:
+    """The figures of the C program's lines `BLOCK GB/S`."""
+    blocks: dict[str, list[float]] = {}
+    for line in output.splitlines():
+        block, speed = line.split()
+        blocks.setdefault(block, []).append(float(speed))
+    medians = [statistics.median(speeds) for speeds in blocks.values()]
+    return {
+        "bandwidth_gb_s": statistics.median(chain.from_iterable(blocks.values())),
+        "bandwidth_low_gb_s": min(medians),
+        "bandwidth_high_gb_s": max(medians),
+    }
 
 
 def peak(threads: int) -> float:
@@ -117,5 +149,4 @@ def describe() -> dict[str, Any]:
 
 if __name__ == "__main__":
     cores, where = int(sys.argv[1]), Path(sys.argv[2])
-    figures = {"bandwidth_gb_s": bandwidth(cores, where), "peak_gflop_s": peak(cores)}
-    print(json.dumps(figures))
+    print(json.dumps({**bandwidth(cores, where), "peak_gflop_s": peak(cores)}))

@@ -65,14 +65,14 @@ def _load(setup: Setup) -> Generate:
             ],
             use_tqdm=False,
         )
-        return [
-            Answer(
-                output.metrics.first_token_time or 0.0,
-                output.metrics.last_token_time or 0.0,
-                len(output.outputs[0].token_ids),
-            )
-            for output in outputs
-        ]
+        answers = []
+        for output in outputs:
+            # Seconds of `time.monotonic`, which is the clock of `time.perf_counter` on Linux.
+            first, last = output.metrics.first_token_time, output.metrics.last_token_time
+            if first is None or last is None:
+                raise RuntimeError(f"request {output.request_id} has no first or last token time")
+            answers.append(Answer(first, last, len(output.outputs[0].token_ids)))
+        return answers
 
     return generate
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.cases import BITS, LADDER, TPOT_LIMIT_MS, TTFT_LIMIT_MS
-from peers.installing import CompareError
+from peers.installing import CompareError, write_text
 
 BEGIN, END = "<!-- compare: begin -->", "<!-- compare: end -->"
 OWN = "octavo"
@@ -117,14 +117,14 @@ def values(data: dict[str, Any], engine: str, case: str, metric: str) -> list[fl
     ]
     size = data["settings"]["models"][note["model"]]
     if metric == "bandwidth_share":
-        limit = limits(data, "bandwidth_gb_s")
+        limit = limits(data, "bandwidth_gb_s", note["group"])
         if note["batch"] != 1 or limit is None:
             return []
         gigabytes = size["weights"] * BITS[note["weights"]] / 8 / 1e9
         return [100 * gigabytes / (m["tpot_ms"] / 1e3) / limit.median for m in valid]
     if metric in ("gflop_s", "peak_share"):
         speeds = [m["prefill_tok_s"] * size["prefill_flop"] / 1e9 for m in valid]
-        limit = limits(data, "peak_gflop_s")
+        limit = limits(data, "peak_gflop_s", note["group"])
         if metric == "gflop_s" or limit is None:
             return speeds if metric == "gflop_s" else []
         return [100 * speed / limit.median for speed in speeds]
@@ -147,9 +147,10 @@ def highest_rates(data: dict[str, Any], engine: str, case: str) -> list[float]:
     return [max(rates) for rates in by_turn.values()]
 
 
-def limits(data: dict[str, Any], name: str) -> Spread | None:
-    """What the machine could do over the whole run."""
-    return Spread.of([limit[name] for limit in data["limits"]])
+def limits(data: dict[str, Any], name: str, group: str | None = None) -> Spread | None:
+    """What the machine could do: over the whole run, or whenever a group's turn began."""
+    chosen = [limit for limit in data["limits"] if group is None or limit["group"] == group]
+    return Spread.of([limit[name] for limit in chosen])
 
 
 def tables(data: dict[str, Any]) -> str:
@@ -275,6 +276,17 @@ def _notes(data: dict[str, Any]) -> list[str]:
     for failure in data["failures"]:
         reason = " ".join(failure["reason"].split())[-200:]
         notes.append(f"{TITLES[failure['engine']]} failed at {failure['case']}: {reason}")
+    for engine in data["versions"]:
+        bad = [
+            sample["case"]
+            for sample in data["samples"]
+            if sample["engine"] == engine and sample["metrics"].get("wrong_tokens")
+        ]
+        for case in dict.fromkeys(bad):
+            notes.append(
+                f"{TITLES[engine]} answered with a wrong number of tokens in {bad.count(case)}"
+                f" measurements of {case}; they do not count."
+            )
     if data["versions"].get("vllm", {}).get("tcmalloc") is False:
         notes.append("vLLM ran without tcmalloc, which could not be installed.")
     clients = [s["metrics"] for s in data["samples"] if "lag_ms_p99" in s["metrics"]]
@@ -302,4 +314,4 @@ def write(text: str, path: Path) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise CompareError(f"{path} needs the lines {BEGIN} and {END}; the tables go between.")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+    write_text(path, f"{before}{BEGIN}\n\n{text}\n{END}{after}")

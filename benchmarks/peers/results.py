@@ -88,11 +88,7 @@ class Results:
         self, engine: str, case: str, turn: int, iteration: int, metrics: dict[str, float]
     ) -> None:
         """Keeps a measurement; a failure of the same case and turn is forgotten."""
-        self.data["failures"] = [
-            f
-            for f in self.data["failures"]
-            if (f["engine"], f["case"], f["turn"]) != (engine, case, turn)
-        ]
+        self._forget_failure(engine, case, turn)
         self.data["samples"].append(
             {
                 "engine": engine,
@@ -106,10 +102,18 @@ class Results:
         self.save()
 
     def add_failure(self, engine: str, case: str, turn: int, reason: str) -> None:
-        """Keeps why a measurement failed."""
+        """Keeps why a measurement failed, in place of an earlier reason."""
+        self._forget_failure(engine, case, turn)
         failure = {"engine": engine, "case": case, "turn": turn, "reason": reason}
         self.data["failures"].append(failure)
         self.save()
+
+    def _forget_failure(self, engine: str, case: str, turn: int) -> None:
+        self.data["failures"] = [
+            f
+            for f in self.data["failures"]
+            if (f["engine"], f["case"], f["turn"]) != (engine, case, turn)
+        ]
 
     def add_absence(self, engine: str, case: str, reason: str) -> None:
         """Keeps why an engine has no figure for a case."""
