@@ -141,6 +141,10 @@ class Peer(ABC):
         """The interpreter of its environment."""
         return str(root / self.name / "env" / "bin" / "python")
 
+    def driver(self, root: Path) -> list[str]:
+        """The command that measures it through its Python API, but for job and output file."""
+        return [self.python(root), "-m", f"peers.{self.name}"]
+
     def environment(self, root: Path, setup: Setup) -> dict[str, str]:
         """Environment variables of its best configuration."""
         return {}

@@ -19,6 +19,7 @@ TTFT_LIMIT_MS, TPOT_LIMIT_MS = 2000.0, 100.0
 """What the highest rate has to keep, both at p99."""
 LADDER = tuple(round(0.5 * 1.1**i, 2) for i in range(36))
 """The rates the search tries, requests/s: 0.5 to 14, 10 % apart."""
+QUICK_IN, QUICK_OUT = 256, 12
 BITS = {"bf16": 16.0, "int8": 8.0, "int4": 4.5}
 """Nominal bits of a weight; int4 with one 16-bit scale for 32 weights."""
 
@@ -164,9 +165,13 @@ def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
 
 
 def shorten(kind: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The small version of a workload that `--quick` runs."""
-    most = {"throughput": 16, "cold": 6, "cached": 6, "serve": 10, "search": 10, "prefill": 1}
+    """The small version of a workload that `--quick` runs: few requests, short ones."""
+    most = {"throughput": 8, "cold": 6, "cached": 6, "serve": 10, "search": 10, "prefill": 1}
     return tuple(
-        replace(row, max_tokens=min(16, row.max_tokens))
+        replace(
+            row,
+            prompt_token_ids=row.prompt_token_ids[-QUICK_IN:],
+            max_tokens=min(QUICK_OUT, row.max_tokens),
+        )
         for row in rows[: most.get(kind, len(rows))]
     )

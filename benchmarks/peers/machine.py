@@ -17,12 +17,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from peers.installing import CompareError, need_tool
 
+BENCHMARKS = Path(__file__).resolve().parent.parent
 BLOCKS, READS, PRODUCTS, SIZE = 6, 9, 25, 2048
 _SOURCE = r"""
 #include <omp.h>
@@ -123,6 +125,25 @@ def peak(threads: int) -> float:
             torch.nn.functional.linear(x, w)
             seconds.append(time.perf_counter() - begin)
     return 2 * SIZE**3 / statistics.median(seconds[5:]) / 1e9
+
+
+def measure(threads: int, folder: Path) -> dict[str, float]:
+    """Both figures, measured in a process of its own; `folder` keeps the compiled program.
+
+    Raises:
+        CompareError: if that fails.
+    """
+    command = [sys.executable, "-m", "peers.machine", str(threads), str(folder)]
+    done = subprocess.run(command, env=environment({}), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompareError(f"The machine could not be measured: {done.stderr[-800:]}")
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that runs a module of this folder."""
+    return {**os.environ, "PYTHONPATH": str(BENCHMARKS), **more}
 
 
 def describe() -> dict[str, Any]:

@@ -19,12 +19,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from peers import machine
 from peers.base import Case, Job, Peer, Setup, tree_peak_mib
 from peers.cases import LADDER, TPOT_LIMIT_MS, TTFT_LIMIT_MS, Group
 from peers.installing import CompareError
 from peers.results import Results
 
-BENCHMARKS = Path(__file__).resolve().parent.parent
 QUICK_LADDER = (1.0, 4.0, 16.0)
 
 
@@ -75,7 +75,9 @@ class Runner:
         models: folder of the checkpoints.
         results: where measurements go.
         logs: folder for job files and the engines' output.
+        quick: search the highest rate among three.
         silence: seconds without a new measurement after which a process is ended.
+        measure_machine: what measures the machine's limits.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Runner:
         *,
         quick: bool,
         silence: float,
+        measure_machine: Callable[[int, Path], dict[str, float]] = machine.measure,
     ) -> None:
         self.peers = peers
         self.root = root
@@ -96,12 +99,13 @@ class Runner:
         self.logs = logs
         self.ladder = QUICK_LADDER if quick else LADDER
         self.silence = silence
+        self.measure_machine = measure_machine
         self.cores = sorted(os.sched_getaffinity(0))
 
     def run(self, groups: Sequence[Group], repeats: int) -> None:
         """Runs all turns that are not done yet. A failure is kept, and the others go on."""
         turns = list(interleaved(groups, list(self.peers), repeats))
-        with tqdm(turns, unit="turn", dynamic_ncols=True) as bar:
+        with tqdm(turns, unit="turn", dynamic_ncols=True, disable=None) as bar:
             for turn in bar:
                 bar.set_description(f"{turn.engine or 'machine'}: {turn.group.name}")
                 if turn.engine is None:
@@ -135,13 +139,7 @@ class Runner:
         known = {(limit["group"], limit["turn"]) for limit in self.results.data["limits"]}
         if (turn.group.name, turn.number) in known:
             return
-        command = [sys.executable, "-m", "peers.machine", str(len(self.cores)), str(self.logs)]
-        done = subprocess.run(
-            command, env=_environment({}), capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            raise CompareError(f"The machine could not be measured: {done.stderr[-800:]}")
-        figures = json.loads(done.stdout)
+        figures = self.measure_machine(len(self.cores), self.logs)
         _say(f"machine: {_shown(figures)}")
         self.results.add_limit(turn.group.name, turn.number, figures)
 
@@ -151,7 +149,7 @@ class Runner:
         if not cases:
             return
         loaded = replace(setup, model=peer.model(self.root, setup))
-        environment = _environment(peer.environment(self.root, loaded))
+        environment = machine.environment(peer.environment(self.root, loaded))
         name = f"{turn.number}-{turn.group.name.replace(' ', '-')}-{peer.name}"
         log = self.logs / f"{name}.log"
         try:
@@ -195,7 +193,7 @@ class Runner:
         job = Job(setup, tuple(cases), done, time.perf_counter())
         job_file.write_text(job.to_json())
         job_file.write_text(replace(job, spawned=time.perf_counter()).to_json())
-        command = [peer.python(self.root), "-m", f"peers.{peer.name}", str(job_file), str(out_file)]
+        command = [*peer.driver(self.root), str(job_file), str(out_file)]
         self._follow(turn, peer.name, command, environment, log, out_file)
 
     def _follow(
@@ -268,9 +266,9 @@ class Runner:
                 command = [sys.executable, "-m", "peers.client", str(job_file)]
                 client_log = log.with_suffix(".client.log")
                 if case.kind != "start":
-                    client = _environment({})
+                    client = machine.environment({})
                     return self._follow(turn, peer.name, command, client, client_log, out_file)
-                with _process(command, _environment({}), client_log) as client_process:
+                with _process(command, machine.environment({}), client_log) as client_process:
                     if client_process.wait(self.silence) != 0:
                         raise CompareError(_end_of(client_log, client_process.returncode))
                 return [json.loads(line)["metrics"] for line in out_file.read_text().splitlines()]
@@ -327,10 +325,6 @@ def _process(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(BENCHMARKS), **more}
 
 
 def _end_of(log: Path, status: int) -> str:

@@ -56,7 +56,7 @@ def _load(setup: Setup) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-    class Clock(StoppingCriteria):  # type: ignore[misc]  # untyped base
+    class Clock(StoppingCriteria):
         """Notes when each token came; stops nothing."""
 
         def __init__(self) -> None:

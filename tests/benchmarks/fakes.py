@@ -32,15 +32,6 @@ class FakePeer(Peer):
         self.title = name
         self.behaviour = behaviour
         self.journal = folder / f"{name}.journal"
-        self.script = folder / f"{name}.sh"
-        self.set(behaviour)
-
-    def set(self, behaviour: str) -> None:
-        """Changes how it behaves."""
-        self.behaviour = behaviour
-        driver = f"{sys.executable} {HERE / 'fake_driver.py'} {behaviour} {self.journal}"
-        self.script.write_text(f'#!/bin/sh\nshift 2\nexec {driver} "$@"\n')
-        self.script.chmod(0o755)
 
     @property
     def starts(self) -> int:
@@ -50,9 +41,10 @@ class FakePeer(Peer):
     def install(self, root: Path, models: Path) -> None:
         """Nothing to install."""
 
-    def python(self, root: Path) -> str:
-        """A script that starts the fake, whatever module it is asked for."""
-        return str(self.script)
+    def driver(self, root: Path) -> list[str]:
+        """The fake driver."""
+        script = str(HERE / "fake_driver.py")
+        return [sys.executable, script, self.behaviour, str(self.journal)]
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
         """The fake server."""
@@ -80,8 +72,16 @@ class Bench:
         """A runner of both fakes."""
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        peers = {"octavo": self.a, "vllm": self.b}
-        return Runner(peers, self.folder, self.models, results, logs, quick=True, silence=silence)
+        return Runner(
+            {"octavo": self.a, "vllm": self.b},
+            self.folder,
+            self.models,
+            results,
+            logs,
+            quick=True,
+            silence=silence,
+            measure_machine=lambda threads, folder: MACHINE,
+        )
 
 
 def latency_group(name: str = "one", iterations: int = 2, **settings: Any) -> Group:

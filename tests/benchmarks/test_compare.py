@@ -29,7 +29,7 @@ from peers.runner import Runner, interleaved, search_highest, within_limits
 from peers.transformers import Transformers
 from peers.vllm import Vllm, requirements
 
-from tests.benchmarks.fakes import MACHINE, TINYLLAMA, Bench, latency_group
+from tests.benchmarks.fakes import TINYLLAMA, Bench, latency_group
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -43,13 +43,8 @@ NO_DATA = Path("/nonexistent")
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(tmp_path: Path) -> Bench:
     """Two fakes that are well; the machine's measurement is made up."""
-
-    def measure(self: Runner, turn: Any) -> None:
-        self.results.add_limit(turn.group.name, turn.number, MACHINE)
-
-    monkeypatch.setattr(Runner, "_measure_machine", measure)
     return Bench(tmp_path)
 
 
@@ -331,7 +326,7 @@ class TestTurns:
         assert (bench.a.starts, bench.b.starts) == (2, 3)  # only what was missing
 
     def test_a_failing_engine_does_not_stop_the_others(self, bench: Bench) -> None:
-        bench.a.set("dies")
+        bench.a.behaviour = "dies"
         results = bench.results()
         bench.runner(results).run([latency_group(iterations=4)], 1)
         assert [key[0] for key in keys(results)] == ["octavo"] * 2 + ["vllm"] * 4
@@ -344,7 +339,7 @@ class TestTurns:
         assert [key[3] for key in keys(results) if key[0] == "octavo"] == [0, 1, 2, 3]
 
     def test_failures_are_kept_once(self, bench: Bench) -> None:
-        bench.a.set("hangs")
+        bench.a.behaviour = "hangs"
         results = bench.results()
         for _ in range(2):
             bench.runner(results, silence=0.5).run([latency_group()], 1)
@@ -353,7 +348,7 @@ class TestTurns:
 
     @pytest.mark.parametrize("server", [False, True])
     def test_wrong_lengths_do_not_count(self, bench: Bench, server: bool) -> None:
-        bench.b.set("short")
+        bench.b.behaviour = "short"
         case = latency_group().cases[0]
         note = {"kind": "latency", "model": "toy", "weights": "bf16", "batch": 2, "group": "one"}
         size = vars(ModelSize.of(bench.models / "toy"))
@@ -399,7 +394,7 @@ class TestServers:
         ],
     )
     def test_bad_server(self, bench: Bench, behaviour: str, message: str) -> None:
-        bench.a.set(behaviour)
+        bench.a.behaviour = behaviour
         results = bench.results()
         bench.runner(results).run([latency_group(server=True)], 1)
         (failure,) = results.data["failures"]
