@@ -8,6 +8,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from peers.installing import CompareError
+
 SHAPES: dict[str, dict[str, Any]] = {
     "toy": {
         "hidden_size": 64,
@@ -40,12 +42,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_models(folder: Path) -> None:
-    """Makes the models that are missing in `folder`: seeded weights, and a tokenizer each."""
+    """Makes the models that are missing in `folder`: seeded weights, and a tokenizer each.
+
+    Raises:
+        CompareError: if one is missing and transformers, which makes it, too.
+    """
     missing = [name for name in SHAPES if not (folder / name / "config.json").exists()]
     if not missing:
         return
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ModuleNotFoundError as error:
+        raise CompareError(
+            f"Making the models {', '.join(missing)} needs {error.name}; install it "
+            "(pip install 'octavo[dev]')."
+        ) from None
 
     for name in missing:
         part = folder / f"part-{name}"

@@ -245,7 +245,7 @@ class Runner:
                     raise CompareError(f"not ready after {self.silence:.0f} s; see {log}")
                 time.sleep(0.01)
             ready = time.perf_counter() - begin
-            model = _get(url + "/v1/models")["data"][0]["id"]
+            model = _model_of(url)
             body = {"model": model, "prompt": [301, 302, 303, 304], "max_tokens": 1}
             _get(url + "/v1/completions", {**body, **peer.body(setup)})
             start = {"ready_s": ready, "first_token_s": time.perf_counter() - begin}
@@ -269,8 +269,14 @@ class Runner:
                     client = machine.environment({})
                     return self._follow(turn, peer.name, command, client, client_log, out_file)
                 with _process(command, machine.environment({}), client_log) as client_process:
-                    if client_process.wait(self.silence) != 0:
-                        raise CompareError(_end_of(client_log, client_process.returncode))
+                    try:
+                        status = client_process.wait(self.silence)
+                    except subprocess.TimeoutExpired:
+                        raise CompareError(
+                            f"no answer for {self.silence:.0f} s; see {log}"
+                        ) from None
+                    if status != 0:
+                        raise CompareError(_end_of(client_log, status))
                 return [json.loads(line)["metrics"] for line in out_file.read_text().splitlines()]
 
             for case in cases:
@@ -360,6 +366,19 @@ def _get(url: str, body: dict[str, Any] | None = None) -> Any:
             return json.load(response)
     except (OSError, ValueError) as error:
         raise CompareError(f"{url} did not answer as it should: {error}") from None
+
+
+def _model_of(url: str) -> str:
+    """The model that a server serves.
+
+    Raises:
+        CompareError: if it does not say so.
+    """
+    answer = _get(url + "/v1/models")
+    try:
+        return str(answer["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise CompareError(f"{url}/v1/models names no model: {str(answer)[:300]}") from None
 
 
 def _shown(figures: Mapping[str, float]) -> str:

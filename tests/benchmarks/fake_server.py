@@ -13,13 +13,13 @@ if behaviour == "dies":
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Behaviours: well, short (a token too few), dies (at start), garbage, refuses."""
+    """Behaviours: well, short (a token too few), dies (at start), garbage, refuses, nameless."""
 
     def log_message(self, *args: object) -> None:
         pass
 
     def do_GET(self) -> None:
-        self.reply({"data": [{"id": "fake"}]})
+        self.reply({"data": [] if behaviour == "nameless" else [{"id": "fake"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

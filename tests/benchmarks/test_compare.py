@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from peers.cases import SMALL, TINY, WORKLOADS, ModelSize, groups
 from peers.client import Stream, percentile, serving_metrics
 from peers.installing import CompareError, make_environment, read_marker, run, write_marker
 from peers.llama import Llama
+from peers.models import make_models
 from peers.openvino import OpenVino
 from peers.results import Results, load
 from peers.runner import Runner, interleaved, search_highest, within_limits
@@ -391,6 +393,7 @@ class TestServers:
             ("dies", "no such model, says the fake"),
             ("refuses", "the server answered 503"),
             ("garbage", "the server failed"),
+            ("nameless", "names no model"),
         ],
     )
     def test_bad_server(self, bench: Bench, behaviour: str, message: str) -> None:
@@ -735,6 +738,18 @@ class TestPeers:
             run(["sh", "-c", "echo no such package; exit 3"], log)
         with pytest.raises(CompareError, match="is not on this machine"):
             run(["no-such-program"], log)
+
+    def test_models_need_transformers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(CompareError, match="models toy, smollm2"):
+            make_models(tmp_path)
+
+    def test_models_that_are_there_are_kept(self, bench: Bench) -> None:
+        before = {path: path.stat().st_mtime_ns for path in bench.models.rglob("*")}
+        make_models(bench.models)
+        assert before == {path: path.stat().st_mtime_ns for path in bench.models.rglob("*")}
 
     def test_environment_made_once(self, tmp_path: Path) -> None:
         python = tmp_path / "env" / "bin" / "python"
