@@ -99,10 +99,11 @@ class Spread:
         return text
 
 
-def advantage(own: Spread, other: Spread, *, less: bool) -> float:
-    """How many times better the own median is; above 1 it is ahead."""
-    first, second = (other.median, own.median) if less else (own.median, other.median)
-    return first / second if second else float("inf")
+def advantage(own: Spread, other: Spread, *, less: bool) -> float | None:
+    """How many times better the own median is; above 1 it is ahead. None: one of them is 0."""
+    if not own.median or not other.median:
+        return None
+    return other.median / own.median if less else own.median / other.median
 
 
 def values(data: dict[str, Any], engine: str, case: str, metric: str) -> list[float]:
@@ -217,7 +218,8 @@ def _cell(
     own = spreads.get(OWN)
     if engine == OWN or own is None or "share" in metric.name or metric.name == "gflop_s":
         return text
-    return f"{text}; {advantage(own, spread, less=metric.less):.2f}x"
+    factor = advantage(own, spread, less=metric.less)
+    return text if factor is None else f"{text}; {factor:.2f}x"
 
 
 def _preface(data: dict[str, Any]) -> str:

@@ -81,6 +81,9 @@ class TestStatistics:
         quick, slow = (report.Spread(x, x, x, 1) for x in (10.0, 20.0))
         assert report.advantage(quick, slow, less=True) == 2.0
         assert report.advantage(quick, slow, less=False) == 0.5
+        none = report.Spread(0.0, 0.0, 0.0, 1)
+        assert report.advantage(quick, none, less=False) is None
+        assert report.advantage(none, quick, less=True) is None
 
     @pytest.mark.parametrize(
         ("config", "gflop", "weights", "kv_bytes"),
