@@ -67,7 +67,7 @@ def make_models(folder: Path) -> None:
         config = LlamaConfig(
             **SHAPES[name], max_position_embeddings=4096, bos_token_id=1, eos_token_id=2
         )
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(part)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(part)
         _make_tokenizer(part, SHAPES[name]["vocab_size"])
         part.rename(folder / name)
 

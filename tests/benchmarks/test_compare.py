@@ -557,7 +557,7 @@ class TestReport:
 
     def test_busy_client_is_told(self, data: dict[str, Any]) -> None:
         case = f"W3 {SMALL} highest rate"
-        busy = {"rate": 1.0, "ttft_ms_p99": 1.0, "tpot_ms_p99": 1.0, "lag_ms_p99": 500.0}
+        busy: dict[str, Any] = {"rate": 1.0, "ttft_ms_p99": 1.0, "tpot_ms_p99": 1.0, "lag_ms_p99": 500.0}
         data["samples"].append(sample("octavo", case, client_cpu=0.9, **busy))
         assert "in 1 of 1 replays it was busy or late itself" in report.tables(data)
 
