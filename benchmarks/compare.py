@@ -178,7 +178,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def octavo_version() -> dict[str, Any]:
-    """Octavo's version and the commit it is at."""
+    """Octavo's version and the last commit that changed its code."""
     import torch
 
     from octavo import __version__
@@ -187,7 +187,7 @@ def octavo_version() -> dict[str, Any]:
         command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
-    commit = git("rev-parse", "--short=12", "HEAD")
+    commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", "octavo", "csrc")
     changed = " with changes" if git("status", "--porcelain", "octavo", "csrc") else ""
     version = f"octavo {__version__}" + (f" ({commit}{changed})" if commit else "")
     return {"version": version, "versions": {"torch": torch.__version__}}

@@ -163,7 +163,7 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "instructions": [flag for flag in wanted if flag in flags],
         "memory_gib": round(total / 2**20, 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": platform.python_version(),
     }
 

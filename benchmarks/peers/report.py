@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -276,7 +277,8 @@ def _notes(data: dict[str, Any]) -> list[str]:
         workloads = ", ".join(dict.fromkeys(case.split()[0] for case in cases))
         notes.append(f"{TITLES[engine]} {reason} ({workloads}).")
     for failure in data["failures"]:
-        reason = " ".join(failure["reason"].split())[-200:]
+        # Folders of the measuring machine have no place in a document.
+        reason = re.sub(r"(/[\w.+-]+)+/", "", " ".join(failure["reason"].split()))[-200:]
         notes.append(f"{TITLES[failure['engine']]} failed at {failure['case']}: {reason}")
     for engine in data["versions"]:
         bad = [

@@ -555,9 +555,19 @@ class TestReport:
         data["settings"]["quick"] = True
         assert "figures mean nothing" in report.tables(data)
 
+    def test_reasons_are_shown_without_folders(self, data: dict[str, Any]) -> None:
+        data["failures"][0]["reason"] = "end of /home/me/x-1/run.log: out of ink 3/4"
+        text = report.tables(data)
+        assert f"- OpenVINO failed at W5 {TINY}: end of run.log: out of ink 3/4" in text
+
     def test_busy_client_is_told(self, data: dict[str, Any]) -> None:
         case = f"W3 {SMALL} highest rate"
-        busy: dict[str, Any] = {"rate": 1.0, "ttft_ms_p99": 1.0, "tpot_ms_p99": 1.0, "lag_ms_p99": 500.0}
+        busy: dict[str, Any] = {
+            "rate": 1.0,
+            "ttft_ms_p99": 1.0,
+            "tpot_ms_p99": 1.0,
+            "lag_ms_p99": 500.0,
+        }
         data["samples"].append(sample("octavo", case, client_cpu=0.9, **busy))
         assert "in 1 of 1 replays it was busy or late itself" in report.tables(data)
 
