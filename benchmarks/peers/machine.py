@@ -36,43 +36,41 @@ _SOURCE = r"""
 
 typedef uint64_t vec __attribute__((vector_size(64)));
 enum { STREAMS = 8, MOST_BLOCKS = 64 };
+static const size_t BYTES = (size_t)256 << 20, CHUNK = (size_t)1 << 20;
 
-static uint64_t read_all(const char* data, size_t share) {
+static uint64_t read_chunk(const char* data) {
+  const vec* p = (const vec*)data;
+  vec sum[STREAMS] = {0};
+  for (size_t j = 0; j < CHUNK / sizeof(vec); j += STREAMS)
+    for (int k = 0; k < STREAMS; k++) {
+      __builtin_prefetch((const char*)(p + j + k) + 4096);
+      sum[k] ^= p[j + k];
+    }
   uint64_t sink = 0;
-#pragma omp parallel reduction(^ : sink)
-  {
-    const vec* p = (const vec*)(data + omp_get_thread_num() * share);
-    vec sum[STREAMS] = {0};
-    for (size_t j = 0; j < share / sizeof(vec); j += STREAMS)
-      for (int k = 0; k < STREAMS; k++) {
-        __builtin_prefetch((const char*)(p + j + k) + 4096);
-        sum[k] ^= p[j + k];
-      }
-    for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7];
-  }
+  for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7];
   return sink;
 }
 
 int main(int argc, char** argv) {
   if (argc != 4) return 2;
   int threads = atoi(argv[1]), blocks = atoi(argv[2]), reads = atoi(argv[3]);
-  size_t bytes = (size_t)256 << 20, share = bytes / threads / 4096 * 4096;
   char* data[MOST_BLOCKS];
   if (blocks > MOST_BLOCKS) return 2;
   omp_set_num_threads(threads);
   for (int i = 0; i < blocks; i++) {
-    data[i] = aligned_alloc(2 << 20, bytes);
+    data[i] = aligned_alloc(2 << 20, BYTES);
     if (!data[i]) return 3;
-    madvise(data[i], bytes, MADV_HUGEPAGE);
-#pragma omp parallel
-    memset(data[i] + omp_get_thread_num() * share, omp_get_thread_num() + 1, share);
+    madvise(data[i], BYTES, MADV_HUGEPAGE);
+#pragma omp parallel for
+    for (size_t j = 0; j < BYTES; j += CHUNK) memset(data[i] + j, i + 1, CHUNK);
   }
   uint64_t sink = 0;
   for (int n = 0; n < reads; n++)
     for (int i = 0; i < blocks; i++) {
       double begin = omp_get_wtime();
-      sink ^= read_all(data[i], share);
-      printf("%d %.3f\n", i, share * threads / (omp_get_wtime() - begin) / 1e9);
+#pragma omp parallel for schedule(dynamic) reduction(^ : sink)
+      for (size_t j = 0; j < BYTES; j += CHUNK) sink ^= read_chunk(data[i] + j);
+      printf("%d %.3f\n", i, BYTES / (omp_get_wtime() - begin) / 1e9);
     }
   return sink == 12345;
 }
