@@ -1,0 +1,217 @@
+"""Octavo beside its peers: the same requests on the same weights, in turn, on this machine.
+
+    python benchmarks/compare.py install --into FOLDER
+    python benchmarks/compare.py run --models FOLDER/models --out results.json
+    python benchmarks/compare.py report results.json
+
+`install` puts each peer into an environment of its own under FOLDER, makes the models (random
+weights, real shapes) where they are missing, and converts them as the peers need them. `run`
+measures the engines one after the other, each turn in a fresh process, and all over again
+(`--repeats`); the machine's own limits are measured in between. Every measurement is written to
+the results file at once; `--resume` goes on after an interruption. `report` prints the tables and
+writes them into docs/performance.md.
+
+Workloads: W1 latency, W1q the same with int8 and int4 weights, W2 offline throughput, W3 serving,
+W4 shared prefix, W5 prefill, W6 start and memory, W7 toy model (the engine's own costs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peers import report
+from peers.base import Case, Peer
+from peers.cases import WORKLOADS, Group, ModelSize, groups
+from peers.installing import CompareError, read_marker
+from peers.machine import describe
+from peers.models import make_models
+from peers.results import Results, load
+from peers.runner import Runner
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINES = ("octavo", "vllm", "openvino", "llama", "transformers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 0, 1 (failed), 130 (interrupted)."""
+    args = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(args.command(args))
+    except CompareError as error:
+        print(f"compare: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("compare: interrupted; `run` goes on with --resume", file=sys.stderr)
+        return 130
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    install = commands.add_parser("install", help="install peers, make and convert models")
+    install.add_argument("--peers", type=_names, default=list(ENGINES[1:]), metavar="A,B")
+    install.add_argument("--into", type=Path, required=True, metavar="FOLDER")
+    install.add_argument("--again", action="store_true", help="also those that are installed")
+    install.set_defaults(command=_install)
+
+    run = commands.add_parser("run", help="measure")
+    run.add_argument("--workloads", type=_names, default=list(WORKLOADS), metavar="W1,W2")
+    run.add_argument("--engines", type=_names, default=list(ENGINES[:4]), metavar="A,B")
+    run.add_argument("--repeats", type=int, default=3, metavar="N")
+    run.add_argument("--models", type=Path, required=True, metavar="FOLDER")
+    run.add_argument(
+        "--peers", type=Path, metavar="FOLDER", help="where they are [the parent of --models]"
+    )
+    run.add_argument("--out", type=Path, required=True, metavar="FILE")
+    run.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "workloads")
+    run.add_argument("--quick", action="store_true", help="few, short requests: are drivers well?")
+    run.add_argument("--skip-missing", action="store_true", help="leave out missing peers")
+    run.add_argument("--resume", action="store_true", help="go on with the results file")
+    run.add_argument("--silence", type=float, default=900.0, metavar="S", help="give up after")
+    run.set_defaults(command=_run)
+
+    show = commands.add_parser("report", help="print the tables, write docs/performance.md")
+    show.add_argument("results", type=Path)
+    show.add_argument("--into", type=Path, default=ROOT / "docs" / "performance.md")
+    show.add_argument("--print-only", action="store_true")
+    show.set_defaults(command=_report)
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one")
+    return list(dict.fromkeys(names))
+
+
+def peer_named(name: str) -> Peer:
+    """The driver of an engine.
+
+    Raises:
+        CompareError: if there is none of that name.
+    """
+    if name not in ENGINES:
+        raise CompareError(f"There is no engine {name!r}; choose from {','.join(ENGINES)}.")
+    peer: Peer = importlib.import_module(f"peers.{name}").PEER
+    return peer
+
+
+def _install(args: argparse.Namespace) -> int:
+    peers = [peer_named(name) for name in args.peers]
+    args.into.mkdir(parents=True, exist_ok=True)
+    root = args.into.resolve()
+    make_models(root / "models")
+    failed = False
+    for peer in peers:
+        if read_marker(root / peer.name) is not None and not args.again:
+            print(f"{peer.title}: installed already")
+            continue
+        print(f"{peer.title}: installing (progress in {root / peer.name / 'install.log'})")
+        try:
+            peer.install(root, root / "models")
+        except CompareError as error:
+            print(f"compare: error: {peer.title}: {error}", file=sys.stderr)
+            failed = True
+    return int(failed)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.repeats < 1:
+        raise CompareError(f"--repeats {args.repeats} measures nothing; give 1 or more.")
+    models = args.models.resolve()
+    root = (args.peers or models.parent).resolve()
+    peers = {name: peer_named(name) for name in args.engines}
+    wanted = groups(args.workloads, args.data, quick=args.quick)
+    sizes = {group.model: ModelSize.of(models / group.model) for group in wanted}
+
+    versions: dict[str, Any] = {}
+    absent: list[str] = []
+    for name in peers:
+        note = octavo_version() if name == "octavo" else read_marker(root / name)
+        if note is None:
+            if not args.skip_missing:
+                raise CompareError(
+                    f"{name} is not installed in {root / name}; run `compare.py install --peers "
+                    f"{name} --into {root}`, or leave it out with --skip-missing."
+                )
+            absent.append(name)
+        else:
+            versions[name] = note
+    settings = {
+        "quick": args.quick,
+        "models": {name: vars(size) for name, size in sizes.items()},
+        "cases": {case.name: note_of(group, case) for group in wanted for case in group.cases},
+    }
+    results = Results(args.out, settings, resume=args.resume)
+    results.describe(describe(), versions)
+    results.save()
+    for name in absent:
+        print(f"{name}: not installed, left out", file=sys.stderr)
+        for group in wanted:
+            for case in group.cases:
+                results.add_absence(name, case.name, "not installed")
+
+    logs = args.out.with_name(args.out.name + ".logs").resolve()
+    logs.mkdir(exist_ok=True)
+    present = {name: peer for name, peer in peers.items() if name not in absent}
+    runner = Runner(present, root, models, results, logs, quick=args.quick, silence=args.silence)
+    runner.run(wanted, args.repeats)
+    print(report.tables(results.data))
+    return int(bool(results.data["failures"]))
+
+
+def octavo_version() -> dict[str, Any]:
+    """Octavo's version and the last commit that changed its code."""
+    import torch
+
+    from octavo import __version__
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", "octavo", "csrc")
+    changed = " with changes" if git("status", "--porcelain", "octavo", "csrc") else ""
+    version = f"octavo {__version__}" + (f" ({commit}{changed})" if commit else "")
+    return {"version": version, "versions": {"torch": torch.__version__}}
+
+
+def note_of(group: Group, case: Case) -> dict[str, Any]:
+    """What the report has to know of a case, and a short hash of its requests."""
+    return {
+        "kind": case.kind,
+        "group": group.name,
+        "model": group.model,
+        "weights": group.weights,
+        "batch": len(case.rows),
+        "requests": hashlib.sha256(repr(case.rows).encode()).hexdigest()[:16],
+    }
+
+
+def _report(args: argparse.Namespace) -> int:
+    text = report.tables(load(args.results))
+    print(text)
+    if not args.print_only:
+        report.write(text, args.into)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""What an engine under comparison is, and the loop that measures it in its own environment.
+
+An engine is measured in a fresh process: `python -m peers.NAME JOB OUT`, started in the engine's
+environment, reads the JSON file JOB and appends one JSON line to OUT for each measurement. The
+standard library is all that this file needs, so it runs in every environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+TOKENS = (300, 20000)
+"""Range of the token ids in the workloads of large models; `shifted` stays within it."""
+PREFILL = 2048
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request: prompt, exact number of tokens to generate, and when it is sent."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    arrival_unit: float = 0.0
+    """Seconds after the start at a rate of one request a second."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine is started."""
+
+    model: str
+    """Folder of the checkpoint."""
+    weights: str = "bf16"
+    """bf16, int8 or int4."""
+    kv_gib: int = 4
+    """Size of the KV cache, GiB."""
+    kv_tokens: int = 0
+    """The same in tokens of this model."""
+    max_num_seqs: int = 256
+    max_model_len: int = 4096
+    prefix_caching: bool = False
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Kinds: latency (ms per output token and to the first), throughput (output tokens/s), prefill
+    (prompt tokens/s), cold and cached (seconds for a shared prefix), serve (arrivals at a rate),
+    search (the highest rate within limits), start (seconds to the first token; memory).
+    """
+
+    name: str
+    kind: str
+    file: str
+    """Name of the workload."""
+    iterations: int = 1
+    rate: float | None = None
+    """Requests a second; None: all at once."""
+    rows: tuple[Row, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When a request's first and last token came (s, `time.perf_counter`), and how many."""
+
+    first: float
+    last: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one process."""
+
+    setup: Setup
+    cases: tuple[Case, ...]
+    done: tuple[tuple[str, int], ...] = ()
+    """Case and iteration of the measurements that are not wanted again."""
+    spawned: float = 0.0
+    """When the process was started, `time.perf_counter` (one clock for all processes)."""
+
+    def to_json(self) -> str:
+        """The job as a process reads it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        """The inverse of `to_json`."""
+        plain = json.loads(text)
+        setup = plain["setup"]
+        cases = [
+            Case(**{**case, "rows": tuple(Row(**row) for row in case["rows"])})
+            for case in plain["cases"]
+        ]
+        return Job(
+            Setup(**{**setup, "cores": tuple(setup["cores"])}),
+            tuple(cases),
+            tuple((name, iteration) for name, iteration in plain["done"]),
+            plain["spawned"],
+        )
+
+
+Generate = Callable[[Sequence[Row], bool], Sequence[Answer]]
+"""Answers all rows at once, greedily and past the end token. The flag: the times of the first and
+last token are wanted; without it an engine may collect its answers once, at the end."""
+
+
+class Peer(ABC):
+    """An engine under comparison."""
+
+    name: str
+    """Its name on the command line, and of its folder."""
+    title: str
+    """Its name in the tables."""
+    offline = True
+    """Measured through its Python API; if not, all that it does goes through its server."""
+    ready_path = "/health"
+    """Address that answers 200 once the server takes requests."""
+
+    @abstractmethod
+    def install(self, root: Path, models: Path) -> None:
+        """Installs it under `root` and converts the models as it needs them."""
+
+    def refusal(self, setup: Setup, case: Case) -> str | None:
+        """Why it has no figure for a case, or None: it has."""
+        return None
+
+    def python(self, root: Path) -> str:
+        """The interpreter of its environment."""
+        return str(root / self.name / "env" / "bin" / "python")
+
+    def driver(self, root: Path) -> list[str]:
+        """The command that measures it through its Python API, but for job and output file."""
+        return [self.python(root), "-m", f"peers.{self.name}"]
+
+    def environment(self, root: Path, setup: Setup) -> dict[str, str]:
+        """Environment variables of its best configuration."""
+        return {}
+
+    def model(self, root: Path, setup: Setup) -> str:
+        """The file or folder that it loads."""
+        return setup.model
+
+    def server(self, root: Path, setup: Setup, port: int) -> list[str]:
+        """The command that starts its OpenAI-compatible server."""
+        raise NotImplementedError(self.name)
+
+    def body(self, setup: Setup) -> dict[str, Any]:
+        """Further fields of a request to its server."""
+        return {}
+
+
+def shifted(rows: Sequence[Row], by: int) -> list[Row]:
+    """The same lengths and the same sharing with other tokens: nothing of it is cached yet."""
+    low, high = TOKENS
+    return [
+        replace(
+            row,
+            prompt_token_ids=[
+                low + (token - low + 1009 * by) % (high - low) for token in row.prompt_token_ids
+            ],
+        )
+        for row in rows
+    ]
+
+
+def warm_up_rows(case: Case) -> list[Row]:
+    """What is run once before a case is measured."""
+    if case.kind == "prefill":
+        return [case.rows[-1]]
+    if case.kind in ("cold", "cached"):
+        return [replace(row, max_tokens=4) for row in shifted(case.rows[:2], 7919)]
+    return [replace(row, max_tokens=min(8, row.max_tokens)) for row in case.rows[:8]]
+
+
+def rows_of(case: Case, iteration: int) -> tuple[list[Row], list[Row]]:
+    """What runs before a measurement, untimed, and what is measured."""
+    if case.kind == "prefill":
+        return [], [case.rows[iteration % len(case.rows)]]
+    if case.kind == "cold":
+        return [], shifted(case.rows, 2 * iteration + 1)
+    if case.kind == "cached":
+        rows = shifted(case.rows, 2 * iteration + 2)
+        return rows[:1], rows
+    return [], list(case.rows)
+
+
+def metrics(
+    case: Case, rows: Sequence[Row], answers: Sequence[Answer], begin: float, end: float
+) -> dict[str, float]:
+    """The figures of one measurement; `wrong_tokens` counts requests of a wrong length."""
+    seconds = end - begin
+    wrong = sum(
+        answer.num_tokens != row.max_tokens for row, answer in zip(rows, answers, strict=True)
+    )
+    found = {"seconds": seconds, "wrong_tokens": float(wrong)}
+    if case.kind == "latency":
+        found["ttft_ms"] = statistics.median(1e3 * (a.first - begin) for a in answers)
+        found["tpot_ms"] = statistics.median(
+            1e3 * (a.last - a.first) / max(1, a.num_tokens - 1) for a in answers
+        )
+    elif case.kind == "prefill":
+        found["prefill_tok_s"] = sum(len(row.prompt_token_ids) for row in rows) / seconds
+    elif case.kind == "throughput":
+        found["out_tok_s"] = sum(a.num_tokens for a in answers) / seconds
+    return found
+
+
+def tree_peak_mib(pid: int) -> float:
+    """Peak resident memory of a process and its living descendants, added up, MiB."""
+    total = 0.0
+    with contextlib.suppress(OSError):  # a process may end while it is looked at
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                total += int(line.split()[1]) / 1024
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                total += tree_peak_mib(int(child))
+    return total
+
+
+def drive(load: Callable[[Setup], Generate]) -> None:
+    """The main function of a process that measures an engine through its Python API."""
+    job_file, out_file = sys.argv[1:]
+    job = Job.from_json(Path(job_file).read_text())
+    with Path(out_file).open("a") as out:
+
+        def tell(**event: Any) -> None:
+            out.write(json.dumps(event) + "\n")
+            out.flush()
+
+        generate = load(job.setup)
+        loaded = time.perf_counter() - job.spawned
+        generate([replace(job.cases[0].rows[0], max_tokens=1)], False)
+        first_token = time.perf_counter() - job.spawned
+        for case in job.cases:
+            if case.kind == "start":
+                generate(case.rows, False)
+                start = {"ready_s": loaded, "first_token_s": first_token, "wrong_tokens": 0.0}
+                start["peak_mib"] = tree_peak_mib(os.getpid())
+                tell(case=case.name, iteration=0, metrics=start)
+                continue
+            todo = [i for i in range(case.iterations) if (case.name, i) not in job.done]
+            if todo:
+                generate(warm_up_rows(case), False)
+            for iteration in todo:
+                before, rows = rows_of(case, iteration)
+                if before:
+                    generate(before, False)
+                begin = time.perf_counter()
+                answers = generate(rows, case.kind == "latency")
+                end = time.perf_counter()
+                found = metrics(case, rows, answers, begin, end)
+                tell(case=case.name, iteration=iteration, metrics=found)

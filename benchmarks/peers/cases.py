@@ -1,0 +1,177 @@
+"""What is compared: the workloads, grouped by what one process of an engine can measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peers import workloads
+from peers.base import PREFILL, Case, Row, Setup
+from peers.installing import CompareError
+
+TINY, SMALL, TOY = "tinyllama-1.1b", "smollm2-135m", "toy"
+WORKLOADS = ("W1", "W1q", "W2", "W3", "W4", "W5", "W6", "W7")
+RATES = (2.0, 6.0)
+TTFT_LIMIT_MS, TPOT_LIMIT_MS = 2000.0, 100.0
+"""What the highest rate has to keep, both at p99."""
+LADDER = tuple(round(0.5 * 1.1**i, 2) for i in range(36))
+"""The rates the search tries, requests/s: 0.5 to 14, 10 % apart."""
+QUICK_IN, QUICK_OUT = 256, 12
+BITS = {"bf16": 16.0, "int8": 8.0, "int4": 4.5}
+"""Nominal bits of a weight; int4 with one 16-bit scale for 32 weights."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that one process of each engine measures, one after the other."""
+
+    name: str
+    model: str
+    cases: tuple[Case, ...]
+    weights: str = "bf16"
+    kv_gib: int = 4
+    prefix_caching: bool = False
+    server: bool = False
+    """The engine's server is wanted, also of those that have a Python API."""
+
+    def setup(self, models: Path, cores: Sequence[int]) -> Setup:
+        """How the engines are started for it.
+
+        Raises:
+            CompareError: if there is no such model.
+        """
+        folder = models / self.model
+        return Setup(
+            model=str(folder),
+            weights=self.weights,
+            kv_gib=self.kv_gib,
+            kv_tokens=self.kv_gib * 2**30 // ModelSize.of(folder).kv_bytes,
+            prefix_caching=self.prefix_caching,
+            cores=tuple(cores),
+        )
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a token costs on a model of Llama's shape."""
+
+    kv_bytes: int
+    """Bytes of KV cache a token, bfloat16."""
+    weights: int
+    """Weights read for one token: all linear layers, the LM head included."""
+    prefill_flop: float
+    """FLOP a token of a prompt of 2,048: linear layers without LM head, causal attention."""
+
+    @staticmethod
+    def of(folder: Path) -> ModelSize:
+        """Reads a checkpoint's config.json.
+
+        Raises:
+            CompareError: if there is none.
+        """
+        try:
+            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        except FileNotFoundError:
+            raise CompareError(
+                f"There is no model in {folder}; `compare.py install` makes the models, or give "
+                "their folder with --models."
+            ) from None
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        head = config.get("head_dim") or hidden // heads
+        attention = 2 * hidden * head * (heads + kv_heads)
+        linear = layers * (attention + 3 * hidden * config["intermediate_size"])
+        mean_context = (PREFILL + 1) / 2
+        return ModelSize(
+            kv_bytes=2 * 2 * layers * kv_heads * head,
+            weights=linear + hidden * config["vocab_size"],
+            prefill_flop=2 * linear + 4 * layers * heads * head * mean_context,
+        )
+
+
+def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
+    """The groups of the wanted workloads.
+
+    Args:
+        wanted: names such as W1.
+        data: folder of the request sets.
+        quick: few and short requests, to see that the drivers work.
+
+    Raises:
+        CompareError: for an unknown workload, or a bad file.
+    """
+    for name in wanted:
+        if name not in WORKLOADS:
+            raise CompareError(f"There is no workload {name!r}; choose from {','.join(WORKLOADS)}.")
+
+    def case(
+        name: str, kind: str, file: str, iterations: int = 1, rate: float | None = None
+    ) -> Case:
+        rows = workloads.read(file, data)
+        if quick:
+            rows, iterations = shorten(kind, rows), 1
+        return Case(name, kind, file, iterations, rate, rows)
+
+    found: list[Group] = []
+
+    def add(workload: str, name: str, model: str, cases: list[Case], **settings: Any) -> None:
+        if workload in wanted and cases:
+            found.append(Group(name, model, tuple(cases), **settings))
+
+    for model in (TINY, SMALL):
+        cases: list[Case] = []
+        if "W1" in wanted:
+            cases += [
+                case(f"W1 {model} batch {n}", "latency", f"w1_b{n}_{model}", 3) for n in (1, 8)
+            ]
+        if "W2" in wanted:
+            cases.append(case(f"W2 {model}", "throughput", f"w2_{model}"))
+        if "W5" in wanted:
+            cases.append(case(f"W5 {model}", "prefill", f"w5_{model}", 3))
+        if cases:
+            found.append(Group(f"{model} bf16", model, tuple(cases)))
+    if "W1q" in wanted:
+        for weights in ("int8", "int4"):
+            cases = [
+                case(f"W1q {TINY} {weights} batch {n}", "latency", f"w1_b{n}_{TINY}", 3)
+                for n in (1, 8)
+            ]
+            add("W1q", f"{TINY} {weights}", TINY, cases, weights=weights)
+    if "W3" in wanted:
+        file = f"w3_{SMALL}"
+        cases = [case(f"W3 {SMALL} {rate:g}/s", "serve", file, rate=rate) for rate in RATES]
+        cases.append(case(f"W3 {SMALL} highest rate", "search", file))
+        add("W3", f"{SMALL} serving", SMALL, cases, server=True)
+    if "W4" in wanted:
+        cases = [case(f"W4 {SMALL} {kind}", kind, f"w4_{SMALL}", 2) for kind in ("cold", "cached")]
+        add("W4", f"{SMALL} shared prefix", SMALL, cases, prefix_caching=True)
+    if "W6" in wanted:
+        for model in (SMALL, TINY):
+            # Some short answers and a long prompt: what a process holds when it has worked.
+            rows = workloads.read(f"w1_b8_{model}", data)
+            rows += tuple(replace(r, max_tokens=8) for r in workloads.read(f"w5_{model}", data)[:2])
+            if quick:
+                rows = shorten("start", rows)
+            for way in ("offline", "server"):
+                start = Case(f"W6 {model} {way}", "start", f"w1_b8_{model}", rows=rows)
+                name = f"{model} start {way}"
+                add("W6", name, model, [start], kv_gib=1, server=way == "server")
+    if "W7" in wanted:
+        add("W7", "toy", TOY, [case("W7 toy", "throughput", "w7_toy", 2)])
+    return found
+
+
+def shorten(kind: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The small version of a workload that `--quick` runs: few requests, short ones."""
+    most = {"throughput": 8, "cold": 6, "cached": 6, "serve": 10, "search": 10, "prefill": 1}
+    return tuple(
+        replace(
+            row,
+            prompt_token_ids=row.prompt_token_ids[-QUICK_IN:],
+            max_tokens=min(QUICK_OUT, row.max_tokens),
+        )
+        for row in rows[: most.get(kind, len(rows))]
+    )

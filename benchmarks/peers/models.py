@@ -1,0 +1,96 @@
+"""The models of the comparison: random weights in the shapes of released models, bfloat16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from peers.installing import CompareError
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "toy": {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 1000,
+        "tie_word_embeddings": False,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "tinyllama-1.1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def make_models(folder: Path) -> None:
+    """Makes the models that are missing in `folder`: seeded weights, and a tokenizer each.
+
+    Raises:
+        CompareError: if one is missing and transformers, which makes it, too.
+    """
+    missing = [name for name in SHAPES if not (folder / name / "config.json").exists()]
+    if not missing:
+        return
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ModuleNotFoundError as error:
+        raise CompareError(
+            f"Making the models {', '.join(missing)} needs {error.name}; install it "
+            "(pip install 'octavo[dev]')."
+        ) from None
+
+    for name in missing:
+        part = folder / f"part-{name}"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            **SHAPES[name], max_position_embeddings=4096, bos_token_id=1, eos_token_id=2
+        )
+        LlamaForCausalLM(config).bfloat16().save_pretrained(part)
+        _make_tokenizer(part, SHAPES[name]["vocab_size"])
+        part.rename(folder / name)
+
+
+def _make_tokenizer(folder: Path, size: int) -> None:
+    """A byte-level BPE tokenizer of exactly `size` tokens, trained on Python's own library."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [*sorted(library.glob("*.py")), *sorted(library.glob("*/*.py"))][:700]
+    tokenizer.train([str(file) for file in files], trainer)
+    tokenizer.add_tokens([f"<extra_{i}>" for i in range(size - tokenizer.get_vocab_size())])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096}
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **names}))

@@ -1,0 +1,83 @@
+"""Octavo itself, through its public API."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from peers.base import Answer, Generate, Peer, Row, Setup, drive
+
+
+class Octavo(Peer):
+    """The project's own engine, in the environment that runs the comparison."""
+
+    name = "octavo"
+    title = "Octavo"
+    ready_path = "/ready"
+
+    def install(self, root: Path, models: Path) -> None:
+        """It is installed already."""
+
+    def python(self, root: Path) -> str:
+        """The interpreter that runs the comparison."""
+        return sys.executable
+
+    def server(self, root: Path, setup: Setup, port: int) -> list[str]:
+        """`octavo serve`."""
+        command = [sys.executable, "-m", "octavo", "serve", setup.model]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        for name, value in _settings(setup).items():
+            flag = "--" + name.replace("_", "-")
+            if isinstance(value, bool):
+                command.append(flag if value else "--no-" + flag[2:])
+            else:
+                command += [flag, str(value)]
+        return command
+
+
+def _settings(setup: Setup) -> dict[str, str | int | bool]:
+    settings: dict[str, str | int | bool] = {
+        "dtype": "bfloat16",
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": setup.max_num_seqs,
+        "kv_cache_memory_bytes": f"{setup.kv_gib}G",
+        "enable_prefix_caching": setup.prefix_caching,
+    }
+    if setup.weights != "bf16":
+        settings["quantization"] = setup.weights
+    return settings
+
+
+def _load(setup: Setup) -> Generate:
+    from octavo import LLM, SamplingParams
+
+    llm = LLM(setup.model, **_settings(setup))
+
+    def generate(rows: Sequence[Row], timed: bool) -> list[Answer]:
+        outputs = llm.generate(
+            [{"prompt_token_ids": row.prompt_token_ids} for row in rows],
+            [
+                SamplingParams(
+                    temperature=0.0, max_tokens=row.max_tokens, ignore_eos=True, detokenize=False
+                )
+                for row in rows
+            ],
+            use_tqdm=False,
+        )
+        answers = []
+        for output in outputs:
+            # Seconds of `time.monotonic`, which is the clock of `time.perf_counter` on Linux.
+            first, last = output.metrics.first_token_time, output.metrics.last_token_time
+            if first is None or last is None:
+                raise RuntimeError(f"request {output.request_id} has no first or last token time")
+            answers.append(Answer(first, last, len(output.outputs[0].token_ids)))
+        return answers
+
+    return generate
+
+
+PEER = Octavo()
+
+if __name__ == "__main__":
+    drive(_load)

@@ -1,0 +1,154 @@
+"""OpenVINO GenAI: its continuous-batching pipeline on models exported by optimum."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from peers.base import Answer, Case, Generate, Peer, Row, Setup, drive
+from peers.installing import (
+    TORCH,
+    make_environment,
+    pip_install,
+    run,
+    size_mib,
+    versions,
+    write_marker,
+)
+
+VERSION = "2026.4.1"
+# optimum-cli knows no bf16, and without a format makes int8 of models over 10^9 parameters; a
+# config without quantization keeps the checkpoint's type.
+_EXPORT = """
+import sys
+from optimum.exporters.openvino.__main__ import main_export
+from optimum.intel import OVConfig
+model, output = sys.argv[1:]
+task = "text-generation-with-past"
+main_export(model, output, task=task, ov_config=OVConfig(dtype="bf16"), convert_tokenizer=True)
+"""
+
+
+class OpenVino(Peer):
+    """OpenVINO GenAI's continuous-batching pipeline."""
+
+    name = "openvino"
+    title = "OpenVINO"
+
+    def install(self, root: Path, models: Path) -> None:
+        """Installs the runtime, and an exporter beside it; exports the models."""
+        folder = root / "openvino"
+        log = folder / "install.log"
+        python = make_environment(folder / "env", log)
+        runtime = ("openvino", "openvino-genai", "openvino-tokenizers")
+        pip_install(python, log, f"openvino=={VERSION}", *runtime[1:], "numpy")
+
+        exporter = make_environment(folder / "export-env", log)
+        pip_install(exporter, log, TORCH)
+        tools = ("optimum-intel", "nncf", f"openvino=={VERSION}", "openvino-tokenizers")
+        pip_install(exporter, log, TORCH, *tools)
+        # It comes along as a CUDA build that the CPU build of torch cannot load.
+        run([exporter, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], log)
+        (folder / "models").mkdir(exist_ok=True)
+        for model in sorted(path.name for path in models.iterdir() if path.is_dir()):
+            formats = ("bf16", "int8", "int4") if model == "tinyllama-1.1b" else ("bf16",)
+            for weights in formats:
+                target = model_folder(root, model, weights)
+                if target.exists():
+                    continue
+                part = target.with_name("part-" + target.name)
+                shutil.rmtree(part, ignore_errors=True)
+                if weights == "bf16":
+                    run([exporter, "-c", _EXPORT, models / model, part], log)
+                else:
+                    task = ["--task", "text-generation-with-past", "--weight-format", weights]
+                    command = [exporter.with_name("optimum-cli"), "export", "openvino"]
+                    run([*command, "--model", models / model, *task, part], log)
+                part.rename(target)
+        note = {
+            "version": f"openvino-genai {versions(python, 'openvino-genai')['openvino-genai']}",
+            "versions": {
+                **versions(python, *runtime),
+                **versions(exporter, "optimum-intel", "nncf", "torch", "transformers"),
+            },
+            "installed_mib": size_mib(folder / "env"),
+        }
+        write_marker(folder, note)
+
+    def refusal(self, setup: Setup, case: Case) -> str | None:
+        """It is a library."""
+        if case.kind in ("serve", "search") or (case.kind == "start" and "server" in case.name):
+            return "has no server in the package index"
+        return None
+
+    def model(self, root: Path, setup: Setup) -> str:
+        """The exported model."""
+        return str(model_folder(root, Path(setup.model).name, setup.weights))
+
+
+def model_folder(root: Path, model: str, weights: str) -> Path:
+    """Where the exported model lies."""
+    return root / "openvino" / "models" / f"{model}-{weights}"
+
+
+def _load(setup: Setup) -> Generate:
+    import numpy as np
+    import openvino
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = setup.kv_gib
+    scheduler.max_num_batched_tokens = 2048
+    scheduler.max_num_seqs = setup.max_num_seqs
+    scheduler.enable_prefix_caching = setup.prefix_caching
+    scheduler.dynamic_split_fuse = True
+    properties = {
+        "INFERENCE_NUM_THREADS": len(setup.cores),
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": True,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16",
+    }
+    pipeline = genai.ContinuousBatchingPipeline(setup.model, scheduler, "CPU", properties)
+    request_ids = itertools.count()
+
+    def add(row: Row) -> genai.GenerationHandle:
+        config = genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = row.max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        config.apply_chat_template = False
+        prompt = openvino.Tensor(np.array([row.prompt_token_ids], dtype=np.int64))
+        return pipeline.add_request(next(request_ids), prompt, config)
+
+    def generate(rows: Sequence[Row], timed: bool) -> list[Answer]:
+        handles = [add(row) for row in rows]
+        answers = [Answer(0.0, 0.0, 0) for _ in rows]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            if timed:
+                collect(handles, answers)
+        collect(handles, answers)
+        return answers
+
+    def collect(handles: list[genai.GenerationHandle], answers: list[Answer]) -> None:
+        now = time.perf_counter()
+        for i, handle in enumerate(handles):
+            while handle.can_read():
+                old = answers[i]
+                count = sum(len(output.generated_ids) for output in handle.read().values())
+                if count:
+                    first = old.first if old.num_tokens else now
+                    answers[i] = Answer(first, now, old.num_tokens + count)
+
+    return generate
+
+
+PEER = OpenVino()
+
+
+if __name__ == "__main__":
+    drive(_load)

@@ -1,0 +1,96 @@
+"""The request sets: read from a folder of JSON lines, or made from a seed where there is none.
+
+Each line holds `prompt_token_ids`, `max_tokens` and, for serving, `arrival_unit`. The recipe of
+the seeded ones, random tokens everywhere:
+
+- w1_b1, w1_b8: 1 or 8 requests of 32 tokens, 128 out;
+- w2: 200 requests (smollm2-135m; 24 for tinyllama-1.1b), lognormal lengths of mean 200 in (sigma
+  1, at most 1,024; 256) and 180 out (sigma 0.9, at most 512; 128), at least 8;
+- w3: 100 requests of such lengths, at most 1,024 in and 128 out, Poisson arrivals;
+- w4: 48 requests of one shared prefix of 1,024 tokens and 32 of their own, 16 out;
+- w5: 5 prompts of 2,048 tokens, 1 out;
+- w7: 256 requests of 16 tokens, 128 out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+from peers.base import PREFILL, TOKENS, Row
+from peers.installing import CompareError
+
+TOY_VOCABULARY = 1000
+
+
+def read(name: str, folder: Path) -> tuple[Row, ...]:
+    """The requests of a workload.
+
+    Raises:
+        CompareError: if its file is missing or a line of it is no request.
+    """
+    if not folder.is_dir():
+        return make(name)
+    path = folder / f"{name}.jsonl"
+    if not path.exists():
+        raise CompareError(f"There is no workload {path}; give another folder with --data.")
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            plain = json.loads(line)
+            row = Row(
+                [int(token) for token in plain["prompt_token_ids"]],
+                int(plain["max_tokens"]),
+                float(plain.get("arrival_unit", 0.0)),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CompareError(f"{path}, line {number} is no request: {error!r}.") from None
+        if not row.prompt_token_ids or row.max_tokens < 1:
+            raise CompareError(f"{path}, line {number}: the prompt or the answer is empty.")
+        rows.append(row)
+    if not rows:
+        raise CompareError(f"{path} is empty.")
+    return tuple(rows)
+
+
+def make(name: str) -> tuple[Row, ...]:
+    """A workload from its name, by the recipe above.
+
+    Raises:
+        CompareError: for an unknown name.
+    """
+    kind, _, model = name.replace("w1_b", "w1-b").partition("_")
+    random_ = random.Random(name)
+    low, high = (TOKENS[0], TOY_VOCABULARY) if model == "toy" else TOKENS
+
+    def tokens(count: int) -> list[int]:
+        return [random_.randrange(low, high) for _ in range(count)]
+
+    def length(mean: float, sigma: float, most: int) -> int:
+        drawn = random_.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+        return min(most, max(8, round(drawn)))
+
+    def lengths(count: int, most_in: int, most_out: int) -> list[tuple[int, int]]:
+        return [(length(200, 1.0, most_in), length(180, 0.9, most_out)) for _ in range(count)]
+
+    if kind in ("w1-b1", "w1-b8"):
+        return tuple(Row(tokens(32), 128) for _ in range(int(kind[4:])))
+    if kind == "w2":
+        shape = (24, 256, 128) if model == "tinyllama-1.1b" else (200, 1024, 512)
+        return tuple(Row(tokens(i), o) for i, o in lengths(*shape))
+    if kind == "w3":
+        now, rows = 0.0, []
+        for i, o in lengths(100, 1024, 128):
+            now += random_.expovariate(1.0)
+            rows.append(Row(tokens(i), o, now))
+        return tuple(rows)
+    if kind == "w4":
+        prefix = tokens(1024)
+        return tuple(Row(prefix + tokens(32), 16) for _ in range(48))
+    if kind == "w5":
+        return tuple(Row(tokens(PREFILL), 1) for _ in range(5))
+    if kind == "w7":
+        return tuple(Row(tokens(16), 128) for _ in range(256))
+    raise CompareError(f"There is no workload called {name!r}.")
