@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -90,6 +91,8 @@ class Job:
     """Case and iteration of the measurements that are not wanted again."""
     spawned: float = 0.0
     """When the process was started, `time.perf_counter` (one clock for all processes)."""
+    reader: tuple[str, ...] = ()
+    """Command that reads memory and prints lines `BLOCK GB/S`."""
 
     def to_json(self) -> str:
         """The job as a process reads it."""
@@ -109,6 +112,7 @@ class Job:
             tuple(cases),
             tuple((name, iteration) for name, iteration in plain["done"]),
             plain["spawned"],
+            tuple(plain["reader"]),
         )
 
 
@@ -197,6 +201,35 @@ def rows_of(case: Case, iteration: int) -> tuple[list[Row], list[Row]]:
     return [], list(case.rows)
 
 
+class Bandwidth:
+    """What memory gives around a measurement that it bounds: one request at a time.
+
+    On a shared machine the bandwidth changes from one second to the next, by more than engines
+    differ. So it is read right before and right after, and counts where both agree.
+    """
+
+    TOLERANCE = 0.1
+
+    def __init__(self, reader: Sequence[str], case: Case) -> None:
+        wanted = case.kind == "latency" and len(case.rows) == 1
+        self._reader = list(reader) if wanted else []
+        self._before = self._now()
+
+    def _now(self) -> float:
+        if not self._reader:
+            return 0.0
+        time.sleep(0.3)  # threads that wait in a loop for more work have gone to sleep
+        done = subprocess.run(self._reader, capture_output=True, text=True, check=True)
+        return statistics.median(float(line.split()[1]) for line in done.stdout.splitlines())
+
+    def metrics(self) -> dict[str, float]:
+        """`bandwidth_gb_s` around the measurement; nothing where it is not known."""
+        before, after = self._before, self._now()
+        if not self._reader or abs(after - before) > self.TOLERANCE * min(before, after):
+            return {}
+        return {"bandwidth_gb_s": (before + after) / 2}
+
+
 def metrics(
     case: Case, rows: Sequence[Row], answers: Sequence[Answer], begin: float, end: float
 ) -> dict[str, float]:
@@ -259,8 +292,9 @@ def drive(load: Callable[[Setup], Generate]) -> None:
                 before, rows = rows_of(case, iteration)
                 if before:
                     generate(before, False)
+                bandwidth = Bandwidth(job.reader, case)
                 begin = time.perf_counter()
                 answers = generate(rows, case.kind == "latency")
                 end = time.perf_counter()
-                found = metrics(case, rows, answers, begin, end)
+                found = metrics(case, rows, answers, begin, end) | bandwidth.metrics()
                 tell(case=case.name, iteration=iteration, metrics=found)

@@ -125,7 +125,8 @@ def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
         cases: list[Case] = []
         if "W1" in wanted:
             cases += [
-                case(f"W1 {model} batch {n}", "latency", f"w1_b{n}_{model}", 3) for n in (1, 8)
+                case(f"W1 {model} batch {n}", "latency", f"w1_b{n}_{model}", times)
+                for n, times in ((1, 5), (8, 3))
             ]
         if "W2" in wanted:
             cases.append(case(f"W2 {model}", "throughput", f"w2_{model}"))
@@ -136,8 +137,8 @@ def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
     if "W1q" in wanted:
         for weights in ("int8", "int4"):
             cases = [
-                case(f"W1q {TINY} {weights} batch {n}", "latency", f"w1_b{n}_{TINY}", 3)
-                for n in (1, 8)
+                case(f"W1q {TINY} {weights} batch {n}", "latency", f"w1_b{n}_{TINY}", times)
+                for n, times in ((1, 5), (8, 3))
             ]
             add("W1q", f"{TINY} {weights}", TINY, cases, weights=weights)
     if "W3" in wanted:

@@ -1,8 +1,8 @@
 """The HTTP client: sends a workload to an OpenAI-compatible server and times the streams.
 
 It runs in a process of its own, the same for every server: `python -m peers.client JOB`, with a
-JSON file of `url`, `model`, `body`, `case`, `iterations` and `out`. Lines are stamped as they
-arrive and parsed when all is over. It also tells its own share of a core (`client_cpu`) and how
+JSON file of `url`, `model`, `body`, `case`, `iterations`, `reader` and `out`. Lines are stamped as
+they arrive and parsed when all is over. It also tells its own share of a core (`client_cpu`) and how
 late it sent requests (`lag_ms_p99`): a client that is busy or late would measure itself.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from peers.base import Answer, Case, Row, metrics, rows_of, warm_up_rows
+from peers.base import Answer, Bandwidth, Case, Row, metrics, rows_of, warm_up_rows
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -151,6 +151,7 @@ async def measure(job: dict[str, Any], case: Case) -> None:
             before, rows = rows_of(case, iteration)
             if before:
                 await replay(client, body, before, None)
+            bandwidth = Bandwidth(job["reader"], case)
             cpu = time.process_time()
             streams, begin, end = await replay(client, body, rows, case.rate)
             cpu = time.process_time() - cpu
@@ -161,6 +162,7 @@ async def measure(job: dict[str, Any], case: Case) -> None:
             if case.rate is not None:
                 found["rate"] = case.rate
             found["client_cpu"] = cpu / (end - begin)
+            found |= bandwidth.metrics()
             with Path(job["out"]).open("a") as out:
                 line = {"case": case.name, "iteration": iteration, "metrics": found}
                 out.write(json.dumps(line) + "\n")

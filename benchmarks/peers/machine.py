@@ -77,8 +77,8 @@ int main(int argc, char** argv) {
 """
 
 
-def bandwidth(threads: int, folder: Path) -> dict[str, float]:
-    """Read bandwidth, GB/s: the median of all reads, of the slowest and of the fastest block.
+def reader(folder: Path) -> Path:
+    """The program that measures the read bandwidth, compiled where it is not there yet.
 
     Raises:
         CompareError: if there is no C compiler or it fails.
@@ -92,7 +92,16 @@ def bandwidth(threads: int, folder: Path) -> dict[str, float]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise CompareError(f"gcc failed on {source}: {done.stderr[-800:]}")
-    command = [str(program), str(threads), str(BLOCKS), str(READS)]
+    return program
+
+
+def bandwidth(threads: int, folder: Path) -> dict[str, float]:
+    """Read bandwidth, GB/s: the median of all reads, of the slowest and of the fastest block.
+
+    Raises:
+        CompareError: if it cannot be measured.
+    """
+    command = [str(reader(folder)), str(threads), str(BLOCKS), str(READS)]
     return summary(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 

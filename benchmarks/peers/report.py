@@ -119,11 +119,12 @@ def values(data: dict[str, Any], engine: str, case: str, metric: str) -> list[fl
     ]
     size = data["settings"]["models"][note["model"]]
     if metric == "bandwidth_share":
-        limit = limits(data, "bandwidth_gb_s", note["group"])
-        if note["batch"] != 1 or limit is None:
-            return []
         gigabytes = size["weights"] * BITS[note["weights"]] / 8 / 1e9
-        return [100 * gigabytes / (m["tpot_ms"] / 1e3) / limit.median for m in valid]
+        return [
+            100 * gigabytes / (m["tpot_ms"] / 1e3) / m["bandwidth_gb_s"]
+            for m in valid
+            if "bandwidth_gb_s" in m
+        ]
     if metric in ("gflop_s", "peak_share"):
         speeds = [m["prefill_tok_s"] * size["prefill_flop"] / 1e9 for m in valid]
         limit = limits(data, "peak_gflop_s", note["group"])
@@ -269,6 +270,12 @@ def _notes(data: dict[str, Any]) -> list[str]:
             f"Highest rate: TTFT p99 under {TTFT_LIMIT_MS / 1e3:g} s and TPOT p99 under"
             f" {TPOT_LIMIT_MS:g} ms; tried {LADDER[0]:g} to {LADDER[-1]:g} requests/s in steps of"
             " 10 %; 0 means not even the lowest."
+        )
+    if any("bandwidth_gb_s" in sample["metrics"] for sample in data["samples"]):
+        notes.append(
+            "% of the read bandwidth: of what the same cores read right before and right after that"
+            " very measurement, where both agree within 10 %; nominal bits of the weights (int4:"
+            " 4.5) count."
         )
     by_reason: dict[tuple[str, str], list[str]] = {}
     for absence in data["absences"]:

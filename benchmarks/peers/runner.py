@@ -113,6 +113,10 @@ class Runner:
                 else:
                     self._measure_engine(turn, self.peers[turn.engine])
 
+    def reader(self) -> tuple[str, ...]:
+        """The command that measures the bandwidth around a measurement."""
+        return (str(machine.reader(self.logs)), str(len(self.cores)), "2", "5")
+
     def todo(self, turn: Turn, peer: Peer, setup: Setup) -> list[Case]:
         """The cases of a turn of which something is to be measured."""
         cases = []
@@ -190,7 +194,7 @@ class Runner:
         job_file, out_file = log.with_suffix(".job.json"), log.with_suffix(".out.jsonl")
         out_file.unlink(missing_ok=True)
         out_file.touch()
-        job = Job(setup, tuple(cases), done, time.perf_counter())
+        job = Job(setup, tuple(cases), done, reader=self.reader())
         job_file.write_text(job.to_json())
         job_file.write_text(replace(job, spawned=time.perf_counter()).to_json())
         command = [*peer.driver(self.root), str(job_file), str(out_file)]
@@ -260,6 +264,7 @@ class Runner:
                     "body": peer.body(setup),
                     "case": asdict(case),
                     "iterations": iterations,
+                    "reader": self.reader(),
                     "out": str(out_file),
                 }
                 job_file.write_text(json.dumps(job))
