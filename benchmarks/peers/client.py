@@ -2,8 +2,8 @@
 
 It runs in a process of its own, the same for every server: `python -m peers.client JOB`, with a
 JSON file of `url`, `model`, `body`, `case`, `iterations`, `reader` and `out`. Lines are stamped as
-they arrive and parsed when all is over. It also tells its own share of a core (`client_cpu`) and how
-late it sent requests (`lag_ms_p99`): a client that is busy or late would measure itself.
+they arrive and parsed when all is over. It also tells its own share of a core (`client_cpu`) and
+how late it sent requests (`lag_ms_p99`): a client that is busy or late would measure itself.
 """
 
 from __future__ import annotations
