@@ -7,6 +7,17 @@ OCTAVO_BEGIN
 
 constexpr int64_t kPiece = 1024;  // elements a task handles
 
+// Calls f with the activation of a gate.
+template <class F>
+INLINE void with_gate(Gated kind, F f) {
+  switch (kind) {
+    case Gated::none: return;
+    case Gated::silu: return f([](vf x) { return silu(x); });
+    case Gated::gelu: return f([](vf x) { return gelu(x); });
+    case Gated::gelu_tanh: return f([](vf x) { return gelu_tanh(x); });
+  }
+}
+
 void gated(const GatedArgs& a) {
   const int64_t pieces = ceil_div(a.dim, kPiece);
   parallel_for(a.rows * pieces, a.rows * a.dim / W * 16, [&](int64_t task) {
@@ -16,16 +27,11 @@ void gated(const GatedArgs& a) {
       const T* gate = static_cast<const T*>(a.x) + row * a.x_stride + start;
       const T* up = gate + a.dim;
       T* out = static_cast<T*>(a.out) + row * a.dim + start;
-      auto apply = [&](auto f) {
+      with_gate(a.kind, [&](auto f) {
         for_lanes(min(kPiece, a.dim - start), [&](int64_t i, int n) {
           store(out + i, round_to(f(load(gate + i, n)), T{}) * load(up + i, n), n);
         });
-      };
-      switch (a.kind) {
-        case Gated::silu: return apply([](vf x) { return silu(x); });
-        case Gated::gelu: return apply([](vf x) { return gelu(x); });
-        case Gated::gelu_tanh: return apply([](vf x) { return gelu_tanh(x); });
-      }
+      });
     });
   });
 }

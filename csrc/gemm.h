@@ -8,7 +8,7 @@
 // Every output is accumulated in float32 along K from first to last, whatever m is. K is cut into
 // blocks for the caches only: the accumulators are put away and fetched again, which changes no bit.
 #pragma once
-#include "norm.h"
+#include "activation.h"
 
 OCTAVO_BEGIN
 
@@ -103,18 +103,57 @@ void write_rows(const float* c, const T* bias, O* out, int64_t stride, int64_t r
     }
 }
 
+// As write_rows, of act(gate) * up; all three are rounded to T, as apart from each other.
+template <class T>
+void write_gated(const float* gate, const float* up, const T* gate_bias, const T* up_bias, Gated kind,
+                 T* out, int64_t stride, int64_t rows) {
+  with_gate(kind, [&](auto f) {
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < kPanel; j += W) {
+        vf g = load(gate + i * kPanel + j), u = load(up + i * kPanel + j);
+        if (gate_bias) g += load(gate_bias + j), u += load(up_bias + j);
+        store(out + i * stride + j, round_to(f(round_to(g, T{})), T{}) * round_to(u, T{}));
+      }
+  });
+}
+
+// Cuts a product into tasks of some rows and one panel of outputs: `product(first, rows, col, c)` is to
+// put rows first ... of this product times the panel at column col into c [rows][kPanel]. Row 0 is the
+// row0-th row of out.
+template <class T, class Args, class F>
+INLINE void for_tiles(const Args& a, T, int64_t row0, int64_t m, int64_t cost, F product) {
+  const bool gated = a.gated != Gated::none;
+  const int64_t half = a.n / 2, panels = ceil_div(gated ? half : a.n, kPanel);
+  const T* bias = static_cast<const T*>(a.bias);
+  parallel_for(panels * ceil_div(m, kRowBlock), cost, [&](int64_t task) {
+    const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
+    const int64_t col = task % panels * kPanel, at = (row0 + first) * a.out_stride + col;
+    const T* col_bias = bias ? bias + col : nullptr;
+    alignas(64) float c[kRowBlock * kPanel];
+    product(first, rows, col, c);
+    if (gated) {
+      alignas(64) float up[kRowBlock * kPanel];
+      product(first, rows, half + col, up);
+      write_gated(c, up, col_bias, bias ? col_bias + half : nullptr, a.gated,
+                  static_cast<T*>(a.out) + at, a.out_stride, rows);
+      return;
+    }
+    with_type(a.out_dtype, [&](auto o) {
+      write_rows(c, col_bias, static_cast<decltype(o)*>(a.out) + at, a.out_stride, rows,
+                 min<int64_t>(kPanel, a.n - col));
+    });
+  });
+}
+
 // Rows of x as they are needed: x itself, or float32 copies.
 template <class A, class T>
 void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0, int64_t m) {
-  const int64_t panels = ceil_div(a.n, kPanel), blocks = ceil_div(m, kRowBlock);
+  const int64_t panels = ceil_div(a.n, kPanel);
   const int64_t panel_k = ceil_div(a.k, Panel<T>::kStep) * Panel<T>::kStep;
   const T* weight = static_cast<const T*>(a.weight);
-  const T* bias = static_cast<const T*>(a.bias);
-  parallel_for(panels * blocks, panels * kVectors * m * a.k, [&](int64_t task) {
-    const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
-    const int64_t col = task % panels * kPanel;
+  const int64_t cost = panels * kVectors * m * a.k;
+  for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c) {
     const T* w = weight + col * panel_k;
-    alignas(64) float c[kRowBlock * kPanel];
     memset(c, 0, rows * kPanel * sizeof(float));
     for (int64_t k = 0; k < a.k; k += Panel<T>::kBlock) {
       const int64_t depth = min<int64_t>(Panel<T>::kBlock, a.k - k);
@@ -122,11 +161,6 @@ void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0
         micro_kernels<T, kRows>(int(min<int64_t>(kRows, rows - i)), x + (first + i) * x_stride + k,
                                 x_stride, w + k * kPanel, depth, c + i * kPanel);
     }
-    with_type(a.out_dtype, [&](auto o) {
-      auto* out = static_cast<decltype(o)*>(a.out) + (row0 + first) * a.out_stride + col;
-      write_rows(c, bias ? bias + col : nullptr, out, a.out_stride, rows,
-                 min<int64_t>(kPanel, a.n - col));
-    });
   });
 }
 

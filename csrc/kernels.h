@@ -20,7 +20,7 @@ struct f16 {
   uint16_t bits;
 };
 
-enum class Gated : int { silu = 0, gelu = 1, gelu_tanh = 2 };
+enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2 };
 enum class Unary : int {
   exp = 0,
   log = 1,
@@ -61,14 +61,16 @@ struct LinearArgs {
   int64_t x_stride;
   const void* weight;  // packed, of x's dtype
   const void* bias;  // [n] of x's dtype, or null
-  void* out;  // [m, n]
+  void* out;  // [m, n], or gated: [m, n / 2]
   int64_t out_stride;
   int64_t m, n, k;
+  Gated gated;  // act(gate) * up of the halves, of whole panels and of x's dtype
   DType dtype, out_dtype;
 
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
-    return {double(size_of(dtype)) * (n * k + m * k) + double(size_of(out_dtype)) * m * n,
+    const int64_t width = gated == Gated::none ? n : n / 2;
+    return {double(size_of(dtype)) * (n * k + m * k) + double(size_of(out_dtype)) * m * width,
             2.0 * m * n * k};
   }
 };
@@ -101,17 +103,19 @@ struct LinearQArgs {
   int64_t x_stride;
   const void* weight;  // packed
   const void* bias;  // [n] of x's dtype, or null
-  void* out;  // [m, n]
+  void* out;  // as above
   int64_t out_stride;
   int64_t m, n, k, group;
   QuantFormat format;
+  Gated gated;
   DType dtype, out_dtype;
 
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8 ? 1.0 : 0.5 + scale / double(group);
-    return {weight * n * k + double(size_of(dtype)) * m * k + double(size_of(out_dtype)) * m * n,
+    const int64_t width = gated == Gated::none ? n : n / 2;
+    return {weight * n * k + double(size_of(dtype)) * m * k + double(size_of(out_dtype)) * m * width,
             2.0 * m * n * k};
   }
 };

@@ -97,11 +97,11 @@ NB_MODULE(_native, m) {
       });
 
   m.def("linear", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
-                     int64_t out_stride, int64_t rows, int64_t n, int64_t k, int dtype,
+                     int64_t out_stride, int64_t rows, int64_t n, int64_t k, int gated, int dtype,
                      int out_dtype) {
     submit("linear " + std::to_string(n) + "x" + std::to_string(k), kernels().linear,
            {at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out), out_stride,
-            rows, n, k, dtype_of(dtype), dtype_of(out_dtype)});
+            rows, n, k, static_cast<Gated>(gated), dtype_of(dtype), dtype_of(out_dtype)});
   });
 
   m.def("quantize_weight", [](Address src, int64_t src_stride, Address dst, int64_t row0,
@@ -124,11 +124,11 @@ NB_MODULE(_native, m) {
 
   m.def("linear_q", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
                        int64_t out_stride, int64_t rows, int64_t n, int64_t k, int64_t group,
-                       int format, int dtype, int out_dtype) {
+                       int format, int gated, int dtype, int out_dtype) {
     submit("linear_q " + std::to_string(n) + "x" + std::to_string(k), kernels().linear_q,
            {at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out), out_stride,
-            rows, n, k, group, static_cast<QuantFormat>(format), dtype_of(dtype),
-            dtype_of(out_dtype)});
+            rows, n, k, group, static_cast<QuantFormat>(format), static_cast<Gated>(gated),
+            dtype_of(dtype), dtype_of(out_dtype)});
   });
 
   m.def("rms_norm", [](Address x, int64_t x_stride, int64_t x_head_stride, Address residual,

@@ -337,31 +337,21 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
       scratch(some * (x.stride + x.groups * (sizeof(float) + sizeof(int32_t)))));
   x.scales = reinterpret_cast<float*>(x.q + some * x.stride);
   x.sums = reinterpret_cast<int32_t*>(x.scales + some * x.groups);
-  const T* bias = static_cast<const T*>(a.bias);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
-    const int64_t m = min(some, a.m - row0), blocks = ceil_div(m, kRowBlock);
+    const int64_t m = min(some, a.m - row0);
+    const int64_t cost = panels * kVectors * m * ceil_div(a.k, kQuad);
     parallel_for(m, 4 * m * x.stride / W, [&](int64_t i) {
       quantize_row(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, a.k, x, i);
     });
-    parallel_for(panels * blocks, panels * kVectors * m * ceil_div(a.k, kQuad), [&](int64_t task) {
-      const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
-      const int64_t col = task % panels * kPanel;
-      alignas(64) float c[kRowBlock * kPanel];
+    for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c) {
       switch (f) {
-        case QuantFormat::int8: panel8(a, x, first, rows, col, c); break;
+        case QuantFormat::int8: return panel8(a, x, first, rows, col, c);
         case QuantFormat::int4_levels:
-          panel4<QuantFormat::int4_levels>(a, x, first, rows, col, c);
-          break;
-        case QuantFormat::int4: panel4<QuantFormat::int4>(a, x, first, rows, col, c); break;
+          return panel4<QuantFormat::int4_levels>(a, x, first, rows, col, c);
+        case QuantFormat::int4: return panel4<QuantFormat::int4>(a, x, first, rows, col, c);
         case QuantFormat::int4_zeros:
-          panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
-          break;
+          return panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
       }
-      with_type(a.out_dtype, [&](auto o) {
-        auto* out = static_cast<decltype(o)*>(a.out) + (row0 + first) * a.out_stride + col;
-        write_rows(c, bias ? bias + col : nullptr, out, a.out_stride, rows,
-                   min<int64_t>(kPanel, a.n - col));
-      });
     });
   }
 }

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor, dtype
 
 Gelu = Literal["none", "tanh"]
+Gate = Literal["silu", "gelu", "gelu_tanh"]
 """How GELU is computed: exactly, with erf, or by its tanh approximation."""
 
 
@@ -205,12 +206,18 @@ class Ops(Protocol):
         """Layer norm of x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization")."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of gate_up [T, 2 I], gate first: [T, I]."""
+    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
+        """act(gate) * up of gate_up [T, 2 I], gate first: [T, I]."""
         ...
 
-    def gelu_and_mul(self, gate_up: Tensor, approximate: Gelu) -> Tensor:
-        """gelu(gate) * up of gate_up [T, 2 I], gate first: [T, I]."""
+    def linear_act_and_mul(
+        self,
+        x: Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        bias: Tensor | None,
+        activation: Gate,
+    ) -> Tensor:
+        """`act_and_mul` of `linear`: [T, K] to [T, N / 2], the same bits as one after the other."""
         ...
 
     def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo import _native
 from octavo.kernels.base import (
     Codes,
+    Gate,
     Gelu,
     PackedWeight,
     QuantFormat,
@@ -29,7 +30,7 @@ _QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
 """QuantFormat in csrc/kernels.h."""
 
 # Gated and Unary in csrc/kernels.h
-_SILU, _GATED_GELU = 0, {"none": 1, "tanh": 2}
+_GATES: dict[Gate | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9
 
@@ -145,38 +146,15 @@ class NativeOps:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """One accumulation order along K for every T."""
-        if isinstance(weight, QuantizedWeight):
-            return self._linear_q(x, weight, bias, out_dtype)
-        _rows(x)
-        assert x.shape[1] == weight.k
-        assert x.dtype == weight.dtype
-        assert weight.panel == _native.panel(), "weight was packed for another instruction set"
-        if bias is not None:
-            assert bias.shape == (weight.n,)
-            assert bias.dtype == x.dtype
-            assert bias.is_contiguous()
-        out = self._empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
-        _native.linear(
-            x.data_ptr(),
-            x.stride(0),
-            weight.data.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            weight.n,
-            x.shape[0],
-            weight.n,
-            weight.k,
-            DTYPE_CODES[x.dtype],
-            DTYPE_CODES[out.dtype],
-        )
-        return out
+        return self._linear(x, weight, bias, out_dtype or x.dtype)
 
-    def _linear_q(
+    def _linear(
         self,
         x: Tensor,
-        weight: QuantizedWeight,
+        weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None,
-        out_dtype: torch.dtype | None,
+        out_dtype: torch.dtype,
+        gate: Gate | None = None,
     ) -> Tensor:
         _rows(x)
         assert x.shape[1] == weight.k
@@ -185,22 +163,26 @@ class NativeOps:
             assert bias.shape == (weight.n,)
             assert bias.dtype == x.dtype
             assert bias.is_contiguous()
-        out = self._empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype)
-        _native.linear_q(
+        width = weight.n if gate is None else weight.n // 2
+        out = self._empty(x.shape[0], width, dtype=out_dtype)
+        operands = (
             x.data_ptr(),
             x.stride(0),
             weight.data.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            weight.n,
+            width,
             x.shape[0],
             weight.n,
             weight.k,
-            weight.group_size,
-            _QUANT_FORMATS[weight.format],
-            DTYPE_CODES[x.dtype],
-            DTYPE_CODES[out.dtype],
         )
+        dtypes = DTYPE_CODES[x.dtype], DTYPE_CODES[out_dtype]
+        if isinstance(weight, QuantizedWeight):
+            form = weight.group_size, _QUANT_FORMATS[weight.format]
+            _native.linear_q(*operands, *form, _GATES[gate], *dtypes)
+        else:
+            assert x.dtype == weight.dtype
+            _native.linear(*operands, _GATES[gate], *dtypes)
         return out
 
     def quantize_weight(
@@ -366,16 +348,6 @@ class NativeOps:
         )
         return out
 
-    def _gated(self, kind: int, x: Tensor) -> Tensor:
-        _rows(x)
-        rows, dim = x.shape[0], x.shape[1] // 2
-        assert x.shape[1] == 2 * dim
-        out = self._empty(rows, dim, dtype=x.dtype)
-        _native.gated(
-            kind, x.data_ptr(), x.stride(0), out.data_ptr(), rows, dim, DTYPE_CODES[x.dtype]
-        )
-        return out
-
     def _unary(self, kind: int, x: Tensor, param: float = 0.0) -> Tensor:
         out = self._empty(*x.shape, dtype=x.dtype)
         self._unary_into(out, kind, x, param)
@@ -394,13 +366,34 @@ class NativeOps:
             DTYPE_CODES[x.dtype],
         )
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) is rounded to the dtype before the product, as Hugging Face does."""
-        return self._gated(_SILU, gate_up)
+    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
+        """act(gate) is rounded to the dtype before the product, as Hugging Face does."""
+        _rows(gate_up)
+        rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.shape[1] == 2 * dim
+        out = self._empty(rows, dim, dtype=gate_up.dtype)
+        _native.gated(
+            _GATES[activation],
+            gate_up.data_ptr(),
+            gate_up.stride(0),
+            out.data_ptr(),
+            rows,
+            dim,
+            DTYPE_CODES[gate_up.dtype],
+        )
+        return out
 
-    def gelu_and_mul(self, gate_up: Tensor, approximate: Gelu) -> Tensor:
-        """gelu(gate) is rounded to the dtype before the product, as Hugging Face does."""
-        return self._gated(_GATED_GELU[approximate], gate_up)
+    def linear_act_and_mul(
+        self,
+        x: Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        bias: Tensor | None,
+        activation: Gate,
+    ) -> Tensor:
+        """In one go where gate and up are whole panels: gate and up stay in the cache."""
+        if weight.n % (2 * weight.panel) == 0:
+            return self._linear(x, weight, bias, x.dtype, activation)
+        return self.act_and_mul(self._linear(x, weight, bias, x.dtype), activation)
 
     def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
         """Computed in float32, rounded once."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from octavo.kernels.base import (
     Codes,
+    Gate,
     Gelu,
     PackedWeight,
     QuantFormat,
@@ -195,15 +196,22 @@ class ReferenceOps:
         wide_bias = None if bias is None else bias.float()
         return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """As Hugging Face's LlamaMLP."""
+    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
+        """As Hugging Face's LlamaMLP and GemmaMLP."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        if activation == "silu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
-    def gelu_and_mul(self, gate_up: Tensor, approximate: Gelu) -> Tensor:
-        """As Hugging Face's GemmaMLP."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate) * up
+    def linear_act_and_mul(
+        self,
+        x: Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        bias: Tensor | None,
+        activation: Gate,
+    ) -> Tensor:
+        """One after the other."""
+        return self.act_and_mul(self.linear(x, weight, bias), activation)
 
     def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
         """Torch's own."""

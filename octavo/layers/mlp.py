@@ -7,8 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
-from octavo.kernels.base import Ops
+from octavo.kernels.base import Gate, Ops
 from octavo.layers.linear import Linear
+
+ActivatedLinear = Callable[[Linear, Tensor], Tensor]
+"""A linear layer and what follows it: the layer and its input [T, K] to [T, I]."""
 
 
 class MLP:
@@ -16,35 +19,32 @@ class MLP:
 
     Args:
         up: to the inner size; gated: gate and up, stacked.
-        activation: on the result of `up`; gated: from [T, 2 I] to [T, I].
+        activation: runs `up` and what follows it.
         down: back to the hidden size.
     """
 
     __slots__ = ("activation", "down", "up")
 
-    def __init__(self, up: Linear, activation: Callable[[Tensor], Tensor], down: Linear) -> None:
+    def __init__(self, up: Linear, activation: ActivatedLinear, down: Linear) -> None:
         self.up = up
         self.activation = activation
         self.down = down
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.up, x))
 
 
-def get_activation(ops: Ops, name: str, gated: bool) -> Callable[[Tensor], Tensor]:
+def get_activation(ops: Ops, name: str, gated: bool) -> ActivatedLinear:
     """The activation called "silu", "gelu", "gelu_tanh" or "relu" in a `ModelSpec`."""
-    activations: dict[str, Callable[[Tensor], Tensor]]
     if gated:
-        activations = {
-            "silu": ops.silu_and_mul,
-            "gelu": partial(ops.gelu_and_mul, approximate="none"),
-            "gelu_tanh": partial(ops.gelu_and_mul, approximate="tanh"),
-        }
-    else:
-        activations = {
-            "relu": ops.relu,
-            "gelu": partial(ops.gelu, approximate="none"),
-            "gelu_tanh": partial(ops.gelu, approximate="tanh"),
-        }
-    return activations[name]
+        gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+        gate = gates[name]
+        return lambda up, x: ops.linear_act_and_mul(x, up.weight, up.bias, gate)
+    activations: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": ops.relu,
+        "gelu": partial(ops.gelu, approximate="none"),
+        "gelu_tanh": partial(ops.gelu, approximate="tanh"),
+    }
+    activation = activations[name]
+    return lambda up, x: activation(up(x))

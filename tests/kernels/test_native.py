@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels import native
+from octavo.kernels.base import Gate, PackedWeight, QuantizedWeight
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
 
@@ -238,24 +239,40 @@ WIDTHS = [1, 3, 8, 17, 64, 2500]
     ("name", "f"),
     [
         ("silu", torch.nn.functional.silu),
-        ("none", torch.nn.functional.gelu),
-        ("tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+        ("gelu", torch.nn.functional.gelu),
+        ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
     ],
 )
-def test_gated(name: str, f: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> None:
+def test_gated(name: Gate, f: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> None:
     x = strided(3 * random(4, 2 * width, dtype=dtype))
     gate, up = x.double().chunk(2, dim=-1)
-    got = ops.silu_and_mul(x) if name == "silu" else ops.gelu_and_mul(x, name)
-    want = reference.silu_and_mul(x) if name == "silu" else reference.gelu_and_mul(x, name)
-    assert_near(got, f(gate) * up, roundings=3)
-    assert_near(want, f(gate) * up, roundings=3)
+    assert_near(ops.act_and_mul(x, name), f(gate) * up, roundings=3)
+    assert_near(reference.act_and_mul(x, name), f(gate) * up, roundings=3)
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("width", [128, 96, 60])  # whole panels, on some processors, on none
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gate_and_up_in_one_go(
+    activation: Gate, rows: int, width: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    x = strided(random(rows, 70, dtype=dtype))
+    w = random(2 * width, 70, dtype=dtype, seed=1)
+    bias = random(2 * width, dtype=dtype, seed=2) if with_bias else None
+    weights: list[PackedWeight | QuantizedWeight] = [ops.pack_weight(w)]
+    weights += [ops.quantize_weight([w], "int8", 0), ops.quantize_weight([w], "int4_levels", 32)]
+    for weight in weights:
+        apart = ops.act_and_mul(ops.linear(x, weight, bias), activation)
+        assert_same(ops.linear_act_and_mul(x, weight, bias, activation), apart)
 
 
 @dtypes
 def test_gated_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
     x = random(20, 512, dtype=dtype)
     if dtype != torch.float32:
-        same = ops.silu_and_mul(x) == reference.silu_and_mul(x)
+        same = ops.act_and_mul(x, "silu") == reference.act_and_mul(x, "silu")
         assert same.double().mean() > 0.99
 
 
@@ -465,9 +482,9 @@ def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor],
         "rms_norm_gemma": lambda x: ops.rms_norm(x, weight, 1e-5, 1.0),
         "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x.clone(), weight, 1e-5)[0],
         "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5),
-        "silu_and_mul": ops.silu_and_mul,
-        "gelu_and_mul": lambda x: ops.gelu_and_mul(x, "none"),
-        "gelu_tanh_and_mul": lambda x: ops.gelu_and_mul(x, "tanh"),
+        "silu_and_mul": lambda x: ops.act_and_mul(x, "silu"),
+        "gelu_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
+        "gelu_tanh_and_mul": lambda x: ops.act_and_mul(x, "gelu_tanh"),
     }
     if dtype == torch.float32:
         operations |= {"softmax": ops.softmax, "log_softmax": ops.log_softmax}
