@@ -27,7 +27,7 @@ LAYERS = [
     {"attention", "quantization"},
     {"kernels", "device"},
     {"metrics", "request"},
-    {"messages"},
+    {"messages", "arguments"},
     {"sampling_params", "config", "outputs"},
     {"errors", "logs"},
 ]
