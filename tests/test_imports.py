@@ -81,6 +81,9 @@ CONTROL_PLANE = [
     "octavo.metrics",
     "octavo.engine.core",
     "octavo.bench.serve",
+    "octavo.bench.latency",
+    "octavo.bench.throughput",
+    "octavo.bench.startup",
 ]
 
 

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -24,8 +24,15 @@ _HOST = {
     "output": "after: output",
 }
 
-Span = tuple[str, float, float, float, float]
-"""A kernel call: name, begin and end in seconds of `time.monotonic`, bytes, flops."""
+
+class KernelCall(NamedTuple):
+    """A call of a native kernel; times in seconds of `time.monotonic`."""
+
+    name: str
+    begin: float
+    end: float
+    nbytes: float
+    flops: float
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,14 @@ class Step:
         end: when its output had been processed.
         num_tokens: tokens computed.
         is_prefill: some of them were prompt tokens.
-        spans: kernel calls in order.
+        calls: of kernels, in order.
     """
 
     begin: float
     end: float
     num_tokens: int
     is_prefill: bool
-    spans: list[Span]
+    calls: list[KernelCall]
 
 
 class ProfiledLLM(LLM):
@@ -69,10 +76,10 @@ class ProfiledLLM(LLM):
         begin = time.monotonic()
         request_ids = super()._step()
         end = time.monotonic()
-        spans = _native.take_spans()
+        calls = [KernelCall(*span[:5]) for span in _native.take_spans()]
         num_tokens = self.stats().num_scheduled_tokens - before.num_scheduled_tokens
-        if spans:
-            self.steps.append(Step(begin, end, num_tokens, _has_prompts(before, num_tokens), spans))
+        if calls:
+            self.steps.append(Step(begin, end, num_tokens, _has_prompts(before, num_tokens), calls))
         return request_ids
 
 
@@ -96,16 +103,17 @@ def summarize_steps(steps: Sequence[Step], machine: Machine) -> dict[str, Any]:
     by_name: dict[str, np.ndarray] = {}
     host = dict.fromkeys(_HOST, 0.0)
     for step in steps:
-        spans = step.spans
-        head = max((i for i, s in enumerate(spans) if s[0].startswith("linear")), default=-1)
-        gaps = [later[1] - earlier[2] for earlier, later in itertools.pairwise(spans)]
-        host["schedule"] += spans[0][1] - step.begin
-        host["between"] += sum(gaps[:head]) if head >= 0 else 0.0
+        calls = step.calls
+        head = max((i for i, c in enumerate(calls) if c.name.startswith("linear")), default=-1)
+        gaps = [later.begin - earlier.end for earlier, later in itertools.pairwise(calls)]
+        host["schedule"] += calls[0].begin - step.begin
+        host["between"] += sum(gaps[: max(head, 0)])
         host["sampling"] += sum(gaps[max(head, 0) :])
-        host["output"] += step.end - spans[-1][2]
-        for name, begin, end, nbytes, flops in spans:
-            row = np.array([1, end - begin, nbytes, flops, machine.floor(nbytes, flops)])
-            by_name[name] = by_name.get(name, np.zeros(5)) + row
+        host["output"] += step.end - calls[-1].end
+        for call in calls:
+            floor = machine.floor(call.nbytes, call.flops)
+            figures = [1, call.end - call.begin, call.nbytes, call.flops, floor]
+            by_name[call.name] = by_name.get(call.name, np.zeros(5)) + figures
     step_s = sum(s.end - s.begin for s in steps) / num
     kernels = []
     for name, row in sorted(by_name.items(), key=lambda item: -item[1][1]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         What `metadata` returns; avg_latency, latencies and percentiles of a batch in seconds
         (vLLM's names); mean_, median_, std_ and p99_ of ttft_ms and tpot_ms; output_throughput;
         interrupted; with --breakdown, `breakdown`: machine, prefill and decode, see
-        `octavo.bench.breakdown.summarize_steps`.
+        `octavo.bench.breakdown.summarize_steps`; with --profile, `profile`: the trace's file.
 
     Raises:
         ConfigError, ModelError: a flag, an engine setting or the model cannot be used.
@@ -87,7 +86,6 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         )
     results.check_writable(args.output_json)
     if args.profile is not None:
-        results.check_writable(Path(args.profile) / "trace.json")
         kwargs["profiler_dir"] = args.profile
     rng = np.random.default_rng(getattr(args, "seed", 0))
     prompts = rng.integers(spec.vocab_size, size=(args.batch_size, args.input_len)).tolist()
@@ -101,9 +99,9 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     with LLM(**kwargs) as llm:
         result = _measure(args, llm, prompts, params)
         if args.profile is not None and not result["interrupted"]:
-            llm.start_profile()  # type: ignore[attr-defined]
+            llm.start_profile()  # type: ignore[attr-defined,unused-ignore]
             llm.generate(prompts, params, use_tqdm=False)
-            llm.stop_profile()  # type: ignore[attr-defined]
+            result["profile"] = str(llm.stop_profile())  # type: ignore[attr-defined,unused-ignore]
     if args.breakdown and not result["interrupted"]:
         result["breakdown"] = _breakdown(args, spec, kwargs, prompts, params)
     return result
@@ -199,6 +197,8 @@ def _print(result: dict[str, Any]) -> None:
             figures = [f"{k} {result[f'{k}_{name}_ms']:.2f}" for k in ("mean", "median", "p99")]
             line(f"{name.upper()} (ms): {', '.join(figures)}")
     line(f"Output token throughput: {result['output_throughput']:.2f} tokens/s")
+    if "profile" in result:
+        line(f"Profile in {result['profile']}")
     breakdown = result.get("breakdown")
     if breakdown is None:
         return
