@@ -17,7 +17,7 @@ LAYERS = [
     {"cli"},
     {"bench"},
     {"server"},
-    {"llm"},
+    {"llm", "arguments"},
     {"engine"},
     {"executor"},
     {"worker", "scheduler"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"attention", "quantization"},
     {"kernels", "device"},
     {"metrics", "request"},
-    {"messages", "arguments"},
+    {"messages"},
     {"sampling_params", "config", "outputs"},
     {"errors", "logs"},
 ]
