@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -98,13 +100,25 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     )
     with LLM(**kwargs) as llm:
         result = _measure(args, llm, prompts, params)
-        if args.profile is not None and not result["interrupted"]:
-            llm.start_profile()  # type: ignore[attr-defined,unused-ignore]
-            llm.generate(prompts, params, use_tqdm=False)
-            result["profile"] = str(llm.stop_profile())  # type: ignore[attr-defined,unused-ignore]
-    if args.breakdown and not result["interrupted"]:
-        result["breakdown"] = _breakdown(args, spec, kwargs, prompts, params)
+        if not result["interrupted"] and args.profile is not None:
+            with _interruptible(result):
+                llm.start_profile()  # type: ignore[attr-defined,unused-ignore]
+                llm.generate(prompts, params, use_tqdm=False)
+                trace = llm.stop_profile()  # type: ignore[attr-defined,unused-ignore]
+                result["profile"] = str(trace)
+    if not result["interrupted"] and args.breakdown:
+        with _interruptible(result):
+            result["breakdown"] = _breakdown(args, spec, kwargs, prompts, params)
     return result
+
+
+@contextmanager
+def _interruptible(result: dict[str, Any]) -> Iterator[None]:
+    """Ctrl-C ends the body only, and is noted: what was measured before is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        result["interrupted"] = True
 
 
 def _measure(
@@ -213,6 +227,6 @@ def _print(result: dict[str, Any]) -> None:
         if name in breakdown:
             print_steps(name, breakdown[name], console)
     line(
-        "Steps ran one after the other here. With async scheduling (the default), scheduling and "
-        "output of one step hide behind the kernels of another."
+        "Above 100 %: the data were in a cache. Steps ran one after the other here; with async "
+        "scheduling (the default), scheduling and output of one hide behind the kernels of another."
     )

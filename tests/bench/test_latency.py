@@ -8,6 +8,7 @@ import pytest
 from octavo.bench import latency
 from octavo.bench import machine as machine_module
 from octavo.bench.machine import Machine
+from octavo.config import config_fields
 from octavo.errors import BenchError, OctavoError
 from octavo.llm import LLM
 
@@ -114,6 +115,28 @@ def test_breakdown(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "Roofline: 40.0 GB/s read bandwidth, 800 GFLOP/s float32 peak" in out
     assert "decode: mean of 6 steps of 2 tokens" in out
+
+
+def test_ctrl_c_during_the_breakdown_keeps_the_figures(batches, capsys):
+    batches.stop = 4  # the breakdown's first
+    result = latency.run(parse("--breakdown"))
+    assert result["interrupted"]
+    assert len(result["latencies"]) == 3
+    assert "breakdown" not in result
+
+
+@pytest.mark.skipif(
+    all(field.name != "profiler_dir" for field in config_fields()),
+    reason="the engine has no profiler",
+)
+def test_profile(batches, tmp_path, capsys):
+    result = latency.run(parse("--profile", tmp_path / "traces"))
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert result["profile"] == str(trace)
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert any(name.startswith("linear") for name in names)
+    assert len(batches.calls) == 5
+    assert f"Profile in {trace}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
