@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 # A breakdown is of means over steps: a few batches have enough of them.
 _BREAKDOWN_ITERS = 3
+_PHASES = ("prefill", "decode")
+_MOST_POINTS = 5
+"""Kernels of a phase in a picture."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-json", metavar="FILE", help="Save the figures as JSON.")
     add("--profile", metavar="DIR", help="Write a Chrome trace of one more batch there.")
     add("--breakdown", action="store_true", help="Show where a step's time goes.")
+    add("--plot", metavar="FILE", help="Draw the breakdown's kernels under the roofline.")
     add_engine_settings(parser)
     # The same prompts again would be found in the cache.
     parser.set_defaults(enable_prefix_caching=False)
@@ -67,6 +71,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _print(result)
     if args.output_json is not None:
         results.save_json(args.output_json, result)
+    if args.plot is not None and "breakdown" in result:
+        machine, points = result["breakdown"]["machine"], _points(result["breakdown"])
+        _plots().roofline(points, machine["bandwidth"], machine["peak"], args.plot)
     return result
 
 
@@ -87,6 +94,11 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
             f"model's context of {max_model_len} tokens; lower one."
         )
     results.check_writable(args.output_json)
+    results.check_writable(args.plot)
+    if args.plot is not None:
+        if not args.breakdown:
+            raise ConfigError(f"--plot {args.plot} draws the breakdown; add --breakdown.")
+        _plots().check(args.plot)
     if args.profile is not None:
         kwargs["profiler_dir"] = args.profile
     rng = np.random.default_rng(getattr(args, "seed", 0))
@@ -186,13 +198,33 @@ def _breakdown(
                 llm.generate(prompts, params, use_tqdm=False)
         finally:
             _native.set_profiling(False)
-    phases = {
-        "prefill": [step for step in llm.steps if step.is_prefill],
-        "decode": [step for step in llm.steps if not step.is_prefill],
-    }
-    return {"machine": asdict(machine)} | {
-        name: summarize_steps(steps, machine) for name, steps in phases.items() if steps
-    }
+    breakdown: dict[str, Any] = {"machine": asdict(machine)}
+    for name in _PHASES:
+        steps = [step for step in llm.steps if step.is_prefill == (name == "prefill")]
+        if steps:
+            breakdown[name] = summarize_steps(steps, machine)
+    return breakdown
+
+
+def _plots() -> Any:
+    from octavo.bench import plots  # type: ignore[attr-defined,unused-ignore]
+
+    return plots
+
+
+def _points(breakdown: dict[str, Any]) -> list[dict[str, Any]]:
+    """The kernels that compute and take most of a step's time, for a picture of the roofline."""
+    return [
+        {
+            "name": f"{phase}: {kernel['name']}",
+            "flops": kernel["flops"],
+            "bytes": kernel["bytes"],
+            "seconds": kernel["ms"] / 1000,
+        }
+        for phase in _PHASES
+        if phase in breakdown
+        for kernel in [k for k in breakdown[phase]["kernels"] if k["flops"]][:_MOST_POINTS]
+    ]
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -223,7 +255,7 @@ def _print(result: dict[str, Any]) -> None:
         f"\nRoofline: {machine['bandwidth'] / 1e9:.1f} GB/s read bandwidth, "
         f"{machine['peak'] / 1e9:.0f} GFLOP/s {machine['dtype']} peak, measured just now."
     )
-    for name in ("prefill", "decode"):
+    for name in _PHASES:
         if name in breakdown:
             print_steps(name, breakdown[name], console)
     line(

@@ -9,7 +9,7 @@ from octavo.bench import latency
 from octavo.bench import machine as machine_module
 from octavo.bench.machine import Machine
 from octavo.config import config_fields
-from octavo.errors import BenchError, OctavoError
+from octavo.errors import BenchError, ConfigError, OctavoError
 from octavo.llm import LLM
 
 SMALL = [
@@ -115,6 +115,24 @@ def test_breakdown(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "Roofline: 40.0 GB/s read bandwidth, 800 GFLOP/s float32 peak" in out
     assert "decode: mean of 6 steps of 2 tokens" in out
+
+
+def test_plot(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("octavo.bench.plots")
+    machine = Machine(bandwidth=4e10, peak=8e11, dtype="float32")
+    monkeypatch.setattr(machine_module, "measure_machine", lambda dtype, quantization: machine)
+    path = tmp_path / "roofline.svg"
+    latency.run(parse("--breakdown", "--plot", path, "--num-iters", 1))
+    text = path.read_text()
+    assert "prefill: linear" in text
+    assert "decode: attention" in text
+
+
+def test_plot_needs_the_breakdown(batches, tmp_path):
+    with pytest.raises(ConfigError, match="add --breakdown"):
+        latency.run(parse("--plot", tmp_path / "roofline.svg"))
+    assert not batches.calls
 
 
 def test_ctrl_c_during_the_breakdown_keeps_the_figures(batches, capsys):
