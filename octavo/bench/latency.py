@@ -29,7 +29,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 # A breakdown is of means over steps: a few batches have enough of them.
 _BREAKDOWN_ITERS = 3
 _PHASES = ("prefill", "decode")
-_MOST_POINTS = 5
+_MOST_POINTS = 3
 """Kernels of a phase in a picture."""
 
 
@@ -259,6 +259,7 @@ def _print(result: dict[str, Any]) -> None:
         if name in breakdown:
             print_steps(name, breakdown[name], console)
     line(
-        "Above 100 %: the data were in a cache. Steps ran one after the other here; with async "
-        "scheduling (the default), scheduling and output of one hide behind the kernels of another."
+        "Above 100 %: the data were in a cache, or others kept the machine busy when it was "
+        "measured. Steps ran one after the other here; with async scheduling (the default), "
+        "scheduling and output of one hide behind the kernels of another."
     )

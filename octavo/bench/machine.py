@@ -40,7 +40,7 @@ def measure_machine(
     *,
     read_nbytes: int = 320 * 2**20,
     peak_size: int = _PEAK_SIZE,
-    repeats: int = 8,
+    repeats: int = 30,
 ) -> Machine:
     """Measures the machine with as many threads as kernels use now; the best of some repeats.
 

@@ -126,7 +126,7 @@ def test_plot(monkeypatch, tmp_path):
     latency.run(parse("--breakdown", "--plot", path, "--num-iters", 1))
     text = path.read_text()
     assert "prefill: linear" in text
-    assert "decode: attention" in text
+    assert "decode: linear" in text
 
 
 def test_plot_needs_the_breakdown(batches, tmp_path):
