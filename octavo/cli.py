@@ -63,7 +63,7 @@ _SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status: 0, 1 (failed), 2 (wrong usage or settings)."""
+    """Runs a command; returns its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     arguments = _dashes(sys.argv[1:] if argv is None else argv)
     try:
         parser = build_parser(arguments)

@@ -18,7 +18,7 @@ from rich.console import Console
 from octavo.arguments import add_engine_settings
 from octavo.bench import results
 from octavo.bench.metrics import RequestRecord, summarize
-from octavo.errors import ConfigError
+from octavo.errors import BenchError, ConfigError
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError, ModelError: a flag, an engine setting or the model cannot be used.
-        BenchError: the result cannot be saved.
+        BenchError: a batch failed, or the result cannot be saved.
     """
     result = benchmark(args)
     _print(result)
@@ -139,6 +139,7 @@ def _measure(
     """Times batches.
 
     Raises:
+        BenchError: one failed.
         KeyboardInterrupt: on Ctrl-C before the first batch has ended.
     """
     from octavo.bench.offline import finite, record_of
@@ -155,6 +156,8 @@ def _measure(
             outputs = llm.generate(prompts, params, use_tqdm=False)
             latencies.append(time.perf_counter() - begin)
             records += [record_of(output, origin) for output in outputs]
+            if records[-1].error is not None:  # a step fails for its whole batch
+                raise BenchError(f"A batch failed: {records[-1].error}")
     except KeyboardInterrupt:
         if not latencies:
             raise

@@ -102,6 +102,21 @@ def test_ctrl_c_before_the_first_batch_leaves_nothing(batches, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failed_batch_counts_for_nothing(monkeypatch, tmp_path):
+    generate = LLM.generate
+
+    def failing(self, *args, **kwargs):
+        outputs = generate(self, *args, **kwargs)
+        for output in outputs:
+            output.outputs[0].finish_reason, output.outputs[0].stop_reason = "error", "it broke"
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", failing)
+    with pytest.raises(BenchError, match="A batch failed: it broke"):
+        latency.run(parse("--output-json", tmp_path / "result.json"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_breakdown(monkeypatch, capsys):
     machine = Machine(bandwidth=4e10, peak=8e11, dtype="float32")
     monkeypatch.setattr(machine_module, "measure_machine", lambda dtype, quantization: machine)
