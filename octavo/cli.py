@@ -1,4 +1,4 @@
-"""The command line: `octavo serve | run | chat | complete`.
+"""The command line: `octavo serve | run | chat | complete | bench`.
 
 Flags are generated from the config, so every setting has one. What a command needs is imported
 when it runs: `octavo --version` and the client commands start at once, the server has no torch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import re
 import sys
@@ -18,16 +19,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from octavo import __version__
+from octavo.arguments import add_engine_settings, add_settings, engine_kwargs, given_settings
 from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_MODEL,
-    ConfigField,
     EngineConfig,
     ServerConfig,
     api_keys_from_environment,
     build_section,
-    config_fields,
-    optional_type,
     section_fields,
 )
 from octavo.errors import ConfigError, OctavoError, RequestError
@@ -38,6 +37,16 @@ if TYPE_CHECKING:
     from octavo.outputs import RequestOutput
 
 DEFAULT_URL = "http://localhost:8000/v1"
+
+_BENCHMARKS = {
+    "latency": "time of one batch of requests, and where a step's time goes",
+    "throughput": "requests and tokens a second of a whole data set, offline",
+    "serve": "what the users of an OpenAI-compatible server see",
+    "startup": "from process start to the first token; memory when ready",
+    "sweep": "serve at several rates or settings",
+    "tune": "search the engine settings for the most throughput within limits",
+}
+"""Modules of octavo.bench with `add_arguments` and `run`."""
 
 # Flags of one request: name, type, help. The names are those of SamplingParams and of the API.
 _SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
@@ -54,10 +63,10 @@ _SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status: 0, 1 (failed), 2 (wrong usage or settings)."""
-    parser = build_parser()
+    """Runs a command; returns its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     arguments = _dashes(sys.argv[1:] if argv is None else argv)
     try:
+        parser = build_parser(arguments)
         args, unknown = parser.parse_known_args(arguments)
         if unknown:
             parser.error(_unknown_argument(unknown[0], getattr(args, "flags", [])))
@@ -91,8 +100,13 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        arguments: what it is to parse. A benchmark's flags are there only if it is named, as they
+            come with its module.
+    """
     parser = _Parser(prog="octavo", description="LLM inference and serving.")
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     parser.set_defaults(command=None)
@@ -100,8 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API")
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
-    _add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
-    _add_engine_settings(serve)
+    add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
+    add_engine_settings(serve)
     serve.set_defaults(command=_serve)
 
     run = commands.add_parser("run", help="generate in the terminal, without a server")
@@ -113,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
         "argument alone is the model if it is a built-in one, a folder or a hub id (org/name).",
     )
     _add_sampling_flags(run)
-    _add_engine_settings(run)
+    add_engine_settings(run)
     run.set_defaults(command=_run)
 
     chat = commands.add_parser("chat", help="chat with a running server")
@@ -125,58 +139,33 @@ def build_parser() -> argparse.ArgumentParser:
     _add_client_flags(complete, "Continue this one text instead of asking for texts.")
     complete.set_defaults(command=_complete)
 
-    for command in (serve, run, chat, complete):
+    bench = commands.add_parser("bench", help="measure latency, throughput, serving, start-up")
+    named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
+    benchmark = _add_benchmarks(bench, named)
+
+    for command in (serve, run, chat, complete, bench, *benchmark):
         command.set_defaults(flags=sorted(command._option_string_actions))
     return parser
 
 
+def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_Parser]:
+    """Adds the benchmarks; the named one gets its flags, and its parser is returned."""
+    bench.set_defaults(command=None)
+    commands = bench.add_subparsers(
+        title="benchmarks", metavar="BENCHMARK", required=True, parser_class=_Parser
+    )
+    parsers: list[_Parser] = []
+    for name, doc in _BENCHMARKS.items():
+        parser = commands.add_parser(name, help=doc)
+        if name == named:
+            module = importlib.import_module(f"octavo.bench.{name}")
+            module.add_arguments(parser)
+            parser.set_defaults(command=_bench, run=module.run)
+            parsers.append(parser)
+    return parsers
+
+
 _MODEL_HELP = f"Folder or hub id of a model; default: the built-in one ({BUILTIN_MODEL})."
-
-
-def _add_engine_settings(parser: argparse.ArgumentParser) -> None:
-    by_section: dict[str, list[ConfigField]] = {}
-    for field in config_fields(EngineConfig):
-        by_section.setdefault(field.section, []).append(field)
-    for section, fields in by_section.items():
-        _add_settings(parser, section, fields)
-
-
-def _add_settings(parser: argparse.ArgumentParser, title: str, fields: list[ConfigField]) -> None:
-    """Adds a flag for each setting. Only flags that were given end up in the namespace."""
-    group = parser.add_argument_group(title)
-    for field in fields:
-        plain, _ = optional_type(field.type)
-        shown = "" if field.default in (None, []) else f" [{field.default}]"
-        kwargs: dict[str, Any] = {
-            "default": argparse.SUPPRESS,
-            "help": (field.doc + shown).replace("%", "%%"),
-        }
-        if plain is bool:
-            kwargs["action"] = argparse.BooleanOptionalAction
-        elif plain == list[str]:
-            kwargs |= {"nargs": "+", "action": "extend", "metavar": "TEXT"}
-        elif field.choices is not None:
-            kwargs |= {"choices": field.choices, "type": type(field.choices[0])}
-        else:
-            kwargs |= _value_type(field.name, plain)
-        group.add_argument(field.flag, **kwargs)
-
-
-def _value_type(name: str, plain: Any) -> dict[str, Any]:
-    """How argparse reads a value; sizes such as 4G are left to the config."""
-    if name.endswith("_bytes"):
-        return {"metavar": "SIZE"}
-    number = _plain_type(plain)
-    if number is int:
-        return {"type": int, "metavar": "N"}
-    if number is float:
-        return {"type": float, "metavar": "X"}
-    return {"metavar": "TEXT"}
-
-
-def _plain_type(hint: Any) -> Any:
-    """The type under `Annotated`."""
-    return getattr(hint, "__origin__", hint)
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -223,34 +212,18 @@ def _unknown_argument(word: str, flags: list[str]) -> str:
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _given(args: argparse.Namespace, fields: Iterable[ConfigField]) -> dict[str, Any]:
-    """The settings that were given on the command line."""
-    return {f.name: getattr(args, f.name) for f in fields if hasattr(args, f.name)}
-
-
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling flags that were given."""
     names = [name for name, _, _ in _SAMPLING_FLAGS]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
-def _engine_kwargs(args: argparse.Namespace, model: str | None) -> dict[str, Any]:
-    kwargs = _given(args, config_fields(EngineConfig))
-    if model is not None:
-        if kwargs.get("model", model) != model:
-            raise ConfigError(
-                f"Two models are named: {model!r} and --model {kwargs['model']!r}; give one."
-            )
-        kwargs["model"] = model
-    return kwargs
-
-
 # serve
 
 
 def _serve(args: argparse.Namespace) -> int:
-    engine_config = EngineConfig.from_kwargs(**_engine_kwargs(args, args.model_arg))
-    server_config = build_section(ServerConfig, _given(args, section_fields(ServerConfig)))
+    engine_config = EngineConfig.from_kwargs(**engine_kwargs(args, args.model_arg))
+    server_config = build_section(ServerConfig, given_settings(args, section_fields(ServerConfig)))
 
     from octavo.server.run import run_server
 
@@ -262,7 +235,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     model, prompt = _model_and_prompt(args.words, hasattr(args, "model"))
-    kwargs = _engine_kwargs(args, model)
+    kwargs = engine_kwargs(args, model)
     EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
     given = {"max_tokens": None, "seed": kwargs.get("seed"), **_sampling(args)}
     _check_sampling(given)
@@ -355,6 +328,16 @@ def _show_answer(outputs: Iterator[RequestOutput]) -> str:
         f"{num_cached} of {num_prompt} prompt tokens cached]"
     )
     return "".join(pieces)
+
+
+# bench
+
+
+def _bench(args: argparse.Namespace) -> int:
+    run = args.run
+    del args.run, args.command, args.flags  # not of the benchmark
+    result = run(args)
+    return 130 if result.get("interrupted") else 0
 
 
 # chat, complete

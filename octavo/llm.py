@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from tqdm import tqdm
@@ -64,7 +64,7 @@ class LLM:
         """What came for each live request and has not been taken yet."""
         self._running = True
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

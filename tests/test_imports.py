@@ -17,7 +17,7 @@ LAYERS = [
     {"cli"},
     {"bench"},
     {"server"},
-    {"llm"},
+    {"llm", "arguments"},
     {"engine"},
     {"executor"},
     {"worker", "scheduler"},
@@ -81,6 +81,9 @@ CONTROL_PLANE = [
     "octavo.metrics",
     "octavo.engine.core",
     "octavo.bench.serve",
+    "octavo.bench.latency",
+    "octavo.bench.throughput",
+    "octavo.bench.startup",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import platform
@@ -45,6 +46,24 @@ def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
         except BaseException:
             os.unlink(name)
             raise
+    except OSError as error:
+        raise BenchError(f"The result cannot be written to {path}: {error.strerror}.") from error
+
+
+def check_writable(path: str | Path | None) -> None:
+    """Makes sure, before anything is measured, that `save_json` will be able to write a file.
+
+    Raises:
+        BenchError: it will not. None is no file, and always fine.
+    """
+    if path is None:
+        return
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise BenchError(f"The result cannot be written to {path}: {error.strerror}.") from error
 

@@ -42,6 +42,18 @@ def test_unwritable_places(tmp_path):
         results.save_json(tmp_path / "file" / "result.json", {})
 
 
+def test_unwritable_places_are_found_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("old")
+    for path in (tmp_path / "file" / "result.json", tmp_path):
+        with pytest.raises(BenchError, match="cannot be written"):
+            results.check_writable(path)
+    results.check_writable(None)
+    results.check_writable(tmp_path / "new" / "result.json")
+    results.check_writable(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "old"
+    assert not list((tmp_path / "new").iterdir())
+
+
 def test_metadata():
     data = results.metadata({"rate": math.inf, "names": ["a"], "command": print, "none": None})
     assert data["arguments"] == {"rate": "inf", "names": ["a"], "none": None}

@@ -1,0 +1,268 @@
+"""`octavo bench latency`: the time of one batch of equal requests, offline.
+
+With --breakdown: where the time of prefill and decode steps goes, against the roofline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from octavo.arguments import add_engine_settings
+from octavo.bench import results
+from octavo.bench.metrics import RequestRecord, summarize
+from octavo.errors import BenchError, ConfigError
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.models.spec import ModelSpec
+
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+# A breakdown is of means over steps: a few batches have enough of them.
+_BREAKDOWN_ITERS = 3
+_PHASES = ("prefill", "decode")
+_MOST_POINTS = 3
+"""Kernels of a phase in a picture."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds vLLM's flags, --breakdown, and those of the engine."""
+    add = parser.add_argument_group("benchmark").add_argument
+    add("--input-len", type=int, default=32, metavar="N", help="Tokens of a prompt [32].")
+    add("--output-len", type=int, default=128, metavar="N", help="Tokens to generate [128].")
+    add("--batch-size", type=int, default=8, metavar="N", help="Requests at once [8].")
+    add("--n", type=int, default=1, metavar="N", help="Answers to each prompt [1].")
+    add("--num-iters-warmup", type=int, default=10, metavar="N", help="Not counted [10].")
+    add("--num-iters", type=int, default=30, metavar="N", help="Batches to measure [30].")
+    add("--disable-detokenize", action="store_true", help="Make no text of the tokens.")
+    add("--output-json", metavar="FILE", help="Save the figures as JSON.")
+    add("--profile", metavar="DIR", help="Write a Chrome trace of one more batch there.")
+    add("--breakdown", action="store_true", help="Show where a step's time goes.")
+    add("--plot", metavar="FILE", help="Draw the breakdown's kernels under the roofline.")
+    add_engine_settings(parser)
+    # The same prompts again would be found in the cache.
+    parser.set_defaults(enable_prefix_caching=False)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the benchmark, prints its figures, and saves them if asked to.
+
+    Ctrl-C ends it early: the batches that have ended are counted, `interrupted` is true.
+
+    Returns:
+        What `metadata` returns; avg_latency, latencies and percentiles of a batch in seconds
+        (vLLM's names); mean_, median_, std_ and p99_ of ttft_ms and tpot_ms; output_throughput;
+        interrupted; with --breakdown, `breakdown`: machine, prefill and decode, see
+        `octavo.bench.breakdown.summarize_steps`; with --profile, `profile`: the trace's file.
+
+    Raises:
+        ConfigError, ModelError: a flag, an engine setting or the model cannot be used.
+        BenchError: a batch failed, or the result cannot be saved.
+    """
+    result = benchmark(args)
+    _print(result)
+    if args.output_json is not None:
+        results.save_json(args.output_json, result)
+    if args.plot is not None and "breakdown" in result:
+        machine, points = result["breakdown"]["machine"], _points(result["breakdown"])
+        _plots().roofline(points, machine["bandwidth"], machine["peak"], args.plot)
+    return result
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the benchmark without printing or saving; see `run`."""
+    from octavo.bench.offline import check_least, check_settings
+    from octavo.llm import LLM
+
+    check_least(
+        args,
+        {"input_len": 1, "output_len": 1, "batch_size": 1, "n": 1}
+        | {"num_iters_warmup": 0, "num_iters": 1},
+    )
+    kwargs, spec, max_model_len = check_settings(args)
+    if args.input_len + args.output_len > max_model_len:
+        raise ConfigError(
+            f"--input-len {args.input_len} and --output-len {args.output_len} are more than the "
+            f"model's context of {max_model_len} tokens; lower one."
+        )
+    results.check_writable(args.output_json)
+    results.check_writable(args.plot)
+    if args.plot is not None:
+        if not args.breakdown:
+            raise ConfigError(f"--plot {args.plot} draws the breakdown; add --breakdown.")
+        _plots().check(args.plot)
+    if args.profile is not None:
+        kwargs["profiler_dir"] = args.profile
+    rng = np.random.default_rng(getattr(args, "seed", 0))
+    prompts = rng.integers(spec.vocab_size, size=(args.batch_size, args.input_len)).tolist()
+    params = SamplingParams(
+        n=args.n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=args.output_len,
+        detokenize=not (args.disable_detokenize or getattr(args, "skip_tokenizer_init", False)),
+    )
+    with LLM(**kwargs) as llm:
+        result = _measure(args, llm, prompts, params)
+        if not result["interrupted"] and args.profile is not None:
+            with _interruptible(result):
+                llm.start_profile()  # type: ignore[attr-defined,unused-ignore]
+                llm.generate(prompts, params, use_tqdm=False)
+                trace = llm.stop_profile()  # type: ignore[attr-defined,unused-ignore]
+                result["profile"] = str(trace)
+    if not result["interrupted"] and args.breakdown:
+        with _interruptible(result):
+            result["breakdown"] = _breakdown(args, spec, kwargs, prompts, params)
+    return result
+
+
+@contextmanager
+def _interruptible(result: dict[str, Any]) -> Iterator[None]:
+    """Ctrl-C ends the body only, and is noted: what was measured before is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+
+
+def _measure(
+    args: argparse.Namespace, llm: LLM, prompts: list[list[int]], params: SamplingParams
+) -> dict[str, Any]:
+    """Times batches.
+
+    Raises:
+        BenchError: one failed.
+        KeyboardInterrupt: on Ctrl-C before the first batch has ended.
+    """
+    from octavo.bench.offline import finite, record_of
+
+    records: list[RequestRecord] = []
+    latencies: list[float] = []
+    interrupted = False
+    try:
+        for _ in results.progress(range(args.num_iters_warmup), desc="Warmup iterations"):
+            llm.generate(prompts, params, use_tqdm=False)
+        origin = time.monotonic()
+        for _ in results.progress(range(args.num_iters), desc="Measured iterations"):
+            begin = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            latencies.append(time.perf_counter() - begin)
+            records += [record_of(output, origin) for output in outputs]
+            if records[-1].error is not None:  # a step fails for its whole batch
+                raise BenchError(f"A batch failed: {records[-1].error}")
+    except KeyboardInterrupt:
+        if not latencies:
+            raise
+        interrupted = True
+    tokens = sum(record.num_output_tokens for record in records)
+    # The answers to one prompt are one record: it has no time per token if there are several.
+    names = ("ttft", "tpot") if args.n == 1 else ("ttft",)
+    return {
+        **results.metadata(vars(args)),
+        "interrupted": interrupted,
+        "num_iters": len(latencies),
+        "avg_latency": float(np.mean(latencies)),
+        "latencies": latencies,
+        "percentiles": {str(p): float(np.percentile(latencies, p)) for p in _PERCENTILES},
+        **finite(summarize(records, sum(latencies)), *names),
+        "output_throughput": tokens / sum(latencies),
+    }
+
+
+def _breakdown(
+    args: argparse.Namespace,
+    spec: ModelSpec,
+    kwargs: dict[str, Any],
+    prompts: list[list[int]],
+    params: SamplingParams,
+) -> dict[str, Any]:
+    """Profiles some more batches in an engine of its own."""
+    from octavo import _native
+    from octavo.bench.breakdown import ProfiledLLM, summarize_steps
+    from octavo.bench.machine import measure_machine
+    from octavo.engine.memory_plan import resolve_dtype
+
+    with ProfiledLLM(**kwargs) as llm:
+        dtype = resolve_dtype(llm.config, spec)
+        machine = measure_machine(dtype, llm.config.model.quantization)
+        llm.generate(prompts, params, use_tqdm=False)
+        _native.set_profiling(True)
+        try:
+            iterations = range(min(args.num_iters, _BREAKDOWN_ITERS))
+            for _ in results.progress(iterations, desc="Profiled iterations"):
+                llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            _native.set_profiling(False)
+    breakdown: dict[str, Any] = {"machine": asdict(machine)}
+    for name in _PHASES:
+        steps = [step for step in llm.steps if step.is_prefill == (name == "prefill")]
+        if steps:
+            breakdown[name] = summarize_steps(steps, machine)
+    return breakdown
+
+
+def _plots() -> Any:
+    from octavo.bench import plots  # type: ignore[attr-defined,unused-ignore]
+
+    return plots
+
+
+def _points(breakdown: dict[str, Any]) -> list[dict[str, Any]]:
+    """The kernels that compute and take most of a step's time, for a picture of the roofline."""
+    return [
+        {
+            "name": f"{phase}: {kernel['name']}",
+            "flops": kernel["flops"],
+            "bytes": kernel["bytes"],
+            "seconds": kernel["ms"] / 1000,
+        }
+        for phase in _PHASES
+        if phase in breakdown
+        for kernel in [k for k in breakdown[phase]["kernels"] if k["flops"]][:_MOST_POINTS]
+    ]
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+
+    def line(text: str) -> None:
+        console.print(text, markup=False)
+
+    if result["interrupted"]:
+        line(f"Interrupted: the figures cover {result['num_iters']} iterations.")
+    line(f"Avg latency: {result['avg_latency']} seconds")
+    for p, seconds in result["percentiles"].items():
+        line(f"{p}% percentile latency: {seconds} seconds")
+    for name in ("ttft", "tpot"):
+        if f"mean_{name}_ms" in result:
+            figures = [f"{k} {result[f'{k}_{name}_ms']:.2f}" for k in ("mean", "median", "p99")]
+            line(f"{name.upper()} (ms): {', '.join(figures)}")
+    line(f"Output token throughput: {result['output_throughput']:.2f} tokens/s")
+    if "profile" in result:
+        line(f"Profile in {result['profile']}")
+    breakdown = result.get("breakdown")
+    if breakdown is None:
+        return
+    from octavo.bench.breakdown import print_steps
+
+    machine = breakdown["machine"]
+    line(
+        f"\nRoofline: {machine['bandwidth'] / 1e9:.1f} GB/s read bandwidth, "
+        f"{machine['peak'] / 1e9:.0f} GFLOP/s {machine['dtype']} peak, measured just now."
+    )
+    for name in _PHASES:
+        if name in breakdown:
+            print_steps(name, breakdown[name], console)
+    line(
+        "Above 100 %: the data were in a cache, or others kept the machine busy when it was "
+        "measured. Steps ran one after the other here; with async scheduling (the default), "
+        "scheduling and output of one hide behind the kernels of another."
+    )
