@@ -63,11 +63,13 @@ def requests(result: Mapping[str, Any], path: str | Path) -> None:
             f"The result has no {missing[0]}; save it with --save-detailed to draw its requests."
         )
     figure = _new_figure(11, 8)
-    rows = figure.subfigures(2, 1, height_ratios=(3, 2))
-    _timeline(rows[0].subplots(), result)
-    for ax, name in zip(rows[1].subplots(1, len(LATENCIES), sharey=True), LATENCIES, strict=True):
-        _distribution(ax, name, _latencies(result)[name])
-    rows[1].get_axes()[0].set_ylabel("Share at or below (%)")
+    names = list(LATENCIES)
+    layout: list[Any] = [["timeline"] * len(names), names]
+    axes = figure.subplot_mosaic(layout, height_ratios=(3, 2))
+    _timeline(axes["timeline"], result)
+    for name, values in _latencies(result).items():
+        _distribution(axes[name], name, values)
+    axes[names[0]].set_ylabel("Share at or below (%)")
     figure.suptitle(
         f"{result.get('model_id', '')}: {result.get('num_prompts', len(result['ttfts']))} requests"
         f" at {result.get('request_rate', '?')} requests/s"
@@ -236,7 +238,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
 
 def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
     """The cumulative distribution of a latency, its median and p99 marked."""
-    short, long = LATENCIES[name]
+    short = LATENCIES[name][0]
     ax.set(title=short, xlabel=f"{short} (ms)")
     ax.grid(color="#e5e5e5")
     ax.set_ylim(0, 101)

@@ -191,7 +191,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         the server's own figures where it has /metrics (kv_cache_usage_max_perc,
         prefix_cache_hit_rate_perc, num_preemptions, spec_decode_...); client_lag_p99_ms,
         client_lag_max_ms, client_cpu_perc and client_bottleneck; `notes`, a list of texts that the
-        user should read; with --save-detailed or --plot, lists with an entry for each request (vLLM's names).
+        user should read; with --save-detailed or --plot, lists with an entry for each request
+        (vLLM's names).
 
     Raises:
         ConfigError, BenchError: see `run`.
