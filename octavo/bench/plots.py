@@ -70,10 +70,8 @@ def requests(result: Mapping[str, Any], path: str | Path) -> None:
     for name, values in _latencies(result).items():
         _distribution(axes[name], name, values)
     axes[names[0]].set_ylabel("Share at or below (%)")
-    figure.suptitle(
-        f"{result.get('model_id', '')}: {result.get('num_prompts', len(result['ttfts']))} requests"
-        f" at {result.get('request_rate', '?')} requests/s"
-    )
+    model = str(result.get("model_id", "")).rstrip("/").rpartition("/")[2]
+    figure.suptitle(f"{model}: {len(result['ttfts'])} requests, {_shown_rate(result)}")
     _save(figure, path)
 
 
@@ -105,14 +103,14 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
             for key, style, fill in ((f"median_{name}_ms", "--", "white"), (tail, "-", colour)):
                 if key is None:
                     continue
-                y = [_number(p.get(key)) for p in points]
-                ax.plot(x, y, style, color=colour, marker=marker, mfc=fill, label=None)
+                y = [_positive(p.get(key)) for p in points]
+                ax.plot(x, y, style, color=colour, marker=marker, mfc=fill)
             if tail is not None:
                 for p in points:
-                    y_tail = _number(p.get(tail))
-                    if math.isfinite(y_tail) and "request_rate" in p:
+                    y_tail = _positive(p.get(tail))
+                    if math.isfinite(y_tail):
                         ax.annotate(
-                            f"{_shown(p['request_rate'])}/s",
+                            _shown_rate(p),
                             (p["output_throughput"], y_tail),
                             xytext=(0, 6),
                             textcoords="offset points",
@@ -169,7 +167,7 @@ def roofline(
     x = np.geomspace(left, right, 200)
     ax.plot(x, np.minimum(peak, x * bandwidth) / 1e9, color="black")
     ax.axvline(ridge, color=_GREY, linestyle=":", zorder=0)
-    ax.text(left * 1.1, peak / 1e9 * 1.06, f"peak {peak / 1e9:.4g} GFLOP/s", fontsize=9)
+    ax.text(right, peak / 1e9 * 1.1, f"peak {peak / 1e9:.4g} GFLOP/s", fontsize=9, ha="right")
     ax.annotate(
         f"memory {bandwidth / 1e9:.4g} GB/s; ridge at {ridge:.3g} FLOP/byte",
         (ridge, 0),
@@ -187,8 +185,8 @@ def roofline(
             _MARKERS[i % len(_MARKERS)],
             color=_COLOURS[i % len(_COLOURS)],
             markersize=9,
-            label=f"{point['name']}: {speed / 1e9:.3g} GFLOP/s, "
-            f"{point['bytes'] / point['seconds'] / 1e9:.3g} GB/s, {share:.0%} of the roof",
+            label=f"{point['name']}: {speed / 1e9:.4g} GFLOP/s, "
+            f"{point['bytes'] / point['seconds'] / 1e9:.4g} GB/s, {share:.0%} of the roof",
         )
     ax.set(
         xscale="log",
@@ -213,7 +211,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     rows = np.empty(len(order))
     rows[order] = np.arange(len(order))
     # As high as a row, with a hair of space between as long as there is room for one.
-    height = ax.figure.bbox.height / ax.figure.dpi * 72 * 0.75
+    height = ax.figure.bbox.height / ax.figure.dpi * 72 * 0.5
     width = max(0.4, min(12.0, height / max(len(order), 1) * 0.8))
     parts = (
         ("waiting in the client", scheduled, start, "#cccccc"),
@@ -251,8 +249,10 @@ def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
     for label, p, style in (("median", 50, "--"), ("p99", 99, ":")):
         value = float(np.percentile(values, p))
         ax.axvline(value, color=_RED, linestyle=style, label=f"{label} {value:.4g} ms")
-    if values[0] > 0 and values[-1] > 30 * np.median(values):
-        ax.set_xscale("log")
+    positive = values[values > 0]
+    if len(positive) and values[-1] > 30 * np.median(values):
+        ax.set_xscale("log", nonpositive="clip")
+        ax.set_xlim(left=float(np.percentile(positive, 1)))
     ax.legend(loc="lower right", fontsize=7)
 
 
@@ -288,6 +288,12 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
+def _positive(value: Any) -> float:
+    """NaN in the place of what a logarithmic axis cannot show."""
+    number = _number(value)
+    return number if number > 0 else math.nan
+
+
 def _numbers(values: Sequence[Any]) -> np.ndarray:
     return np.asarray([_number(v) for v in values], np.float64)
 
@@ -296,8 +302,9 @@ def _rate(run: Mapping[str, Any]) -> float:
     return float(run.get("request_rate", math.inf))
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+def _shown_rate(run: Mapping[str, Any]) -> str:
+    rate = _rate(run)
+    return "all at once" if math.isinf(rate) else f"{rate:.4g}/s"
 
 
 def _check_positive(name: str, value: Any) -> None:

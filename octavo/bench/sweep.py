@@ -29,7 +29,14 @@ from rich.console import Console
 from octavo.bench import plots, results, serve
 from octavo.bench.metrics import LATENCIES
 from octavo.bench.process import running_server
-from octavo.config import ConfigField, EngineConfig, ServerConfig, config_fields, section_fields
+from octavo.config import (
+    ConfigField,
+    EngineConfig,
+    ServerConfig,
+    api_keys_from_environment,
+    config_fields,
+    section_fields,
+)
 from octavo.errors import BenchError, OctavoError
 
 SUMMARY = "summary.json"
@@ -183,6 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_server_arguments(parser)
     serve.add_load_arguments(parser)
     add = serve.add_figure_arguments(parser)
+    parser.set_defaults(percentile_metrics="ttft,tpot")
     add("--save-detailed", action="store_true", help="Save each request's figures and text, too.")
     add("--result-dir", default="sweep", metavar="DIR", help="Folder of the results [sweep].")
     add("--plot", metavar="FILE", help="Draw throughput and latency as FILE.png or FILE.svg.")
@@ -330,7 +338,7 @@ class _Sweep:
         tail = "p" + self._args.metric_percentiles.split(",")[-1].strip()
         names = [n for n in LATENCIES if n in self._args.percentile_metrics.split(",")]
         keys = ["request_throughput", "output_throughput"]
-        columns = ["combination", "req/s offered", "req/s", "tok/s"]
+        columns = ["settings", "req/s offered", "req/s", "tok/s"]
         if self._args.goodput is not None:
             keys.append("request_goodput")
             columns.append("good req/s")
@@ -338,7 +346,7 @@ class _Sweep:
             short = LATENCIES[name][0]
             for kind in ("median", tail):
                 keys.append(f"{kind}_{name}_ms")
-                columns.append(f"{kind} {short} (ms)")
+                columns.append(f"{kind} {short}")
         groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
         for run_ in self.runs:
             groups.setdefault((run_["label"], run_["request_rate"]), []).append(run_)
@@ -347,7 +355,7 @@ class _Sweep:
             good = [r for r in runs if "error" not in r]
             failed = f" ({len(runs) - len(good)} of {len(runs)} failed)" * (len(good) < len(runs))
             rows.append([label + failed, rate, *(_median(good, key) for key in keys)])
-        results.print_table("Sweep", columns, rows)
+        results.print_table("Sweep (times in ms)", columns, rows)
         errors = {r["error"]: r["label"] for r in self.runs if "error" in r}
         self.notes += [f"{label}: {error}" for error, label in errors.items()]
         if self._slos is not None:
@@ -356,7 +364,7 @@ class _Sweep:
                 for m in self.max_rates()
             ]
             results.print_table(
-                f"Highest rate within {self._args.slo}", ["combination", "req/s"], rows
+                f"Highest rate within {self._args.slo}", ["settings", "req/s"], rows
             )
             if any(m["max_rate"] == "inf" for m in self.max_rates()):
                 self.notes.append(
@@ -418,7 +426,7 @@ class _Sweep:
         args = copy.copy(combination.args)
         args.request_rate = rate
         if combination.command is None:
-            note = empty_prefix_cache(args.base_url)
+            note = empty_prefix_cache(args.base_url, args.api_key)
             if note is not None and note not in self.notes:
                 self.notes.append(note)
             result = serve.benchmark(args)
@@ -453,10 +461,12 @@ def measure_with(check: Callable[[], None], args: argparse.Namespace) -> dict[st
     return result
 
 
-def empty_prefix_cache(base_url: str) -> str | None:
+def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
     """Asks a running server to forget its cached prefixes; returns a note if it cannot."""
+    key = api_key or next(iter(api_keys_from_environment()), None)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        response = httpx.post(f"{base_url}/reset_prefix_cache", timeout=10)
+        response = httpx.post(f"{base_url}/reset_prefix_cache", headers=headers, timeout=10)
         if response.status_code == 200:
             return None
         reason = f"status {response.status_code}"
@@ -707,9 +717,14 @@ def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _median(runs: Sequence[Mapping[str, Any]], key: str) -> object:
+def _median(runs: Sequence[Mapping[str, Any]], key: str) -> str:
     values = [r[key] for r in runs if r.get(key) is not None and not math.isnan(r[key])]
-    return float(statistics.median(values)) if values else "-"
+    return shown_number(statistics.median(values)) if values else "-"
+
+
+def shown_number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _json_rate(rate: float) -> float | str:

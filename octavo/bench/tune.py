@@ -15,7 +15,6 @@ import math
 import random
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,9 +33,10 @@ from octavo.bench.sweep import (
     measure_with,
     parse_slos,
     server_flags,
+    shown_number,
 )
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields
-from octavo.errors import BenchError, ConfigError, OctavoError
+from octavo.errors import BenchError, ConfigError, DatasetError
 
 SPACE: dict[str, tuple[Any, ...]] = {
     "max_num_batched_tokens": (128, 256, 512, 1024, 2048, 4096, 8192),
@@ -226,6 +226,7 @@ class _Search:
         self.trials: list[Trial] = []
         self._args = args
         self._slos = parse_slos(args.slo)
+        self._path = Path(args.result_dir) / args.result_filename
         self._console = Console(highlight=False, soft_wrap=True)
         for flag, least in (("num_configs", 1), ("eta", 2)):
             if getattr(args, flag) < least:
@@ -260,15 +261,11 @@ class _Search:
             f"{self._args.slo}",
             markup=False,
         )
-        with (
-            tempfile.TemporaryDirectory(prefix="octavo-tune-") as folder,
-            results.progress(
-                total=self._total, desc="Requests", disable=self._args.disable_tqdm
-            ) as bar,
-        ):
+        disable = self._args.disable_tqdm
+        with results.progress(total=self._total, desc="Requests", disable=disable) as bar:
 
             def evaluate(config: Config, budget: int) -> Trial:
-                trial = self._evaluate(config, budget, Path(folder) / "server.log")
+                trial = self._evaluate(config, budget)
                 self.trials.append(trial)
                 bar.update(budget)
                 self.save(interrupted=False)
@@ -278,7 +275,7 @@ class _Search:
                 self._configs, evaluate, max_budget=self._max_budget, eta=self._args.eta
             )
             if all(t.config for t in last):  # the default, to compare with
-                bar.total += self._max_budget
+                bar.total = self._total + self._max_budget
                 evaluate({}, self._max_budget)
 
     def save(self, interrupted: bool) -> dict[str, Any]:
@@ -296,7 +293,7 @@ class _Search:
             "keeps_slos": winner is not None and winner.score >= 0,
             "command": None if winner is None else self._shown_command(winner.config),
         }
-        results.save_json(Path(args.result_dir) / args.result_filename, result)
+        results.save_json(self._path, result)
         return result
 
     def report(self, result: Mapping[str, Any]) -> None:
@@ -333,7 +330,7 @@ class _Search:
                 say(f"Best / default: {winner.score / default.score:.3f}", markup=False)
         say("Start it with:", style="bold")
         say(shlex.join(result["command"]), markup=False)
-        say(f"Saved in {Path(self._args.result_dir) / self._args.result_filename}", markup=False)
+        say(f"Saved in {self._path}", markup=False)
 
     def _winner(self) -> Trial | None:
         """The best with the largest budget that any had; the default comes first among equals."""
@@ -347,15 +344,17 @@ class _Search:
             default=None,
         )
 
-    def _evaluate(self, config: Config, budget: int, log: Path) -> Trial:
+    def _evaluate(self, config: Config, budget: int) -> Trial:
         """Tries a configuration; a server that fails is the worst of all.
 
         Raises:
             KeyboardInterrupt: of the user; also if the benchmark has ended on it in good order.
+            ConfigError, DatasetError: the load is wrong, with any configuration.
         """
         port = free_port()
         command = [*_SERVE, *self._words(config), "--host", "127.0.0.1", "--port", str(port)]
         url = f"http://127.0.0.1:{port}"
+        log = self._path.with_suffix(".log")
         bench = copy.copy(self._bench)
         bench.base_url, bench.num_prompts = url, budget
         try:
@@ -364,14 +363,16 @@ class _Search:
                 def measure(rate: float) -> dict[str, Any]:
                     own = copy.copy(bench)
                     own.request_rate = rate
-                    empty_prefix_cache(url)
+                    empty_prefix_cache(url, own.api_key)
                     result = measure_with(server.check, own)
                     if result["interrupted"]:
                         raise KeyboardInterrupt
                     return result
 
                 return self._try(config, budget, measure)
-        except OctavoError as error:
+        except DatasetError:
+            raise
+        except BenchError as error:
             return Trial(config, budget, -math.inf, error=str(error))
 
     def _try(
@@ -471,7 +472,7 @@ def _label(config: Config) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
+    return "-" if value is None or math.isnan(value) else shown_number(value)
 
 
 def _outcome(trial: Trial, objective: str) -> str:
