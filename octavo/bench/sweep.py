@@ -258,10 +258,15 @@ class _Combination:
     probes: list[Probe] = field(default_factory=list)
 
     @property
-    def label(self) -> str:
+    def settings(self) -> dict[str, Any]:
         """What tells it from others, without the request rate."""
-        params = {k: v for k, v in self.bench_params.items() if k != "request_rate"}
-        return " ".join(f"{k}={v}" for k, v in (self.serve_params | params).items()) or "default"
+        params = self.serve_params | self.bench_params
+        return {k: v for k, v in params.items() if k != "request_rate"}
+
+    @property
+    def label(self) -> str:
+        """`settings` as text."""
+        return " ".join(f"{k}={v}" for k, v in self.settings.items()) or "default"
 
 
 class _Sweep:
@@ -336,9 +341,10 @@ class _Sweep:
     def print_tables(self) -> None:
         """Prints a row a combination and rate: medians over its runs."""
         tail = "p" + self._args.metric_percentiles.split(",")[-1].strip()
+        settings = list(dict.fromkeys(k for c in self.combinations for k in c.settings))
         names = [n for n in LATENCIES if n in self._args.percentile_metrics.split(",")]
         keys = ["request_throughput", "output_throughput"]
-        columns = ["settings", "req/s offered", "req/s", "tok/s"]
+        columns = [*settings, "req/s offered", "req/s", "tok/s"]
         if self._args.goodput is not None:
             keys.append("request_goodput")
             columns.append("good req/s")
@@ -351,11 +357,20 @@ class _Sweep:
         for run_ in self.runs:
             groups.setdefault((run_["label"], run_["request_rate"]), []).append(run_)
         rows: list[list[object]] = []
-        for (label, rate), runs in groups.items():
+        any_failed = any("error" in r for r in self.runs)
+        for (_, rate), runs in groups.items():
             good = [r for r in runs if "error" not in r]
-            failed = f" ({len(runs) - len(good)} of {len(runs)} failed)" * (len(good) < len(runs))
-            rows.append([label + failed, rate, *(_median(good, key) for key in keys)])
-        results.print_table("Sweep (times in ms)", columns, rows)
+            given = runs[0]["serve_params"] | runs[0]["bench_params"]
+            rows.append(
+                [
+                    *(given.get(name, "-") for name in settings),
+                    rate,
+                    *(_median(good, key) for key in keys),
+                    *([f"{len(runs) - len(good)} of {len(runs)}"] if any_failed else []),
+                ]
+            )
+        columns += ["failed runs"] * any_failed
+        results.print_table("Sweep (times in ms)", [c.replace("_", " ") for c in columns], rows)
         errors = {r["error"]: r["label"] for r in self.runs if "error" in r}
         self.notes += [f"{label}: {error}" for error, label in errors.items()]
         if self._slos is not None:

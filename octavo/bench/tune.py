@@ -48,6 +48,7 @@ SPACE: dict[str, tuple[Any, ...]] = {
 _SERVE = (sys.executable, "-m", "octavo", "serve")
 _SERVER_DEFAULTS = {"max_num_batched_tokens": 2048}  # the config's own default is None
 _NUM_PROMPTS = 180
+_NUM_WARMUPS = 8
 _TOLERANCE = 0.1
 
 Config = Mapping[str, Any]
@@ -183,14 +184,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--result-filename", default="tune.json", metavar="NAME", help="Its name [tune.json].")
     add("--disable-tqdm", action="store_true", help="No progress bar.")
     serve.add_load_arguments(parser)
+    parser.set_defaults(num_warmups=_NUM_WARMUPS)  # every server is fresh
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Searches, prints the trials and the command line to use, and saves them.
 
     With --request-rate or --max-concurrency, the output throughput at that load is maximised;
-    without, the highest request rate that keeps the service levels. --num-prompts is the budget of
-    the last rung.
+    without, what is achieved at the highest request rate that keeps the levels. --num-prompts is
+    the budget of the last rung.
 
     The result is saved after each trial. Ctrl-C ends the search early.
 
@@ -237,6 +239,7 @@ class _Search:
         space = dict(SPACE)
         if args.allow_quantization is not None:
             space["quantization"] = (None, *_quantizations(args.allow_quantization))
+        self._space = tuple(space)
         self._serve_args = _serve_args(args.serve_args, space)
         self._bench = _bench_arguments(args, self._slos)
         serve.check_arguments(self._bench)
@@ -252,13 +255,13 @@ class _Search:
     @property
     def objective(self) -> str:
         """What is maximised."""
-        return "request_rate" if self._by_rate else "output_throughput"
+        return "request_throughput" if self._by_rate else "output_throughput"
 
     def run(self) -> None:
         """Fills `trials`; KeyboardInterrupt leaves those that ended."""
+        goal = "highest request rate" if self._by_rate else "most output tokens a second"
         self._console.print(
-            f"{len(self._configs)} configurations, for the highest {self.objective} within "
-            f"{self._args.slo}",
+            f"{len(self._configs)} configurations, for the {goal} within {self._args.slo}",
             markup=False,
         )
         disable = self._args.disable_tqdm
@@ -298,18 +301,20 @@ class _Search:
 
     def report(self, result: Mapping[str, Any]) -> None:
         """Prints the trials, the winner and its command line."""
-        keys = list(self._slos.limits)
+        winner, default = self._winner(), self._at_full_budget(lambda t: not t.config)
+        keys = [self.objective, *self._slos.limits]
         rows: list[list[object]] = []
         for trial in sorted(self.trials, key=lambda t: (-t.budget, -t.score)):
+            name = "best" if trial is winner else "" if trial.config else "default"
             kept = "failed" if trial.error else "yes" if trial.score >= 0 else "no"
-            shown = [_cell(trial.figures.get(k)) for k in (self.objective, *keys)]
-            rows.append([_label(trial.config), trial.budget, *shown, kept])
-        columns = ["configuration", "requests", self.objective, *keys, "within SLOs"]
-        results.print_table("Trials", columns, rows)
+            settings = [trial.config.get(n, _default(n)) for n in self._space]
+            shown = [_cell(trial.figures.get(key)) for key in keys]
+            rows.append([name, *settings, trial.budget, *shown, kept])
+        columns = ["", *self._space, "requests", *keys, "kept"]
+        results.print_table("Trials", [c.replace("_", " ") for c in columns], rows)
         say = self._console.print
         for error in dict.fromkeys(t.error for t in self.trials if t.error):
             say(error, markup=False, style="yellow")
-        winner, default = self._winner(), self._at_full_budget(lambda t: not t.config)
         if result["interrupted"]:
             say("Interrupted: the search is not complete.", style="yellow")
         if winner is None:
@@ -388,14 +393,12 @@ class _Search:
         if not self._by_rate:
             rate = self._args.request_rate
             found = probe(rate)
-            score = measured[rate]["output_throughput"]
         else:
             probes = find_max_rate(probe, _TOLERANCE)
             found = best_probe(probes) or min(probes, key=lambda p: p.excess)
-            # What was achieved, not offered: that tells those apart which keep up with any rate.
-            score = found.throughput
+        # What was achieved, not offered: that tells those apart which keep up with any rate.
+        score = measured[found.rate][self.objective]
         figures = _figures(measured[found.rate])
-        figures["request_rate"] = found.throughput if math.isinf(found.rate) else found.rate
         return Trial(config, budget, score if found.excess <= 0 else -found.excess, figures)
 
     def _words(self, config: Config) -> list[str]:
@@ -454,8 +457,14 @@ def _is_valid(config: Config) -> bool:
 
 def _given(config: Config) -> dict[str, Any]:
     """Without the settings that are the defaults of a server."""
-    defaults = {f.name: f.default for f in config_fields()} | _SERVER_DEFAULTS
-    return {name: value for name, value in config.items() if value != defaults[name]}
+    return {name: value for name, value in config.items() if value != _default(name)}
+
+
+def _default(name: str) -> Any:
+    """A server's own value of a setting."""
+    if name in _SERVER_DEFAULTS:
+        return _SERVER_DEFAULTS[name]
+    return next(f.default for f in config_fields() if f.name == name)
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
