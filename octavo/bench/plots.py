@@ -228,7 +228,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     if failed.any():
         ax.plot(start[failed], rows[failed], "x", color=_RED, label="failed")
     ax.set(xlabel="Time (s)", ylabel="Request, in the order of arrival", title="Timeline")
-    ax.set_ylim(len(order) - 0.5, -0.5)
+    ax.set_ylim(max(len(order), 1) - 0.5, -0.5)
     ax.set_xlim(left=0)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="upper right", fontsize=8)

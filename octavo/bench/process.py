@@ -36,10 +36,10 @@ class Server:
         self._process = process
         self._log = log
 
-    def check(self) -> None:
-        """Raises BenchError with the last lines of its log if the server has ended."""
-        status = self._process.poll()
-        if status is not None:
+    def check(self, grace: float = 0.0) -> None:
+        """Raises BenchError with the last lines of its log if the server ends within `grace` s."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(grace)
             raise BenchError(self._complaint(f"ended with status {status}"))
 
     def wait(self, timeout: float) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from octavo.bench import plots, results, serve
 from octavo.bench.metrics import LATENCIES
-from octavo.bench.process import running_server
+from octavo.bench.process import Server, running_server
 from octavo.config import (
     ConfigField,
     EngineConfig,
@@ -43,6 +43,8 @@ SUMMARY = "summary.json"
 # The search for the highest rate ends at this share of a rate, or of the burst's throughput.
 _RATE_TOLERANCE = 0.05
 _RATE_SPAN = 32
+# What passes from a server's last answer to the end of its process, in seconds.
+_DEATH = 1.0
 _SLO = re.compile(r"(ttft|tpot|itl|e2el)(?:_(?:p(\d+(?:\.\d+)?)|(mean|median)))?")
 # Settings of a run that change no figure: a result is the same with others.
 _COSMETIC = {"api_key", "disable_tqdm", "request_rate", "command", "flags"}
@@ -160,7 +162,7 @@ def find_max_rate(
         else:
             high = rate
         rate = _round(low * 2 if math.isinf(high) else (low + high) / 2)
-        if high <= lowest or rate > highest or not low < rate < high:
+        if (low == 0 and high <= lowest) or rate > highest or not low < rate < high:
             break
     return probes
 
@@ -369,10 +371,17 @@ class _Sweep:
                     *([f"{len(runs) - len(good)} of {len(runs)}"] if any_failed else []),
                 ]
             )
-        columns += ["failed runs"] * any_failed
+        columns += ["failed"] * any_failed
         results.print_table("Sweep (times in ms)", [c.replace("_", " ") for c in columns], rows)
         errors = {r["error"]: r["label"] for r in self.runs if "error" in r}
         self.notes += [f"{label}: {error}" for error, label in errors.items()]
+        noted = [r for r in self.runs if r.get("notes")]
+        if noted:
+            first = noted[0]
+            more = f" (and {len(noted) - 1} more runs; see their notes)" * (len(noted) > 1)
+            self.notes.append(
+                f"{first['label']} at {first['request_rate']} req/s: {first['notes'][0]}{more}"
+            )
         if self._slos is not None:
             rows = [
                 [m["label"], "-" if m["max_rate"] is None else m["max_rate"]]
@@ -427,7 +436,7 @@ class _Sweep:
             try:
                 if result is None:
                     result = self._measure_one(combination, rate, path)
-                entry |= _figures(result)
+                entry |= _figures(result) | {"notes": result["notes"]}
             except OctavoError as error:
                 entry["error"] = str(error)
             self.runs.append(entry)
@@ -449,7 +458,7 @@ class _Sweep:
             timeout = self._args.ready_timeout
             log = path.with_suffix(".log")
             with running_server(combination.command, args.base_url, log, timeout=timeout) as server:
-                result = measure_with(server.check, args)
+                result = measure_with(server, args)
                 result["server_start_seconds"] = server.seconds
         result |= {
             "serve_cmd": combination.command,
@@ -460,8 +469,8 @@ class _Sweep:
         return result
 
 
-def measure_with(check: Callable[[], None], args: argparse.Namespace) -> dict[str, Any]:
-    """`serve.benchmark` with a server that may end meanwhile: its log says more than its silence.
+def measure_with(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """`serve.benchmark` of a server that may end meanwhile: its log says more than its silence.
 
     Raises:
         BenchError: the server ended, or see `serve.benchmark`.
@@ -469,10 +478,10 @@ def measure_with(check: Callable[[], None], args: argparse.Namespace) -> dict[st
     try:
         result = serve.benchmark(args)
     except BenchError:
-        check()
+        server.check(_DEATH)
         raise
     if not result["interrupted"]:
-        check()
+        server.check()
     return result
 
 

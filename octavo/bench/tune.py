@@ -177,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve-args",
         default="",
         metavar="TEXT",
-        help="More flags of every server: '--max-model-len 2048'.",
+        help="More flags of every server: --serve-args='--max-model-len 2048'.",
     )
     add("--ready-timeout", type=float, default=600.0, metavar="X", help="Of a start, in s [600].")
     add("--result-dir", default=".", metavar="DIR", help="Folder of the result [.].")
@@ -369,7 +369,7 @@ class _Search:
                     own = copy.copy(bench)
                     own.request_rate = rate
                     empty_prefix_cache(url, own.api_key)
-                    result = measure_with(server.check, own)
+                    result = measure_with(server, own)
                     if result["interrupted"]:
                         raise KeyboardInterrupt
                     return result

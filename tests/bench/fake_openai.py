@@ -143,6 +143,7 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
         server.stop = asyncio.Event()
         started.set()
         await server.stop.wait()
+        await asyncio.sleep(0.01)  # whoever has just connected is handled, and so closed
         listener.close()
 
     def work() -> None:
