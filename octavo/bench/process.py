@@ -147,11 +147,16 @@ def _check_free(base_url: str) -> None:
 @contextlib.contextmanager
 def _ending_signals() -> Iterator[None]:
     def as_ctrl_c(number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    before = {n: signal.signal(n, as_ctrl_c) for n in (signal.SIGTERM, signal.SIGHUP)}
+    # Under nohup, SIGHUP stays ignored.
+    taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, as_ctrl_c)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

@@ -95,10 +95,10 @@ class FakeServer:
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            if head.startswith(b"POST /reset_prefix_cache ") and self.can_reset:
+            if head.startswith(b"POST /reset_prefix_cache "):
                 self.num_resets += 1
-                writer.write(plain({"success": True}))
-            elif head.startswith(b"POST /v1/"):
+                writer.write(plain({}, "200 OK" if self.can_reset else "404 Not Found"))
+            elif head.startswith(b"POST"):
                 await self._post(head, reader, writer)
             elif head.startswith(b"GET /v1/models "):
                 writer.write(self.models)

@@ -114,11 +114,19 @@ def test_the_address_is_taken(log):
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_server_ends_with_the_benchmark(number, log):
+@pytest.mark.parametrize(
+    ("number", "setup"),
+    [
+        (signal.SIGINT, ""),
+        (signal.SIGTERM, ""),
+        (signal.SIGHUP, ""),
+        (signal.SIGTERM, "signal.signal(signal.SIGINT, signal.SIG_IGN)"),
+    ],
+)
+def test_the_server_ends_with_the_benchmark(number, setup, log):
     port = free_port()
     code = (
-        "import pathlib, time\nfrom octavo.bench.process import running_server\n"
+        f"import pathlib, signal, time\nfrom octavo.bench.process import running_server\n{setup}\n"
         f"with running_server({command(port, '--child')!r}, 'http://127.0.0.1:{port}',"
         f" pathlib.Path({str(log)!r}), timeout=30):\n"
         "    print('runs', flush=True)\n    time.sleep(600)\n"
@@ -132,3 +140,13 @@ def test_the_server_ends_with_the_benchmark(number, log):
     _, err = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in err
     assert gone(child)
+
+
+def test_nohup_is_respected(log):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with start(log):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
