@@ -98,7 +98,7 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
         tail = _highest_percentile(next(iter(lines.values()))[0], name)
         for i, (label, points) in enumerate(lines.items()):
             points = sorted(points, key=lambda p: (_rate(p), p["output_throughput"]))
-            colour, marker = _COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]
+            colour, marker = _look(i)
             x = [p["output_throughput"] for p in points]
             for key, style, fill in ((f"median_{name}_ms", "--", "white"), (tail, "-", colour)):
                 if key is None:
@@ -143,7 +143,8 @@ def roofline(
     intensity I (operations a byte) reaches at most min(peak, I * bandwidth).
 
     Args:
-        points: dicts of name, flops (floating-point operations), bytes (moved) and seconds.
+        points: dicts of name, flops (floating-point operations), bytes (moved) and seconds. What
+            does no arithmetic has no place here.
         bandwidth: of the memory, in bytes a second.
         peak: of the arithmetic, in floating-point operations a second.
         path: file to write, PNG or SVG.
@@ -177,13 +178,14 @@ def roofline(
         fontsize=9,
     )
     for i, (point, intensity) in enumerate(zip(points, intensities, strict=True)):
+        colour, marker = _look(i)
         speed = point["flops"] / point["seconds"]
         share = speed / min(peak, intensity * bandwidth)
         ax.plot(
             intensity,
             speed / 1e9,
-            _MARKERS[i % len(_MARKERS)],
-            color=_COLOURS[i % len(_COLOURS)],
+            marker,
+            color=colour,
             markersize=9,
             label=f"{point['name']}: {speed / 1e9:.4g} GFLOP/s, "
             f"{point['bytes'] / point['seconds'] / 1e9:.4g} GB/s, {share:.0%} of the roof",
@@ -272,6 +274,12 @@ def _latencies(result: Mapping[str, Any]) -> dict[str, np.ndarray]:
         "e2el": (ttfts + decode)[good],
     }
     return {name: v[~np.isnan(v)] * 1000 for name, v in values.items()}
+
+
+def _look(index: int) -> tuple[str, str]:
+    """Colour and marker of a series; 49 pairs before one comes again."""
+    count = len(_COLOURS)
+    return _COLOURS[index % count], _MARKERS[(index + index // count) % count]
 
 
 def _highest_percentile(run: Mapping[str, Any], name: str) -> str | None:

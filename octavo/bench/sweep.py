@@ -46,6 +46,8 @@ _RATE_SPAN = 32
 # What passes from a server's last answer to the end of its process, in seconds.
 _DEATH = 1.0
 _SLO = re.compile(r"(ttft|tpot|itl|e2el)(?:_(?:p(\d+(?:\.\d+)?)|(mean|median)))?")
+# Flags of `octavo bench serve` that the sweep sets itself.
+_OWN = {"base_url", "plot", "result_dir", "result_filename", "save_result"}
 # Settings of a run that change no figure: a result is the same with others.
 _COSMETIC = {"api_key", "disable_tqdm", "request_rate", "command", "flags"}
 
@@ -515,7 +517,7 @@ def bench_arguments(args: argparse.Namespace, params: Mapping[str, Any]) -> argp
     """
     parser = _BenchParser(add_help=False, allow_abbrev=False)
     serve.add_arguments(parser)
-    actions = {action.dest: action for action in parser._actions}
+    actions = {action.dest: action for action in parser._actions if action.dest not in _OWN}
     own = copy.copy(args)
     for name, value in params.items():
         action = actions.get(name)

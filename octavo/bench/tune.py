@@ -237,6 +237,9 @@ class _Search:
         if not args.ready_timeout > 0:
             raise BenchError(f"--ready-timeout {args.ready_timeout:g}: must be above 0.")
         space = dict(SPACE)
+        if args.max_concurrency is not None:  # more rows than requests are as good as the default
+            useful = (n for n in SPACE["max_num_seqs"] if n < args.max_concurrency)
+            space["max_num_seqs"] = (*useful, _default("max_num_seqs"))
         if args.allow_quantization is not None:
             space["quantization"] = (None, *_quantizations(args.allow_quantization))
         self._space = tuple(space)
@@ -315,6 +318,7 @@ class _Search:
         say = self._console.print
         for error in dict.fromkeys(t.error for t in self.trials if t.error):
             say(error, markup=False, style="yellow")
+        say(f"Saved in {self._path}", markup=False)
         if result["interrupted"]:
             say("Interrupted: the search is not complete.", style="yellow")
         if winner is None:
@@ -335,7 +339,6 @@ class _Search:
                 say(f"Best / default: {winner.score / default.score:.3f}", markup=False)
         say("Start it with:", style="bold")
         say(shlex.join(result["command"]), markup=False)
-        say(f"Saved in {self._path}", markup=False)
 
     def _winner(self) -> Trial | None:
         """The best with the largest budget that any had; the default comes first among equals."""

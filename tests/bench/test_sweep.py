@@ -165,6 +165,7 @@ def test_server_flags():
         ("--serve-params", [{"max-num-seqs": None}], "max_num_seqs=None is not allowed"),
         ("--serve-params", [{"api_key": []}], r"api_key=\[\] is not allowed"),
         ("--bench-params", [{"request-rat": 1}], "'request_rat'; did you mean 'request_rate'"),
+        ("--bench-params", [{"plot": "a.png"}], "unknown name 'plot'"),
         ("--bench-params", [{"x" * 30: 1}], "known are api_key, backend"),
         ("--bench-params", [{"num_prompts": "many"}], "argument --num-prompts: invalid int"),
         ("--bench-params", [{"num_prompts": True}], "num_prompts=True: must be a value"),

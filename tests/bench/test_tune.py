@@ -167,7 +167,7 @@ def saved(folder):
     return json.loads((folder / "tune.json").read_text())
 
 
-CLOSED = ("--max-concurrency", 4, "--slo", "e2el_p99:500")
+CLOSED = ("--max-concurrency", 256, "--slo", "e2el_p99:500")
 
 
 def test_the_best_is_found_and_its_command_printed(fakes, tmp_path, capsys):
@@ -187,7 +187,7 @@ def test_the_best_is_found_and_its_command_printed(fakes, tmp_path, capsys):
     assert json.loads(json.dumps(result)) == saved(tmp_path)
     assert [t["budget"] for t in result["trials"]] == [10] * 20 + [30] * 6 + [90] * 3
     assert result["trials"][0]["config"] == {}
-    assert {(b.max_concurrency, b.metric_percentiles) for b in fakes.benchmarks} == {(4, "99")}
+    assert {(b.max_concurrency, b.metric_percentiles) for b in fakes.benchmarks} == {(256, "99")}
     assert [b.num_prompts for b in fakes.benchmarks] == [t["budget"] for t in result["trials"]]
     words = fakes.commands[0]
     assert words[:4] == [sys.executable, "-m", "octavo", "serve"]
@@ -199,6 +199,14 @@ def test_the_best_is_found_and_its_command_printed(fakes, tmp_path, capsys):
     assert "--max-num-seqs 4" in command
     assert "Best / default: 64.000" in out
     assert "Default: 3.91 output_throughput" in out
+
+
+def test_no_more_rows_than_requests(fakes, tmp_path):
+    """What differs only above the load's concurrency is not tried."""
+    flags = ("--max-concurrency", 9, "--slo", "ttft:1", "--num-configs", 30, "--num-prompts", 9)
+    fakes.act = lambda settings, args: {"p99_ttft_ms": 0.5}
+    result = tune.run(parse("m", *flags, "--result-dir", tmp_path))
+    assert {t["config"].get("max_num_seqs") for t in result["trials"]} == {None, 4, 8}
 
 
 def test_the_seed_decides_what_is_tried(fakes, tmp_path):
