@@ -197,7 +197,8 @@ def roofline(
         ylabel="Speed (GFLOP/s)",
         title="Roofline",
     )
-    ax.set_ylim(top=peak / 1e9 * 2)
+    fastest = max(p["flops"] / p["seconds"] for p in points)
+    ax.set_ylim(top=max(peak, fastest) / 1e9 * 2)
     ax.grid(which="both", color="#e5e5e5")
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     _save(figure, path)
@@ -233,7 +234,9 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     ax.set_ylim(max(len(order), 1) - 0.5, -0.5)
     ax.set_xlim(left=0)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="upper right", fontsize=8)
+        legend = ax.legend(loc="upper right", fontsize=8)
+        for line in legend.get_lines():
+            line.set_linewidth(4)
 
 
 def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
