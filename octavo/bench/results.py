@@ -27,6 +27,15 @@ from octavo.errors import BenchError
 def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
     """Writes a result; NaN becomes null.
 
+    Raises:
+        BenchError: see `save_bytes`.
+    """
+    save_bytes(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+def save_bytes(path: str | Path, data: bytes) -> None:
+    """Writes a file.
+
     The file appears whole or not at all, whatever happens meanwhile: it is written under another
     name in the same folder (which is made if need be) and renamed.
 
@@ -34,7 +43,6 @@ def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
         BenchError: the file cannot be written.
     """
     path = Path(path)
-    data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

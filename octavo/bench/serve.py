@@ -25,7 +25,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from octavo.bench import results
+from octavo.bench import plots, results
 from octavo.bench.client import Client, is_chat
 from octavo.bench.datasets import BenchRequest, add_dataset_arguments, load_dataset
 from octavo.bench.metrics import (
@@ -58,6 +58,18 @@ _MAX_CPU = 0.9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, vLLM's where it has them."""
+    add_server_arguments(parser)
+    add_load_arguments(parser)
+    add = add_figure_arguments(parser)
+    add("--save-result", action="store_true", help="Save the figures as JSON.")
+    add("--save-detailed", action="store_true", help="Save each request's figures and text, too.")
+    add("--result-dir", metavar="DIR", help="Folder of the result; default: the current one.")
+    add("--result-filename", metavar="NAME", help="Default: from the backend, rate and date.")
+    add("--plot", metavar="FILE", help="Draw the requests and latencies as FILE.png or FILE.svg.")
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that name the server and how it is asked."""
     add = parser.add_argument_group("server").add_argument
     add("--backend", choices=sorted(_ENDPOINTS), default="openai", help="Kind of API [openai].")
     add("--base-url", metavar="URL", help="Address of the server; comes before --host, --port.")
@@ -76,6 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--request-timeout", type=float, default=3600.0, metavar="X", help="In seconds [3600].")
 
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what is sent, and when."""
+    add_dataset_arguments(parser)
     add = parser.add_argument_group("load").add_argument
     add(
         "--request-rate",
@@ -101,6 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind: type = int if name == "top_k" else float
         add(f"--{name.replace('_', '-')}", type=kind, metavar="X", help="Default: the server's.")
 
+
+def add_figure_arguments(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Adds the flags that say what is counted and shown; returns what adds more of the group."""
     add = parser.add_argument_group("results").add_argument
     add(
         "--percentile-metrics",
@@ -115,12 +134,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         help="Count requests within these times: ttft:200,tpot:50,e2el:5000.",
     )
-    add("--save-result", action="store_true", help="Save the figures as JSON.")
-    add("--save-detailed", action="store_true", help="Save each request's figures and text, too.")
-    add("--result-dir", metavar="DIR", help="Folder of the result; default: the current one.")
-    add("--result-filename", metavar="NAME", help="Default: from the backend, rate and date.")
     add("--disable-tqdm", action="store_true", help="No progress bar.")
-    add_dataset_arguments(parser)
+    return add
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuses wrong flags before a server is asked.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    _percentiles(args.metric_percentiles)
+    _latencies(args.percentile_metrics)
+    if args.goodput is not None:
+        parse_goodput(args.goodput)
+    _check_load(args)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -136,6 +164,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a flag is wrong.
         BenchError: the server does not answer, no request succeeded, or the result cannot be saved.
     """
+    if args.plot is not None:
+        plots.check(args.plot)
     result = benchmark(args)
     print_summary(result, latencies=_latencies(args.percentile_metrics))
     console = Console(highlight=False, soft_wrap=True)
@@ -145,6 +175,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         path = Path(args.result_dir or ".") / (args.result_filename or _filename(result))
         results.save_json(path, result)
         console.print(f"Saved in {path}", markup=False)
+    if args.plot is not None:
+        plots.requests(result, args.plot)
+        console.print(f"Drawn in {args.plot}", markup=False)
     return result
 
 
@@ -158,15 +191,15 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         the server's own figures where it has /metrics (kv_cache_usage_max_perc,
         prefix_cache_hit_rate_perc, num_preemptions, spec_decode_...); client_lag_p99_ms,
         client_lag_max_ms, client_cpu_perc and client_bottleneck; `notes`, a list of texts that the
-        user should read; with --save-detailed, lists with an entry for each request (vLLM's names).
+        user should read; with --save-detailed or --plot, lists with an entry for each request
+        (vLLM's names).
 
     Raises:
         ConfigError, BenchError: see `run`.
     """
+    check_arguments(args)
     percentiles = _percentiles(args.metric_percentiles)
-    _latencies(args.percentile_metrics)
     goodput = None if args.goodput is None else parse_goodput(args.goodput)
-    _check_load(args)
     base_url = (args.base_url or f"http://{_in_url(args.host)}:{args.port}").rstrip("/")
     endpoint = args.endpoint or _ENDPOINTS[args.backend]
     keys = api_keys_from_environment()
@@ -221,7 +254,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         **lag,
         "notes": notes,
     }
-    return result | (_details(records) if args.save_detailed else {})
+    return result | (_details(records) if args.save_detailed or args.plot else {})
 
 
 async def run_serve(

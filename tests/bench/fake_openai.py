@@ -1,8 +1,16 @@
-"""A server in a thread that answers /v1/completions well, badly or not at all."""
+"""A server in a thread that answers /v1/completions well, badly or not at all.
 
+`python -m tests.bench.fake_openai --port N` is the same as a process of its own, with the ways to
+fail that `main` has.
+"""
+
+import argparse
 import asyncio
 import contextlib
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -81,15 +89,21 @@ class FakeServer:
         self.bodies: list[dict] = []
         self.heads: list[bytes] = []
         self.num_open = self.most_open = 0
+        self.can_reset, self.num_resets = True, 0
         self.url = ""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            if head.startswith(b"POST"):
+            if head.startswith(b"POST /reset_prefix_cache "):
+                self.num_resets += 1
+                writer.write(plain({}, "200 OK" if self.can_reset else "404 Not Found"))
+            elif head.startswith(b"POST"):
                 await self._post(head, reader, writer)
             elif head.startswith(b"GET /v1/models "):
                 writer.write(self.models)
+            elif head.startswith(b"GET /health "):
+                writer.write(plain({"status": "ok"}))
             elif head.startswith(b"GET /metrics ") and self.metrics:
                 text = self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]
                 writer.write(plain(text.encode(), content_type="text/plain"))
@@ -129,6 +143,7 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
         server.stop = asyncio.Event()
         started.set()
         await server.stop.wait()
+        await asyncio.sleep(0.01)  # whoever has just connected is handled, and so closed
         listener.close()
 
     def work() -> None:
@@ -143,3 +158,39 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
     finally:
         loop.call_soon_threadsafe(server.stop.set)
         thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--step-time", type=float, default=0.0)
+    parser.add_argument("--fail", help="Say this and end.")
+    parser.add_argument("--hang", action="store_true", help="Never listen.")
+    parser.add_argument("--stubborn", action="store_true", help="Ignore SIGTERM.")
+    parser.add_argument("--child", action="store_true", help="Start a process that stays.")
+    parser.add_argument("--die", action="store_true", help="End at the first request.")
+    args, _ = parser.parse_known_args()
+    if args.fail:
+        sys.exit(args.fail)
+    if args.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if args.child:
+        child = subprocess.Popen(["sleep", "600"])
+        print(f"child {child.pid}", flush=True)
+
+    async def die(body: dict) -> AsyncIterator[bytes]:
+        print("out of memory", flush=True)
+        signal.raise_signal(signal.SIGKILL)
+        yield b""
+
+    async def serve() -> None:
+        if not args.hang:
+            server = FakeServer(die if args.die else good(args.step_time))
+            await asyncio.start_server(server.handle, "127.0.0.1", args.port)
+        await asyncio.sleep(600)
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -377,6 +377,19 @@ def test_no_request_succeeds(tmp_path):
         serve.run(parse("--base-url", server.url, *workload(tmp_path)))
 
 
+def test_plot(tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    with fake_server(good()) as server:
+        flags = ("--base-url", server.url, *workload(tmp_path))
+        with pytest.raises(BenchError, match=r"--plot picture.gif: must end in"):
+            serve.run(parse(*flags, "--plot", "picture.gif"))
+        assert server.bodies == []
+        result = serve.run(parse(*flags, "--plot", path))
+    assert len(result["ttfts"]) == 4
+    assert path.read_text().startswith("<?xml")
+    assert f"Drawn in {path}" in capsys.readouterr().out
+
+
 def test_some_fail(tmp_path, capsys):
     async def mixed(body):
         async for part in good()(body) if body["max_tokens"] != 3 else fixed(HEADERS)(body):

@@ -1,0 +1,162 @@
+"""A server as a process of its own: started, waited for, always stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+import httpx
+
+from octavo.errors import BenchError
+
+_POLL = 0.05
+_CONNECT_TIMEOUT = 2.0
+_LOG_LINES = 10
+
+
+class Server:
+    """A server that was started by `running_server`.
+
+    Attributes:
+        base_url: where it answers.
+        seconds: from its start to the first good answer of /health.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
+        self.base_url = base_url
+        self.seconds = 0.0
+        self._process = process
+        self._log = log
+
+    def check(self, grace: float = 0.0) -> None:
+        """Raises BenchError with the last lines of its log if the server ends within `grace` s."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(grace)
+            raise BenchError(self._complaint(f"ended with status {status}"))
+
+    def wait(self, timeout: float) -> None:
+        """Waits until /health answers with 200.
+
+        Raises:
+            BenchError: the server ends, or is not healthy within `timeout` seconds.
+        """
+        begin = time.monotonic()
+        url = f"{self.base_url}/health"
+        with httpx.Client(timeout=_CONNECT_TIMEOUT) as http:
+            while True:
+                self.check()
+                with contextlib.suppress(httpx.HTTPError):
+                    if http.get(url).status_code == 200:
+                        break
+                if time.monotonic() - begin > timeout:
+                    raise BenchError(
+                        self._complaint(
+                            f"does not answer {url} within {timeout:g} s (--ready-timeout)"
+                        )
+                    )
+                time.sleep(_POLL)
+        self.seconds = time.monotonic() - begin
+
+    def stop(self, grace: float) -> None:
+        """SIGTERM, then after `grace` seconds SIGKILL, to the process and its descendants."""
+        try:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(grace)
+        finally:
+            # Whatever is left of its group, and itself after a second Ctrl-C.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _complaint(self, what: str) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        said = "\n".join(lines) or "(nothing)"
+        return f"The server {what}. Its log ({self._log}) ends:\n{said}"
+
+
+@contextlib.contextmanager
+def running_server(
+    command: Sequence[str], base_url: str, log: Path, *, timeout: float, grace: float = 10.0
+) -> Iterator[Server]:
+    """Runs a server while the body runs.
+
+    It gets a process group of its own, so that Ctrl-C does not reach it before its requests have
+    ended, and so that all of it can be stopped. SIGTERM and SIGHUP count as Ctrl-C meanwhile:
+    they would leave it running otherwise.
+
+    Args:
+        command: program and arguments.
+        base_url: where it will answer.
+        log: file for what it prints.
+        timeout: longest wait for its /health, in seconds.
+        grace: time between SIGTERM and SIGKILL, in seconds.
+
+    Raises:
+        BenchError: it cannot be started, ends, does not become healthy, or something else answers
+            at the address.
+    """
+    _check_free(base_url)
+    with contextlib.ExitStack() as stack:
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context(log.open("wb"))
+            stack.enter_context(_ending_signals())
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BenchError(f"The server cannot be started: {error}.") from error
+        server = Server(process, base_url, log)
+        stack.callback(server.stop, grace)
+        server.wait(timeout)
+        yield server
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_free(base_url: str) -> None:
+    """Raises BenchError if somebody listens there: the measurement would be of that server."""
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with contextlib.suppress(OSError):
+        socket.create_connection((parts.hostname or "", port), _CONNECT_TIMEOUT).close()
+        raise BenchError(
+            f"Another server answers at {base_url} already; stop it, or choose another --port."
+        )
+
+
+@contextlib.contextmanager
+def _ending_signals() -> Iterator[None]:
+    def as_ctrl_c(number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    # Under nohup, SIGHUP stays ignored.
+    taken = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, as_ctrl_c)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

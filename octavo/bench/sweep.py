@@ -1,0 +1,768 @@
+"""`octavo bench sweep`: the serving benchmark over combinations of server and benchmark settings.
+
+Every run has a server of its own, because a prefix cache that has seen the prompts of an earlier
+run would answer another question. With a server that runs already (--base-url), its cache is
+emptied between runs where it can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import difflib
+import hashlib
+import json
+import math
+import re
+import shlex
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from octavo.bench import plots, results, serve
+from octavo.bench.metrics import LATENCIES
+from octavo.bench.process import Server, running_server
+from octavo.config import (
+    ConfigField,
+    EngineConfig,
+    ServerConfig,
+    api_keys_from_environment,
+    config_fields,
+    section_fields,
+)
+from octavo.errors import BenchError, OctavoError
+
+SUMMARY = "summary.json"
+# The search for the highest rate ends at this share of a rate, or of the burst's throughput.
+_RATE_TOLERANCE = 0.05
+_RATE_SPAN = 32
+# What passes from a server's last answer to the end of its process, in seconds.
+_DEATH = 1.0
+_SLO = re.compile(r"(ttft|tpot|itl|e2el)(?:_(?:p(\d+(?:\.\d+)?)|(mean|median)))?")
+# Flags of `octavo bench serve` that the sweep sets itself.
+_OWN = {"base_url", "plot", "result_dir", "result_filename", "save_result"}
+# Settings of a run that change no figure: a result is the same with others.
+_COSMETIC = {"api_key", "disable_tqdm", "request_rate", "command", "flags"}
+
+
+@dataclass(frozen=True)
+class Slos:
+    """Service levels.
+
+    Attributes:
+        limits: most milliseconds by key of a result, such as p99_ttft_ms.
+    """
+
+    limits: dict[str, float]
+
+    @property
+    def percentiles(self) -> list[str]:
+        """The percentiles that a result must hold for `excess`."""
+        found = [re.match(r"p([\d.]+)_", key) for key in self.limits]
+        return [match[1] for match in found if match]
+
+    def excess(self, result: Mapping[str, Any]) -> float:
+        """By how much a result breaks its worst level, as a share of it; at most 0 if it keeps all.
+
+        A request that failed breaks the levels: its user waited for nothing. What was not measured
+        (no TPOT of one token) breaks none.
+        """
+        shares = [
+            value / limit - 1
+            for key, limit in self.limits.items()
+            if (value := result[key]) is not None and not math.isnan(value)
+        ]
+        if result["failed"]:
+            shares.append(result["failed"] / (result["failed"] + result["completed"]))
+        return max(shares, default=0.0)
+
+
+def parse_slos(text: str) -> Slos:
+    """Reads service levels such as "ttft_p99:2000,tpot_p99:100", in milliseconds.
+
+    Each is a latency (ttft, tpot, itl, e2el), perhaps with _mean, _median or _p and a percentile
+    (default: _p99), and the most that is allowed.
+
+    Raises:
+        BenchError: a part is not of that form.
+    """
+    limits: dict[str, float] = {}
+    for word in text.replace(",", " ").split():
+        name, _, number = word.partition(":")
+        match = _SLO.fullmatch(name)
+        if match is None or not 0 <= float(match[2] or 0) <= 100:
+            raise BenchError(
+                f"--slo {word!r}: must be NAME:MS, NAME one of {', '.join(LATENCIES)}, perhaps "
+                "with _mean, _median or _p and a percentile: ttft_p99:2000."
+            )
+        kind = match[3] or f"p{float(match[2] or 99):g}"
+        key = f"{kind}_{match[1]}_ms"
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = math.nan
+        if not 0 < limit < math.inf:
+            raise BenchError(f"--slo {word!r}: {number!r} is not a number of ms above 0.")
+        if key in limits:
+            raise BenchError(f"--slo {word!r}: this level is given twice.")
+        limits[key] = limit
+    if not limits:
+        raise BenchError("--slo is empty; write for example ttft_p99:2000,tpot_p99:100.")
+    return Slos(limits)
+
+
+@dataclass
+class Probe:
+    """What was measured at one rate.
+
+    Attributes:
+        rate: offered, in requests a second; inf is all at once.
+        excess: see `Slos.excess`.
+        throughput: achieved, in requests a second.
+    """
+
+    rate: float
+    excess: float
+    throughput: float
+
+
+def find_max_rate(
+    probe: Callable[[float], Probe], tolerance: float = _RATE_TOLERANCE
+) -> list[Probe]:
+    """Bisects the highest rate within the service levels.
+
+    First all requests at once: what the server then achieves is where the search begins. It goes
+    up by doubling while the levels are kept, then halves the interval between the highest rate that
+    kept them and the lowest that did not.
+
+    Args:
+        probe: measures at a rate.
+        tolerance: of the interval, as a share of its upper end, that is small enough.
+
+    Returns:
+        All that was measured. The answer is the highest rate with an excess of at most 0 (see
+        `best_probe`); none has if even 1/32 of that throughput is too much.
+    """
+    probes = [probe(math.inf)]
+    if probes[0].excess <= 0:
+        return probes
+    rate = _round(probes[0].throughput)
+    low, high = 0.0, math.inf
+    lowest, highest = rate / _RATE_SPAN, rate * _RATE_SPAN
+    while high - low > tolerance * high or math.isinf(high):
+        found = probe(rate)
+        probes.append(found)
+        if found.excess <= 0:
+            low = rate
+        else:
+            high = rate
+        rate = _round(low * 2 if math.isinf(high) else (low + high) / 2)
+        if (low == 0 and high <= lowest) or rate > highest or not low < rate < high:
+            break
+    return probes
+
+
+def best_probe(probes: Sequence[Probe]) -> Probe | None:
+    """The one of the highest rate that kept the service levels."""
+    return max((p for p in probes if p.excess <= 0), key=lambda p: p.rate, default=None)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags: those of `octavo bench serve` for all runs, and the sweep's own."""
+    add = parser.add_argument_group("sweep").add_argument
+    add("--serve-cmd", metavar="TEXT", help="Command of the server; none: --base-url runs already.")
+    add("--serve-params", metavar="FILE", help="JSON list of objects: flags of the server.")
+    add("--bench-params", metavar="FILE", help="JSON list of objects: flags of the benchmark.")
+    add("--request-rates", metavar="X,...", help="Short for --bench-params of request rates.")
+    add("--num-runs", type=int, default=1, metavar="N", help="Runs of each combination [1].")
+    add(
+        "--find-max-rate",
+        action="store_true",
+        help="Bisect the highest request rate within --slo instead of running given ones.",
+    )
+    add("--slo", metavar="NAME:MS,...", help="Service levels: ttft_p99:2000,tpot_p99:100.")
+    add("--ready-timeout", type=float, default=600.0, metavar="X", help="Of a start, in s [600].")
+    add("--resume", action="store_true", help="Skip the runs whose results are there.")
+    add("--dry-run", action="store_true", help="Print the commands, run nothing.")
+    serve.add_server_arguments(parser)
+    serve.add_load_arguments(parser)
+    add = serve.add_figure_arguments(parser)
+    parser.set_defaults(percentile_metrics="ttft,tpot")
+    add("--save-detailed", action="store_true", help="Save each request's figures and text, too.")
+    add("--result-dir", default="sweep", metavar="DIR", help="Folder of the results [sweep].")
+    add("--plot", metavar="FILE", help="Draw throughput and latency as FILE.png or FILE.svg.")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs all combinations, prints and saves a summary.
+
+    A run that fails is recorded, and the others go on. Ctrl-C ends it early; what was measured is
+    saved, and --resume goes on from there.
+
+    Returns:
+        metadata; `runs`, a list with label, serve_params, bench_params, run, request_rate, file and
+        either the figures of `serve.benchmark` or `error`; with --find-max-rate, `max_rates`;
+        `interrupted`.
+
+    Raises:
+        BenchError, ConfigError: a flag or file is wrong, or no run succeeded.
+    """
+    sweep = _Sweep(args)
+    if args.dry_run:
+        sweep.print_commands()
+        return {"interrupted": False, "runs": []}
+    if args.plot is not None:
+        plots.check(args.plot)
+    interrupted = False
+    try:
+        sweep.measure()
+    except KeyboardInterrupt:
+        interrupted = True
+    result = {
+        **results.metadata({k: v for k, v in vars(args).items() if k != "api_key"}),
+        "interrupted": interrupted,
+        "runs": sweep.runs,
+        **({"max_rates": sweep.max_rates()} if args.find_max_rate else {}),
+    }
+    path = sweep.folder / SUMMARY
+    results.save_json(path, result)
+    sweep.print_tables()
+    console = Console(highlight=False, soft_wrap=True)
+    if interrupted:
+        console.print("Interrupted; --resume goes on from here.", style="yellow")
+    for note in sweep.notes:
+        console.print(note, markup=False, style="yellow")
+    console.print(f"Saved in {path}", markup=False)
+    good = [r for r in sweep.runs if "error" not in r]
+    if not good and not interrupted:
+        raise BenchError(
+            f"None of the {len(sweep.runs)} runs succeeded. The first: {sweep.runs[0]['error']}"
+        )
+    if args.plot is not None and good:
+        plots.throughput_latency(good, args.plot)
+        console.print(f"Drawn in {args.plot}", markup=False)
+    return result
+
+
+@dataclass
+class _Combination:
+    """A server and a benchmark. `probes` are those of --find-max-rate."""
+
+    serve_params: dict[str, Any]
+    bench_params: dict[str, Any]
+    command: list[str] | None
+    args: argparse.Namespace
+    probes: list[Probe] = field(default_factory=list)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What tells it from others, without the request rate."""
+        params = self.serve_params | self.bench_params
+        return {k: v for k, v in params.items() if k != "request_rate"}
+
+    @property
+    def label(self) -> str:
+        """`settings` as text."""
+        return " ".join(f"{k}={v}" for k, v in self.settings.items()) or "default"
+
+
+class _Sweep:
+    """The combinations, and what was measured of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Raises BenchError, ConfigError: a flag or file is wrong."""
+        self.runs: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.folder = Path(args.result_dir)
+        self._args = args
+        self._slos = _check_flags(args)
+        command = _words("--serve-cmd", args.serve_cmd) if args.serve_cmd else None
+        serve_list = _read_params("--serve-params", args.serve_params)
+        bench_list = _bench_list(args)
+        known = _server_fields(command)
+        self.combinations = []
+        for serve_params in serve_list:
+            flags = server_flags(serve_params, known, f"--serve-params {args.serve_params}")
+            for bench_params in bench_list:
+                own = bench_arguments(_plain_bench(args), bench_params)
+                if self._slos is not None:
+                    own.metric_percentiles = _with(own.metric_percentiles, self._slos.percentiles)
+                serve.check_arguments(own)
+                words = None if command is None else command + flags
+                if words is not None:
+                    own.base_url = _address(own, words)
+                self.combinations.append(_Combination(serve_params, bench_params, words, own))
+
+    def print_commands(self) -> None:
+        """Prints what would be run."""
+        for combination in self.combinations:
+            if combination.command is not None:
+                print(shlex.join(combination.command))
+            words = shlex.join(bench_flags(combination.args))
+            if self._slos is not None:
+                words += "  # at rates from inf downwards, to find the highest within the SLOs"
+            print(f"octavo bench serve {words}")
+
+    def measure(self) -> None:
+        """Fills `runs`; KeyboardInterrupt leaves what was measured."""
+        total = len(self.combinations) * self._args.num_runs
+        find = self._slos is not None
+        with results.progress(
+            total=None if find else total, desc="Runs", disable=self._args.disable_tqdm
+        ) as bar:
+            for combination in self.combinations:
+                if find:
+                    self._search(combination, bar.update)
+                else:
+                    self._measure_at(combination, combination.args.request_rate, bar.update)
+
+    def max_rates(self) -> list[dict[str, Any]]:
+        """The highest rates found so far; null where none keeps the service levels."""
+        found = []
+        for combination in self.combinations:
+            best = best_probe(combination.probes)
+            found.append(
+                {
+                    "label": combination.label,
+                    "serve_params": combination.serve_params,
+                    "bench_params": combination.bench_params,
+                    "max_rate": None if best is None else _json_rate(best.rate),
+                    "request_throughput": None if best is None else best.throughput,
+                    "probes": [
+                        {"rate": _json_rate(p.rate), "excess": p.excess} for p in combination.probes
+                    ],
+                }
+            )
+        return found
+
+    def print_tables(self) -> None:
+        """Prints a row a combination and rate: medians over its runs."""
+        tail = "p" + self._args.metric_percentiles.split(",")[-1].strip()
+        settings = list(dict.fromkeys(k for c in self.combinations for k in c.settings))
+        names = [n for n in LATENCIES if n in self._args.percentile_metrics.split(",")]
+        keys = ["request_throughput", "output_throughput"]
+        columns = [*settings, "req/s offered", "req/s", "tok/s"]
+        if self._args.goodput is not None:
+            keys.append("request_goodput")
+            columns.append("good req/s")
+        for name in names:
+            short = LATENCIES[name][0]
+            for kind in ("median", tail):
+                keys.append(f"{kind}_{name}_ms")
+                columns.append(f"{kind} {short}")
+        groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
+        for run_ in self.runs:
+            groups.setdefault((run_["label"], run_["request_rate"]), []).append(run_)
+        rows: list[list[object]] = []
+        any_failed = any("error" in r for r in self.runs)
+        for (_, rate), runs in groups.items():
+            good = [r for r in runs if "error" not in r]
+            given = runs[0]["serve_params"] | runs[0]["bench_params"]
+            rows.append(
+                [
+                    *(given.get(name, "-") for name in settings),
+                    rate,
+                    *(_median(good, key) for key in keys),
+                    *([f"{len(runs) - len(good)} of {len(runs)}"] if any_failed else []),
+                ]
+            )
+        columns += ["failed"] * any_failed
+        results.print_table("Sweep (times in ms)", [c.replace("_", " ") for c in columns], rows)
+        errors = {r["error"]: r["label"] for r in self.runs if "error" in r}
+        self.notes += [f"{label}: {error}" for error, label in errors.items()]
+        noted = [r for r in self.runs if r.get("notes")]
+        if noted:
+            first = noted[0]
+            more = f" (and {len(noted) - 1} more runs; see their notes)" * (len(noted) > 1)
+            self.notes.append(
+                f"{first['label']} at {first['request_rate']} req/s: {first['notes'][0]}{more}"
+            )
+        if self._slos is not None:
+            rows = [
+                [m["label"], "-" if m["max_rate"] is None else m["max_rate"]]
+                for m in self.max_rates()
+            ]
+            results.print_table(
+                f"Highest rate within {self._args.slo}", ["settings", "req/s"], rows
+            )
+            if any(m["max_rate"] == "inf" for m in self.max_rates()):
+                self.notes.append(
+                    "inf: the levels are kept even with all requests at once; more of them "
+                    "(--num-prompts) make a longer queue."
+                )
+
+    def _search(self, combination: _Combination, done: Callable[[], object]) -> None:
+        slos = self._slos
+        assert slos is not None
+
+        def probe(rate: float) -> Probe:
+            runs = self._measure_at(combination, rate, done)
+            for run_ in runs:
+                if "error" in run_:
+                    raise BenchError(run_["error"])
+            found = Probe(
+                rate,
+                statistics.median(slos.excess(r) for r in runs),
+                statistics.median(r["request_throughput"] for r in runs),
+            )
+            combination.probes.append(found)
+            return found
+
+        with contextlib.suppress(BenchError):  # which is recorded in the runs
+            find_max_rate(probe)
+
+    def _measure_at(
+        self, combination: _Combination, rate: float, done: Callable[[], object]
+    ) -> list[dict[str, Any]]:
+        """All runs of a combination at a rate; failures are recorded."""
+        measured = []
+        for i in range(self._args.num_runs):
+            name = _file_name(combination, rate, i)
+            entry = {
+                "label": combination.label,
+                "serve_params": combination.serve_params,
+                "bench_params": combination.bench_params,
+                "run": i,
+                "request_rate": _json_rate(rate),
+                "file": name,
+            }
+            path = self.folder / name
+            result = _read_result(path) if self._args.resume else None
+            try:
+                if result is None:
+                    result = self._measure_one(combination, rate, path)
+                entry |= _figures(result) | {"notes": result["notes"]}
+            except OctavoError as error:
+                entry["error"] = str(error)
+            self.runs.append(entry)
+            measured.append(entry)
+            done()
+            if result is not None and result["interrupted"]:
+                raise KeyboardInterrupt
+        return measured
+
+    def _measure_one(self, combination: _Combination, rate: float, path: Path) -> dict[str, Any]:
+        args = copy.copy(combination.args)
+        args.request_rate = rate
+        if combination.command is None:
+            note = empty_prefix_cache(args.base_url, args.api_key)
+            if note is not None and note not in self.notes:
+                self.notes.append(note)
+            result = serve.benchmark(args)
+        else:
+            timeout = self._args.ready_timeout
+            log = path.with_suffix(".log")
+            with running_server(combination.command, args.base_url, log, timeout=timeout) as server:
+                result = measure_with(server, args)
+                result["server_start_seconds"] = server.seconds
+        result |= {
+            "serve_cmd": combination.command,
+            "serve_params": combination.serve_params,
+            "bench_params": combination.bench_params,
+        }
+        results.save_json(path, result)
+        return result
+
+
+def measure_with(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """`serve.benchmark` of a server that may end meanwhile: its log says more than its silence.
+
+    Raises:
+        BenchError: the server ended, or see `serve.benchmark`.
+    """
+    try:
+        result = serve.benchmark(args)
+    except BenchError:
+        server.check(_DEATH)
+        raise
+    if not result["interrupted"]:
+        server.check()
+    return result
+
+
+def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
+    """Asks a running server to forget its cached prefixes; returns a note if it cannot."""
+    key = api_key or next(iter(api_keys_from_environment()), None)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        response = httpx.post(f"{base_url}/reset_prefix_cache", headers=headers, timeout=10)
+        if response.status_code == 200:
+            return None
+        reason = f"status {response.status_code}"
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+    return (
+        f"The server's prefix cache could not be emptied ({reason} of /reset_prefix_cache): runs "
+        "after the first may find their prompts in it. With --serve-cmd every run has a fresh "
+        "server."
+    )
+
+
+def bench_arguments(args: argparse.Namespace, params: Mapping[str, Any]) -> argparse.Namespace:
+    """The flags of a run: those given to all, and its own ones over them.
+
+    Args:
+        args: of `serve.add_arguments`.
+        params: values by name of a flag, without dashes.
+
+    Raises:
+        BenchError: a name or value is not one of `octavo bench serve`.
+    """
+    parser = _BenchParser(add_help=False, allow_abbrev=False)
+    serve.add_arguments(parser)
+    actions = {action.dest: action for action in parser._actions if action.dest not in _OWN}
+    own = copy.copy(args)
+    for name, value in params.items():
+        action = actions.get(name)
+        if action is None:
+            raise BenchError(_unknown("--bench-params", name, list(actions)))
+        if action.nargs == 0 or isinstance(value, bool):
+            if action.nargs != 0 or not isinstance(value, bool):
+                kind = "true or false" if action.nargs == 0 else "a value"
+                raise BenchError(f"--bench-params {name}={value!r}: must be {kind}.")
+            setattr(own, name, value)
+            continue
+        words = value if isinstance(value, list) else [value]
+        parser.parse_args([action.option_strings[0], *map(str, words)], own)
+    return own
+
+
+def bench_flags(args: argparse.Namespace) -> list[str]:
+    """The words after `octavo bench serve` that say the same as `args`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    serve.add_arguments(parser)
+    words: list[str] = []
+    for action in parser._actions:
+        value = getattr(args, action.dest)
+        if value == action.default or action.dest == "api_key":
+            continue
+        values = [] if action.nargs == 0 else value if isinstance(value, list) else [value]
+        words += [action.option_strings[0], *map(str, values)]
+    return words
+
+
+def server_flags(
+    params: Mapping[str, Any], known: Mapping[str, ConfigField] | None, where: str
+) -> list[str]:
+    """Turns settings into words of a command line: true is --x, false is --no-x.
+
+    Args:
+        params: values by name.
+        known: the settings that the server has, if that is known.
+        where: they come from, for errors.
+
+    Raises:
+        BenchError: a name is not known, or a value is an object or null.
+    """
+    words: list[str] = []
+    for name, value in params.items():
+        flag = "--" + name.replace("_", "-")
+        if known is not None and name not in known:
+            raise BenchError(_unknown(where, name, list(known)))
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, (str, int, float)):
+            words += [flag, str(value)]
+        elif isinstance(value, list) and value:
+            words += [flag, *map(str, value)]
+        else:
+            raise BenchError(
+                f"{where}: {name}={value!r} is not allowed; give a text, a number, true, false or "
+                "a list."
+            )
+    return words
+
+
+class _BenchParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises BenchError."""
+        raise BenchError(f"--bench-params: {message}.")
+
+
+def _check_flags(args: argparse.Namespace) -> Slos | None:
+    """Raises BenchError for flags that are wrong or do not go together."""
+    if args.serve_cmd is None and args.base_url is None:
+        raise BenchError(
+            "No server is named; give its command with --serve-cmd 'octavo serve MODEL', or the "
+            "address of a running one with --base-url."
+        )
+    if args.serve_cmd is not None and args.base_url is not None:
+        raise BenchError(
+            f"--serve-cmd and --base-url {args.base_url} name two servers; give one of them. The "
+            "port of a command is its own --port, or --port of the sweep."
+        )
+    if args.serve_cmd is None and args.serve_params is not None:
+        raise BenchError("--serve-params needs the command that they are for: --serve-cmd.")
+    if args.request_rates is not None and args.bench_params is not None:
+        raise BenchError(
+            "--request-rates and --bench-params are both given; write the rates into the file."
+        )
+    if args.num_runs < 1:
+        raise BenchError(f"--num-runs {args.num_runs}: must be at least 1.")
+    if not args.ready_timeout > 0:
+        raise BenchError(f"--ready-timeout {args.ready_timeout:g}: must be above 0.")
+    if not args.find_max_rate:
+        if args.slo is not None:
+            raise BenchError("--slo is for --find-max-rate; --goodput counts the good requests.")
+        return None
+    if args.slo is None:
+        raise BenchError(
+            "--find-max-rate needs the service levels: --slo ttft_p99:2000,tpot_p99:100."
+        )
+    if args.request_rates is not None or math.isfinite(args.request_rate):
+        raise BenchError("--find-max-rate chooses the rates itself; leave out the given ones.")
+    return parse_slos(args.slo)
+
+
+def _bench_list(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.request_rates is None:
+        params = _read_params("--bench-params", args.bench_params)
+        if args.find_max_rate and any("request_rate" in p for p in params):
+            raise BenchError(
+                f"--bench-params {args.bench_params}: request_rate does not go with "
+                "--find-max-rate, which chooses the rates itself."
+            )
+        return params
+    try:
+        rates = [float(word) for word in args.request_rates.split(",")]
+    except ValueError:
+        rates = [math.nan]
+    if not all(rate > 0 for rate in rates):
+        raise BenchError(
+            f"--request-rates {args.request_rates!r}: must be numbers above 0: 1,2,4,8."
+        )
+    return [{"request_rate": _json_rate(rate)} for rate in rates]
+
+
+def _read_params(flag: str, path: str | None) -> list[dict[str, Any]]:
+    """A JSON list of objects; names with underscores. Without a file, one object without names."""
+    if path is None:
+        return [{}]
+    try:
+        params = msgspec.json.decode(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise BenchError(f"{flag} {path}: cannot be read: {error.strerror}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"{flag} {path}: is not JSON: {error}.") from error
+    if not isinstance(params, list) or not all(isinstance(p, dict) for p in params):
+        raise BenchError(f'{flag} {path}: must be a list of objects: [{{"max_num_seqs": 8}}, ...].')
+    if not params:
+        raise BenchError(f"{flag} {path}: the list is empty; write at least one object.")
+    return [{k.lstrip("-").replace("-", "_"): v for k, v in p.items()} for p in params]
+
+
+def _server_fields(command: Sequence[str] | None) -> dict[str, ConfigField] | None:
+    """The settings of an Octavo server; None of a command that is something else."""
+    if command is None or "serve" not in command:
+        return None
+    program = command[: command.index("serve")]
+    if not program or Path(program[-1]).name != "octavo":
+        return None
+    return {f.name: f for f in (*config_fields(EngineConfig), *section_fields(ServerConfig))}
+
+
+def _words(flag: str, text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BenchError(f"{flag} {text!r}: {error}.") from None
+    if not words:
+        raise BenchError(f"{flag} is empty; write for example 'octavo serve MODEL'.")
+    return words
+
+
+def _address(args: argparse.Namespace, command: Sequence[str]) -> str:
+    """Where a server that is started answers: the port of its command, or else --port."""
+    port = str(args.port)
+    for i, word in enumerate(command):
+        name, equals, value = word.partition("=")
+        if name == "--port":
+            port = value if equals else "".join(command[i + 1 : i + 2])
+    if not port.isdecimal():
+        raise BenchError(f"--serve-cmd: --port {port!r} is not a port.")
+    return f"http://{args.host}:{port}"
+
+
+def _plain_bench(args: argparse.Namespace) -> argparse.Namespace:
+    """The sweep's flags as those of a serving benchmark."""
+    parser = argparse.ArgumentParser(add_help=False)
+    serve.add_arguments(parser)
+    plain = parser.parse_args([])
+    for name in vars(plain):
+        if name not in ("plot", "result_dir", "save_result", "result_filename"):
+            setattr(plain, name, getattr(args, name))
+    return plain
+
+
+def _with(percentiles: str, more: Sequence[str]) -> str:
+    """A list of percentiles and those of the service levels."""
+    words = [w.strip() for w in percentiles.split(",")]
+    return ",".join([*words, *(p for p in more if p not in words)])
+
+
+def _file_name(combination: _Combination, rate: float, run_: int) -> str:
+    """Readable, and different for whatever changes the figures."""
+    settings = {k: v for k, v in vars(combination.args).items() if k not in _COSMETIC}
+    text = json.dumps([combination.command, settings, rate], default=str, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    label = re.sub(r"[^\w.=+-]+", "_", combination.label)[:80]
+    return f"{label}-rate={rate:g}-{digest}-run{run_}.json"
+
+
+def _read_result(path: Path) -> dict[str, Any] | None:
+    """An earlier result; None if there is none, or an interrupted one.
+
+    Raises:
+        BenchError: the file is something else.
+    """
+    try:
+        result: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return None if result["interrupted"] else result
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+        raise BenchError(f"{path} is not a result of a sweep ({error}); delete it.") from error
+
+
+def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a result, without lists and what the summary says once."""
+    left_out = {"date", "cpu", "num_cpus", "base_url", "request_rate"}
+    return {
+        k: v
+        for k, v in result.items()
+        if k not in left_out
+        and not k.endswith("_version")
+        and (v is None or isinstance(v, (int, float, str)))
+    }
+
+
+def _median(runs: Sequence[Mapping[str, Any]], key: str) -> str:
+    values = [r[key] for r in runs if r.get(key) is not None and not math.isnan(r[key])]
+    return shown_number(statistics.median(values)) if values else "-"
+
+
+def shown_number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _json_rate(rate: float) -> float | str:
+    return rate if math.isfinite(rate) else "inf"
+
+
+def _round(rate: float) -> float:
+    """Three digits: enough for a rate, and easy to repeat."""
+    return float(f"{rate:.3g}")
+
+
+def _unknown(where: str, name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}."
+    return f"{where}: unknown name {name!r}; {hint}"

@@ -1,0 +1,196 @@
+"""Pictures: the right things are drawn, into files that are whole or not there."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from octavo.bench import plots, results
+from octavo.errors import BenchError
+
+SERVED = {
+    "model_id": "/models/toy",
+    "request_rate": "inf",
+    "start_times": [0.0, 0.1, 0.5, 0.2],
+    "scheduled_times": [0.0, 0.1, 0.2, 0.15],
+    "ttfts": [0.1, 0.2, 0.1, None],
+    "itls": [[0.1, 0.3], [], [0.2], []],
+    "output_lens": [5, 1, 3, 0],
+    "errors": [None, None, None, "HTTP 500"],
+}
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were saved."""
+    saved = []
+    save = Figure.savefig
+
+    def spy(self, *args, **kwargs):
+        saved.append(self)
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return saved
+
+
+def run(label, rate, throughput, **figures):
+    return {"label": label, "request_rate": rate, "output_throughput": throughput, **figures}
+
+
+RUNS = [
+    run("a", 4, 90.0, median_ttft_ms=5.0, p9_ttft_ms=6.0, p99_ttft_ms=9.0, median_tpot_ms=None),
+    run("a", 1, 30.0, median_ttft_ms=4.0, p9_ttft_ms=5.0, p99_ttft_ms=7.0, median_tpot_ms=0.0),
+    run("a", "inf", 95.0, median_ttft_ms=50.0, p9_ttft_ms=50, p99_ttft_ms=70.0, median_tpot_ms=1.0),
+    run("b", 1, 31.0, median_ttft_ms=2.0, p9_ttft_ms=2.0, p99_ttft_ms=3.0, median_tpot_ms=1.0),
+    {"label": "b", "request_rate": 4, "error": "failed"},
+]
+POINTS = [
+    {"name": "qkv", "flops": 4e9, "bytes": 4e9, "seconds": 0.1},
+    {"name": "mlp", "flops": 4e12, "bytes": 8e9, "seconds": 2.0},
+]
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("SVG", b"<?xml")])
+def test_files(suffix, magic, tmp_path):
+    path = tmp_path / "new" / f"picture.{suffix}"
+    plots.requests(SERVED, path)
+    assert path.read_bytes().startswith(magic)
+    plots.throughput_latency(RUNS, path)
+    plots.roofline(POINTS, 45e9, 2e12, path)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_failed_drawing_leaves_the_old_picture(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_bytes(b"old")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plots.roofline(POINTS, 45e9, 2e12, path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.png"]
+
+
+def bars(ax):
+    """The segments of the timeline by label: (row, begin, end)."""
+    return {
+        collection.get_label(): [
+            (int(s[0][1]), *np.round(s[:, 0], 6).tolist()) for s in collection.get_segments()
+        ]
+        for collection in ax.collections
+    }
+
+
+def test_timeline(figures, tmp_path):
+    plots.requests(SERVED, tmp_path / "a.png")
+    ax = figures[0].axes[0]
+    assert bars(ax) == {
+        "waiting in the client": [(3, 0.2, 0.5), (2, 0.15, 0.2)],
+        "until the first token": [(0, 0.0, 0.1), (1, 0.1, 0.3), (3, 0.5, 0.6)],
+        "until the last token": [(0, 0.1, 0.5), (3, 0.6, 0.8)],
+    }
+    (failed,) = ax.get_lines()
+    assert (failed.get_xdata().tolist(), failed.get_ydata().tolist()) == ([0.2], [2.0])
+    assert figures[0].get_suptitle() == "toy: 4 requests, all at once"
+    for ax in figures[0].axes:
+        assert "(s)" in ax.get_xlabel() or "(ms)" in ax.get_xlabel()
+
+
+def test_distributions(figures, tmp_path):
+    plots.requests(SERVED, tmp_path / "a.png")
+    curves = {ax.get_title(): ax.get_lines()[0].get_xdata() for ax in figures[0].axes[1:]}
+    assert curves["TTFT"][1:] == pytest.approx([100, 100, 200])
+    assert curves["TPOT"][1:] == pytest.approx([100, 100])  # (0.1 + 0.3) / 4 and 0.2 / 2
+    assert curves["ITL"][1:] == pytest.approx([100, 200, 300])
+    assert curves["E2EL"][1:] == pytest.approx([200, 300, 500])
+    shares = figures[0].axes[1].get_lines()[0].get_ydata()
+    assert shares == pytest.approx([0, 100 / 3, 200 / 3, 100])
+
+
+def test_outliers_make_the_axis_logarithmic(figures, tmp_path):
+    itls = [[0.0, *[0.001] * 50, 5.0]]
+    served = {"start_times": [0], "ttfts": [0.1], "itls": itls, "output_lens": [53]}
+    plots.requests(served, tmp_path / "a.png")
+    assert [ax.get_xscale() for ax in figures[0].axes[1:]] == ["linear", "linear", "log", "linear"]
+
+
+def test_nothing_measured(tmp_path):
+    nothing = {"start_times": [], "ttfts": [], "itls": [], "output_lens": []}
+    plots.requests(nothing, tmp_path / "a.png")
+    failed = {"start_times": [0], "ttfts": [None], "itls": [[]], "output_lens": [0]}
+    plots.requests(failed | {"errors": ["oops"]}, tmp_path / "b.png")
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_throughput_and_latency(figures, tmp_path):
+    plots.throughput_latency(RUNS, tmp_path / "a.png")
+    ttft, tpot = figures[0].axes
+    lines = [(list(x.get_xdata()), list(x.get_ydata())) for x in ttft.get_lines()]
+    assert ([30.0, 90.0, 95.0], [4.0, 5.0, 50.0]) in lines
+    assert ([30.0, 90.0, 95.0], [7.0, 9.0, 70.0]) in lines
+    assert ([31.0], [3.0]) in lines
+    assert {t.get_text() for t in ttft.texts} == {"1/s", "4/s", "all at once"}
+    labels = [t.get_text() for t in ttft.get_legend().get_texts()]
+    assert labels == ["a", "b", "median", "p99"]
+    # Neither what was not measured nor 0 is on a logarithmic axis.
+    assert [math.isnan(y) for y in tpot.get_lines()[0].get_ydata()] == [True, True, False]
+
+
+def test_roofline(figures, tmp_path):
+    plots.roofline(POINTS, 50e9, 2e12, tmp_path / "a.svg")
+    ax = figures[0].axes[0]
+    roof = ax.get_lines()[0]
+    assert roof.get_ydata().max() == pytest.approx(2000)
+    x, y = roof.get_xdata()[0], roof.get_ydata()[0]
+    assert y == pytest.approx(x * 50)
+    qkv = next(x for x in ax.get_lines() if x.get_label().startswith("qkv"))
+    assert (qkv.get_xdata()[0], qkv.get_ydata()[0]) == pytest.approx((1.0, 40.0))
+    assert qkv.get_label() == "qkv: 40 GFLOP/s, 40 GB/s, 80% of the roof"
+    assert "FLOP/byte" in ax.get_xlabel()
+    assert "GFLOP/s" in ax.get_ylabel()
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda p: plots.requests({"ttfts": []}, p), "no start_times; save it with --save-detail"),
+        (lambda p: plots.throughput_latency(RUNS[-1:], p), "no successful run"),
+        (lambda p: plots.roofline([], 1.0, 1.0, p), "without points"),
+        (lambda p: plots.roofline(POINTS, 0, 1.0, p), "bandwidth is 0; must be"),
+        (lambda p: plots.roofline(POINTS, 1.0, math.inf, p), "peak is inf"),
+        (lambda p: plots.roofline([POINTS[0] | {"bytes": 0}], 1, 1, p), "bytes of 'qkv' is 0"),
+        (lambda p: plots.roofline([{"name": "x"}], 1, 1, p), "flops of 'x' is None"),
+    ],
+)
+def test_nothing_to_draw(draw, message, tmp_path):
+    with pytest.raises(BenchError, match=message):
+        draw(tmp_path / "a.png")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a", "png"])
+def test_other_formats(name):
+    with pytest.raises(BenchError, match=rf"--plot {name}: must end in \.png or \.svg"):
+        plots.check(name)
+
+
+def test_matplotlib_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BenchError, match=r"pip install octavo\[bench\]"):
+        plots.check("a.png")
+
+
+def test_matplotlib_is_imported_only_if_asked_for():
+    code = (
+        "import sys\nimport octavo.bench.plots, octavo.bench.sweep, octavo.bench.tune\n"
+        "assert not {'matplotlib', 'torch'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
