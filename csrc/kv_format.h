@@ -5,7 +5,7 @@
 // numbers themselves, to nearest, ties to even; what is beyond the largest finite one becomes that,
 // NaN stays NaN. int8 holds multiples of a scale that each head of each token has for itself, so that
 // what is cached never depends on other tokens; with a number that is not finite the scale is NaN.
-// Every type of a model holds each of these bytes exactly, the scale of int8 left aside.
+// Every type of a model holds the numbers of these formats exactly, the scale of int8 left aside.
 #pragma once
 #include "quant.h"
 
@@ -68,33 +68,19 @@ INLINE float narrow_head(const T* x, i8* to, int64_t n) {
   return most <= 3.402823466e38f ? byte_scale(most) : NAN;
 }
 
-// ---- from bytes ----
+// ---- from bytes: by way of bfloat16, which holds each of them ----
 
-typedef uint8_t vub __attribute__((vector_size(W)));
+constexpr int kWidened = 64;  // numbers at a time
 
-INLINE vf widen(const e5m2* p) {  // the upper half of float16
-  return widen((vh)(__builtin_convertvector(load_raw<vub>(p), vh) << 8), f16{});
-}
+typedef int8_t v2b __attribute__((vector_size(2 * W)));
+typedef int16_t v2h __attribute__((vector_size(4 * W)));
 
-INLINE vf widen(const e4m3* p) {
-  const vh b = __builtin_convertvector(load_raw<vub>(p), vh);
-  const vf v = widen((vh)((b & 0x80) << 8 | (b & 0x7f) << 7), f16{}) * 256.0f;
-  return ((vu)v & 0x7fffffffu) > (vu)splat(448.0f) ? splat(NAN) : v;
-}
-
-INLINE vf widen(const i8* p) {
-#if defined(__AVX512F__)
-  return to_float((vi)_mm512_cvtepi8_epi32(load_raw<__m128i>(p)));
+INLINE v2h sign_extend(v2b b) {
+#if defined(__AVX512BW__)  // GCC 12 would take it in halves
+  return (v2h)_mm512_cvtepi8_epi16((__m256i)b);
 #else
-  return to_float(__builtin_convertvector(load_raw<vb>(p), vi));
+  return __builtin_convertvector(b, v2h);
 #endif
-}
-
-// from[kWidened] -> to[kWidened]
-constexpr int kWidened = 64;
-template <class T, class C>
-INLINE void widen_some(T* to, const C* from) {
-  UNROLL for (int i = 0; i < kWidened; i += W) store(to + i, widen(from + i));
 }
 
 #if defined(__AVX512BW__)
@@ -104,14 +90,14 @@ struct Magnitudes {
   uint16_t bits[128];
   constexpr Magnitudes() : bits() {
     constexpr int M = Fp8<C>::M, kBias = Fp8<C>::kBias;
-    for (int i = 0; i < 128; i++) {
+    for (int i = 1; i < 128; i++) {
       int exponent = i >> M, mantissa = i & ((1 << M) - 1);
-      if (exponent == 0 && mantissa > 0) {
+      if (exponent == 0) {  // subnormal
         for (exponent = 1; mantissa < 1 << M; exponent--) mantissa *= 2;
         mantissa -= 1 << M;
       }
-      const int normal = (exponent + 127 - kBias) << 7 | mantissa << (7 - M);
-      bits[i] = uint16_t(i == 0 ? 0 : i <= Fp8<C>::kLargest ? normal : 0x7fc0);
+      bits[i] = uint16_t((exponent + 127 - kBias) << 7 | mantissa << (7 - M));
+      if (i > Fp8<C>::kLargest) bits[i] = 0x7fc0;
     }
   }
 };
@@ -123,26 +109,52 @@ INLINE void widen_some(bf16* to, const C* from) {
   const uint16_t* t = kMagnitudes<C>.bits;
   const __m512i t0 = _mm512_load_si512(t), t1 = _mm512_load_si512(t + 32);
   const __m512i t2 = _mm512_load_si512(t + 64), t3 = _mm512_load_si512(t + 96);
+  const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
   UNROLL for (int i = 0; i < kWidened; i += 32) {
-    const __m512i b = _mm512_cvtepi8_epi16(load_raw<__m256i>(from + i));
+    const __m512i b = (__m512i)sign_extend(load_raw<v2b>(from + i));
     const __mmask32 upper = _mm512_test_epi16_mask(b, _mm512_set1_epi16(0x40));
     __m512i v = _mm512_permutex2var_epi16(t0, b, t1);
     v = _mm512_mask_mov_epi16(v, upper, _mm512_permutex2var_epi16(t2, b, t3));
-    const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
     _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(v, b, sign, 0xf8));  // v | (b & sign)
   }
 }
-
-INLINE void widen_some(bf16* to, const i8* from) {
-  alignas(64) static constexpr int16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                     23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                     45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  UNROLL for (int i = 0; i < kWidened; i += 32)
-    _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16((__m512i)widen(from + i),
-                                                          _mm512_load_si512(kUpper),
-                                                          (__m512i)widen(from + i + W)));
+#else
+// The bits of a bfloat16 are nearly the logarithm of the number, made of straight pieces from one power
+// of two to the next; so is a magnitude m of an FP8 format but for its subnormal numbers, where m is
+// the number itself. Their graph is concave: it is the least of the lines that the pieces lie on.
+template <class C>
+INLINE void widen_some(bf16* to, const C* from) {
+  constexpr int M = Fp8<C>::M, kSmallest = 127 - Fp8<C>::kBias - M;
+  UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
+    const v2h b = sign_extend(load_raw<v2b>(from + i)), m = b & 0x7f;
+    v2h v = (m << 7) + int16_t(kSmallest << 7);
+    UNROLL for (int k = 1; k <= M; k++) {
+      const v2h line = (m << (7 - k)) + int16_t((kSmallest + k) << 7);
+      v = line < v ? line : v;
+    }
+    v = m > int16_t(Fp8<C>::kLargest) ? v2h{} + int16_t(0x7fc0) : v;
+    v = (m > 0 ? v : v2h{}) | (b & int16_t(0x8000));
+    memcpy(to + i, &v, sizeof v);
+  }
 }
 #endif
+
+// Two numbers in a lane, as float32, of which the upper half says all.
+INLINE void widen_some(bf16* to, const i8* from) {
+  UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
+    const vi b = (vi)sign_extend(load_raw<v2b>(from + i));
+    const vu low = (vu)to_float((b << 16) >> 16), high = (vu)to_float(b >> 16);
+    const vu v = low >> 16 | (high & 0xffff0000u);
+    memcpy(to + i, &v, sizeof v);
+  }
+}
+
+template <class T, class C>
+INLINE void widen_some(T* to, const C* from) {
+  alignas(64) bf16 exact[kWidened];
+  widen_some(exact, from);
+  UNROLL for (int i = 0; i < kWidened; i += W) store(to + i, load(exact + i));
+}
 
 // from[n] -> to[n], n a multiple of kWidened. `next`: n bytes that are wanted after these, to be
 // fetched from memory meanwhile, or null.
