@@ -12,7 +12,6 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 
-
 KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,

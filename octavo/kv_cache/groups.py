@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-
 _DTYPE_NBYTES = {
     "float32": 4,
     "float16": 2,

@@ -192,7 +192,7 @@ def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: Attentio
 @dtypes
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_rounds_as_torch_does(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Every FP8 number, every point halfway between two, their neighbours, and what is too large."""
+    """Every FP8 number, every point halfway between two, their neighbours, what is too large."""
     numbers = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
     numbers = numbers[numbers.isfinite()].sort().values
     halfway = (numbers[1:] + numbers[:-1]) / 2
