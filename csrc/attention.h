@@ -328,9 +328,9 @@ struct Attention {
   // A tile of bytes as numbers of type T: keys [kTile / span][head_size / kDims][span][kDims], values
   // [kTile][head_size].
   struct Widened {
+    T* keys;
+    T* values;
     Tile tile;
-    alignas(64) T keys[kTile * kMaxHeadSize];
-    alignas(64) T values[kTile * kMaxHeadSize];
     alignas(64) float key_scales[kTile];
     alignas(64) float value_scales[kTile];
   };
@@ -371,6 +371,8 @@ struct Attention {
     t.begin = a.window ? max<int64_t>(0, t.rows[0].position - a.window + 1) : 0;
     t.end = t.rows[count - 1].position + 1;
     if constexpr (kBytes) {
+      t.wide.keys = static_cast<T*>(scratch(2 * kTile * a.head_size * sizeof(T), 2));
+      t.wide.values = t.wide.keys + kTile * a.head_size;
       const int64_t lanes_of_keys = min<int64_t>(W, a.block_size);
       for (int64_t i = 0; i < kTile; i += lanes_of_keys)
         t.wide.tile.keys[i / lanes_of_keys] =
@@ -430,9 +432,13 @@ struct Attention {
           widen_at(keys + d * span, d * a.block_size + offset * dims, span * dims);
       widen_at(to.values + i * a.head_size, values + offset * a.head_size, span * a.head_size);
       if constexpr (kScales) {
-        const int64_t at = numbers + offset * kScaleBytes<C>;
-        memcpy(to.key_scales + i, from + at, span * kScaleBytes<C>);
-        memcpy(to.value_scales + i, from + values + at, span * kScaleBytes<C>);
+        const int64_t at = numbers + offset * kScaleBytes<C>, n = span * kScaleBytes<C>;
+        memcpy(to.key_scales + i, from + at, n);
+        memcpy(to.value_scales + i, from + values + at, n);
+        for (int64_t j = 0; next && j < n; j += 64) {
+          __builtin_prefetch(next->heads[i / span] + at + j);
+          __builtin_prefetch(next->heads[i / span] + values + at + j);
+        }
       }
     }
   }

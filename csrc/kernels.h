@@ -339,7 +339,7 @@ struct KernelTable {
 constexpr int kMaxHeadSize = 512;
 
 // Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
-// A buffer of the calling thread, 64-byte aligned, kept for the next call; there are two of them.
+// A buffer of the calling thread, 64-byte aligned, kept for the next call; there are three of them.
 void* scratch(size_t bytes, int which = 0);
 
 void sort_descending(uint64_t* keys, int64_t count);
