@@ -1,16 +1,17 @@
-"""Perplexity of a model on a text, with its own weights and quantized, through the engine.
+"""Perplexity of a model on a text, with weights and KV cache as they are and quantized.
 
 The text is cut into rows of `--context` tokens; each row is a prompt, and every token but its
-first counts. Prints the perplexity of each form of weights, its ratio to the first, and the bytes
-of the weights.
+first counts. Prints the perplexity of each form of weights with each type of the cache, its ratio
+to the first, and the bytes of the weights and of the cache for each token.
 
     python benchmarks/perplexity.py MODEL TEXT [--quantization none int8 int4] [--context 512]
-        [--max-tokens 100000] [--dtype bfloat16]
+        [--kv-cache-dtype auto fp8_e4m3 fp8_e5m2 int8] [--max-tokens 100000] [--dtype bfloat16]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 
@@ -52,16 +53,19 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("--quantization", nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=100_000)
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     base = 0.0
-    print(f"{'weights':10} {'perplexity':>12} {'ratio':>8} {'MiB':>9}")
-    for name in args.quantization:
+    head = f"{'weights':10} {'KV cache':10} {'perplexity':>12} {'ratio':>8} {'MiB':>9}"
+    print(f"{head} {'B/token':>9}")
+    for name, cache in itertools.product(args.quantization, args.kv_cache_dtype):
         with LLM(
             args.model,
             quantization=None if name == "none" else name,
+            kv_cache_dtype=cache,
             dtype=args.dtype,
             max_model_len=args.context,
             max_num_seqs=BATCH,
@@ -70,8 +74,12 @@ def main() -> None:
             rows = make_rows(llm, args.text.read_text(), args.context, args.max_tokens)
             value = perplexity(llm, rows)
             base = base or value
-            mib = llm.memory_plan.weights / 2**20
-            print(f"{name:10} {value:12.4f} {value / base:8.4f} {mib:9.1f}", flush=True)
+            plan = llm.memory_plan
+            print(
+                f"{name:10} {cache:10} {value:12.4f} {value / base:8.4f} "
+                f"{plan.weights / 2**20:9.1f} {plan.block_nbytes / plan.block_size:9.0f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@
 // tiles and segments only, not on the rows next to it: a decode row and the same row within a prefill
 // chunk give the same bits, whoever computes them.
 #pragma once
+#include "kv_format.h"
 #include "norm.h"
 #include "vmath.h"
 
@@ -293,19 +294,47 @@ INLINE void fold(Partial& total, float* total_acc, const Partial& part, const fl
     store(total_acc + d, fma(load(total_acc + d), splat(old), load(acc + d) * now));
 }
 
-template <class T>
+// Rows of type T over a cache of type C, T itself or a byte.
+template <class T, class C>
 struct Attention {
   using Q = typename Keys<T>::Q;
   using P = typename Values<T>::P;
+  static constexpr bool kBytes = !std::is_same_v<T, C>, kScales = kScaleBytes<C> > 0;
   const AttentionArgs& a;
-  const int64_t group, acc_stride, kv_block, kv_head_size;
+  const int64_t group, acc_stride, kv_head_size, kv_block;
+  const int64_t span;  // neighbours among the positions of a tile
+  const int64_t key_stride;  // from the keys of one step of dimensions to the next, in those steps
 
   explicit Attention(const AttentionArgs& args)
       : a(args),
         group(a.heads / a.kv_heads),
         acc_stride(ceil_div(a.head_size, 2 * W) * 2 * W),
-        kv_block(2 * a.kv_heads * a.block_size * a.head_size),
-        kv_head_size(a.block_size * a.head_size) {}
+        kv_head_size(a.block_size * (a.head_size + kScaleBytes<C>)),
+        kv_block(2 * a.kv_heads * kv_head_size),
+        span(min<int64_t>(kTile, a.block_size)),
+        key_stride(kBytes ? span : a.block_size) {}
+
+  // Where the keys and values of a tile lie.
+  struct Tile {
+    const T* keys[kTile / 4];
+    const T* values[kTile];
+  };
+  // The same for bytes: this head of the blocks that its spans lie in.
+  struct Blocks {
+    const C* heads[kTile / 8];
+  };
+  using Place = std::conditional_t<kBytes, Blocks, Tile>;
+
+  // A tile of bytes as numbers of type T: keys [kTile / span][head_size / kDims][span][kDims], values
+  // [kTile][head_size].
+  struct Widened {
+    T* keys;
+    T* values;
+    Tile tile;
+    alignas(64) float key_scales[kTile];
+    alignas(64) float value_scales[kTile];
+  };
+  struct Nothing {};
 
   // Some rows of a request's query_len * group for one KV head, and what they are computed in.
   struct Task {
@@ -318,6 +347,7 @@ struct Attention {
     alignas(64) float scores[kTileRows * kTile];
     alignas(64) P probs[kTileRows * kTile];
     alignas(64) float acc[kTileRows * kMaxHeadSize];
+    std::conditional_t<kBytes, Widened, Nothing> wide;
   };
 
   void start(Task& t, int64_t request, int64_t kv_head, int64_t first_row, int count) const {
@@ -340,17 +370,20 @@ struct Attention {
     }
     t.begin = a.window ? max<int64_t>(0, t.rows[0].position - a.window + 1) : 0;
     t.end = t.rows[count - 1].position + 1;
+    if constexpr (kBytes) {
+      t.wide.keys = static_cast<T*>(scratch(2 * kTile * a.head_size * sizeof(T), 2));
+      t.wide.values = t.wide.keys + kTile * a.head_size;
+      const int64_t lanes_of_keys = min<int64_t>(W, a.block_size);
+      for (int64_t i = 0; i < kTile; i += lanes_of_keys)
+        t.wide.tile.keys[i / lanes_of_keys] =
+            t.wide.keys + i / span * span * a.head_size + i % span * Keys<T>::kDims;
+      for (int64_t i = 0; i < kTile; i++) t.wide.tile.values[i] = t.wide.values + i * a.head_size;
+    }
   }
 
   int64_t head_of(const Task& t, int row) const {
     return t.kv_head * group + (t.first_row + row) % group;
   }
-
-  // Where the keys and values of a tile lie.
-  struct Tile {
-    const T* keys[kTile / 4];
-    const T* values[kTile];
-  };
 
   // Of positions [begin, end) of the tile. Blocks that no row sees may not exist: their place is
   // taken by one that does.
@@ -369,8 +402,49 @@ struct Attention {
     }
   }
 
+  void locate(Blocks& to, int64_t request, int64_t kv_head, int64_t tile, int64_t begin,
+              int64_t end) const {
+    const int32_t* blocks = a.block_table + request * a.block_table_stride;
+    for (int64_t i = 0; i < kTile; i += span) {
+      const int64_t position = min(max(tile + i, begin), end - 1);
+      to.heads[i / span] = static_cast<const C*>(a.kv_cache) +
+                          blocks[position / a.block_size] * kv_block + kv_head * kv_head_size;
+    }
+  }
+
+  // The spans of a tile that overlap [begin, end).
+  void widen_tile(Widened& to, const Blocks& here, const Blocks* next, int64_t tile, int64_t begin,
+                  int64_t end) const {
+    constexpr int dims = Keys<T>::kDims;
+    const int64_t values = a.kv_heads * kv_head_size, numbers = a.block_size * a.head_size;
+    for (int64_t i = 0; i < kTile; i += span) {
+      if (tile + i >= end || tile + i + span <= begin) continue;
+      const int64_t offset = (tile + i) % a.block_size;
+      const C* from = here.heads[i / span];
+      auto widen_at = [&](T* numbers, int64_t at, int64_t n) {
+        widen_all(numbers, from + at, next ? next->heads[i / span] + at : nullptr, n);
+      };
+      T* keys = to.keys + i * a.head_size;
+      if (span == a.block_size)
+        widen_at(keys, 0, span * a.head_size);
+      else
+        for (int64_t d = 0; d < a.head_size; d += dims)
+          widen_at(keys + d * span, d * a.block_size + offset * dims, span * dims);
+      widen_at(to.values + i * a.head_size, values + offset * a.head_size, span * a.head_size);
+      if constexpr (kScales) {
+        const int64_t at = numbers + offset * kScaleBytes<C>, n = span * kScaleBytes<C>;
+        memcpy(to.key_scales + i, from + at, n);
+        memcpy(to.value_scales + i, from + values + at, n);
+        for (int64_t j = 0; next && j < n; j += 64) {
+          __builtin_prefetch(next->heads[i / span] + at + j);
+          __builtin_prefetch(next->heads[i / span] + values + at + j);
+        }
+      }
+    }
+  }
+
   // The tile after `tile`, of this task or of the next one; false if there is none.
-  bool locate_next(Tile& to, const Task& t, int64_t tile) const {
+  bool locate_next(Place& to, const Task& t, int64_t tile) const {
     if (tile + kTile < t.end) {
       locate(to, t.request, t.kv_head, tile + kTile, tile + kTile, min(t.end, tile + 2 * kTile));
       return true;
@@ -386,12 +460,18 @@ struct Attention {
     for (int i = 0; i < t.count; i++) t.rows[i].max = -INFINITY, t.rows[i].sum = 0.0f;
     memset(t.acc, 0, t.count * acc_stride * sizeof(float));
     const int64_t begin = max(t.begin, segment), end = min(t.end, segment + kSegment);
-    Tile here, next;
+    Place here, next;
     for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
       locate(here, t.request, t.kv_head, tile, max(begin, tile), min(end, tile + kTile));
       // Few rows are done with a tile before the next one has come: it is fetched meanwhile.
       const bool ahead = t.count <= kFewRows && locate_next(next, t, tile);
-      walk_tile(t, here, ahead ? &next : nullptr, tile, max(begin, tile), min(end, tile + kTile));
+      const int64_t from = max(begin, tile), to = min(end, tile + kTile);
+      if constexpr (kBytes) {
+        widen_tile(t.wide, here, ahead ? &next : nullptr, tile, from, to);
+        walk_tile(t, t.wide.tile, nullptr, tile, from, to);
+      } else {
+        walk_tile(t, here, ahead ? &next : nullptr, tile, from, to);
+      }
     }
   }
 
@@ -408,11 +488,11 @@ struct Attention {
         float* s = t.scores + i * kTile + v * lanes_of_keys;
         const int n = min(kScoreRows, t.count - i);
         if (W <= 8 || lanes_of_keys == W)
-          score_kernels<T, W, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, a.block_size,
+          score_kernels<T, W, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, key_stride,
                                           a.head_size, s);
         else if constexpr (W > 8)
           score_kernels<T, W / 2, kScoreRows>(n, q, a.head_size, here.keys + v, ahead,
-                                              a.block_size, a.head_size, s);
+                                              key_stride, a.head_size, s);
       }
     }
     for (int i = 0; i < t.count; i++) {
@@ -421,7 +501,8 @@ struct Attention {
       row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
       row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
       if (row.first < row.last)
-        softmax_step(row, tile, t.scores + i * kTile, t.probs + i * kTile, t.acc + i * acc_stride);
+        softmax_step(row, t.wide, tile, t.scores + i * kTile, t.probs + i * kTile,
+                     t.acc + i * acc_stride);
     }
     const T* const* ahead = next ? next->values : nullptr;
     for (int i = 0; i < t.count; i += Values<T>::kRows, ahead = nullptr)
@@ -429,26 +510,39 @@ struct Attention {
   }
 
   // scores -> probabilities relative to the new maximum; what was summed before is rescaled.
-  INLINE void softmax_step(Row& row, int64_t tile, float* s, P* probs, float* acc) const {
+  // `wide`: where the scales of the positions lie, if they have any.
+  template <class Wide>
+  INLINE void softmax_step(Row& row, const Wide& wide, int64_t tile, float* s, P* probs,
+                           float* acc) const {
     constexpr int V = kTile / W;
     const bool whole = row.first == 0 && row.last == kTile;
     vf v[V], m = splat(row.max);
-    UNROLL for (int i = 0; i < V; i++) v[i] = load(s + i * W) * a.scale;
+    UNROLL for (int i = 0; i < V; i++) {
+      v[i] = load(s + i * W);
+      if constexpr (kScales) v[i] *= load(wide.key_scales + i * W);
+      v[i] *= a.scale;
+    }
+    auto hide = [&](float instead) {  // where the row sees nothing
+      for (int i = 0; i < V; i++) {
+        const vf key = lanes() + float(i * W);
+        v[i] = key >= float(row.first) ? v[i] : splat(instead);
+        v[i] = key < float(row.last) ? v[i] : splat(instead);
+      }
+    };
     if (a.soft_cap != 0.0f)
       for (int i = 0; i < V; i++) v[i] = soft_cap(v[i], a.soft_cap);
     if (a.alibi_slopes)
       for (int i = 0; i < V; i++)
         v[i] = fma(row.slope, lanes() + float(tile + i * W - row.position), v[i]);
-    if (!whole)
-      for (int i = 0; i < V; i++) {
-        const vf key = lanes() + float(i * W);
-        v[i] = key >= float(row.first) ? v[i] : splat(-INFINITY);
-        v[i] = key < float(row.last) ? v[i] : splat(-INFINITY);
-      }
+    if (!whole) hide(-INFINITY);
     UNROLL for (int i = 0; i < V; i++) m = vmax(v[i], m);
     const float new_max = reduce_max(m);
     vf sum{};
     UNROLL for (int i = 0; i < V; i++) sum += v[i] = Values<T>::exponential(v[i] - new_max);
+    if constexpr (kScales) {
+      UNROLL for (int i = 0; i < V; i++) v[i] *= load(wide.value_scales + i * W);
+      if (!whole) hide(0.0f);  // a scale there may be NaN
+    }
     UNROLL for (int i = 0; i < V; i += 2) Values<T>::keep(probs + i * W, v[i], v[i + 1]);
     if (new_max == row.max) {
       row.sum += reduce_sum(sum);
@@ -570,9 +664,9 @@ struct Tasks {
 };
 
 // Few rows over long contexts: a task is a segment of them. `parts`: see run_segment.
-template <class T>
+template <class T, class C>
 void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longest) {
-  const Attention<T> attention(a);
+  const Attention<T, C> attention(a);
   const int64_t segments = ceil_div(longest, kSegment), stride = attention.acc_stride + 2;
   int64_t num_tasks = tasks.first[a.num_reqs];
   float* parts = static_cast<float*>(
@@ -593,8 +687,8 @@ void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longe
   }
 }
 
-template <class T>
-INLINE void attention_typed(const AttentionArgs& a, T) {
+template <class T, class C>
+INLINE void attention_typed(const AttentionArgs& a, T, C) {
   const Tasks tasks(a);
   const int64_t num_tasks = tasks.first[a.num_reqs];
   int64_t longest = 0, most_rows = 0;
@@ -603,8 +697,8 @@ INLINE void attention_typed(const AttentionArgs& a, T) {
     most_rows = max(most_rows, tasks.rows_of(r));
   }
   if (num_tasks < 4 * num_threads() && most_rows <= kTileRows && longest > kSegment)
-    return attend_by_segment<T>(a, tasks, longest);
-  const Attention<T> attention(a);
+    return attend_by_segment<T, C>(a, tasks, longest);
+  const Attention<T, C> attention(a);
   parallel_for(num_tasks, int64_t(tasks.cost), [&](int64_t i) {
     const int64_t at = num_tasks - 1 - i;  // the last tiles of a prompt see most: they begin
     const int64_t r = tasks.request_of(at), task = at - tasks.first[r];
@@ -616,35 +710,62 @@ INLINE void attention_typed(const AttentionArgs& a, T) {
   });
 }
 
-void attention(const AttentionArgs& a) {
-  if (a.query_start_loc[a.num_reqs] == 0) return;
-  with_type(a.dtype, [&](auto t) { attention_typed(a, t); });
+// Calls f with values of the C++ types of a dtype and of a cache.
+template <class F>
+INLINE void with_types(DType dtype, CacheType cache, F f) {
+  with_type(dtype, [&](auto t) {
+    switch (cache) {
+      case CacheType::same: return f(t, t);
+      case CacheType::e4m3: return f(t, e4m3{});
+      case CacheType::e5m2: return f(t, e5m2{});
+      case CacheType::int8: return f(t, i8{});
+    }
+  });
 }
 
-template <class T>
-INLINE void write_kv_typed(const WriteKvArgs& a, T) {
+void attention(const AttentionArgs& a) {
+  if (a.query_start_loc[a.num_reqs] == 0) return;
+  with_types(a.dtype, a.cache, [&](auto t, auto c) { attention_typed(a, t, c); });
+}
+
+template <class T, class C>
+INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
   constexpr int dims = Keys<T>::kDims;
-  const int64_t head_size = a.block_size * a.head_size;
+  const int64_t numbers = a.block_size * a.head_size;
+  const int64_t head_size = numbers + a.block_size * kScaleBytes<C>;
   parallel_for(a.tokens, a.tokens * a.kv_heads * a.head_size, [&](int64_t token) {
     const int64_t slot = a.slot_mapping[token];
     if (slot < 0) return;
     const int64_t offset = slot % a.block_size;
-    T* block = static_cast<T*>(a.kv_cache) + slot / a.block_size * 2 * a.kv_heads * head_size;
+    C* block = static_cast<C*>(a.kv_cache) + slot / a.block_size * 2 * a.kv_heads * head_size;
+    C narrowed[kMaxHeadSize];
+    // What to copy for a head's numbers; its scale, if any, is put behind those of the block.
+    auto prepare = [&](const T* from, [[maybe_unused]] C* head) -> const C* {
+      if constexpr (std::is_same_v<T, C>) {
+        return from;
+      } else {
+        [[maybe_unused]] const float scale = narrow_head(from, narrowed, a.head_size);
+        if constexpr (kScaleBytes<C> > 0)
+          memcpy(head + numbers + offset * kScaleBytes<C>, &scale, sizeof scale);
+        return narrowed;
+      }
+    };
     for (int64_t h = 0; h < a.kv_heads; h++) {
-      const T* key = static_cast<const T*>(a.key) + token * a.key_stride + h * a.key_head_stride;
-      const T* value =
-          static_cast<const T*>(a.value) + token * a.value_stride + h * a.value_head_stride;
-      T* keys = block + h * head_size + offset * dims;
+      C* keys = block + h * head_size;
+      const C* key = prepare(
+          static_cast<const T*>(a.key) + token * a.key_stride + h * a.key_head_stride, keys);
       for (int64_t d = 0; d < a.head_size; d += dims)
-        memcpy(keys + d * a.block_size, key + d, dims * sizeof(T));
-      memcpy(block + (a.kv_heads + h) * head_size + offset * a.head_size, value,
-             a.head_size * sizeof(T));
+        memcpy(keys + d * a.block_size + offset * dims, key + d, dims * sizeof(C));
+      C* values = block + (a.kv_heads + h) * head_size;
+      const C* value = prepare(
+          static_cast<const T*>(a.value) + token * a.value_stride + h * a.value_head_stride, values);
+      memcpy(values + offset * a.head_size, value, a.head_size * sizeof(C));
     }
   });
 }
 
 void write_kv(const WriteKvArgs& a) {
-  with_type(a.dtype, [&](auto t) { write_kv_typed(a, t); });
+  with_types(a.dtype, a.cache, [&](auto t, auto c) { write_kv_typed(a, t, c); });
 }
 
 OCTAVO_END

@@ -20,6 +20,18 @@ struct f16 {
   uint16_t bits;
 };
 
+// What a KV cache holds: numbers of the model's type, or bytes (kv_format.h).
+enum class CacheType : int { same = 0, e4m3 = 1, e5m2 = 2, int8 = 3 };
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
+};
+struct i8 {
+  int8_t value;
+};
+
 enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2 };
 enum class Unary : int {
   exp = 0,
@@ -46,6 +58,12 @@ struct Work {
 };
 
 inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// Bytes of a key or a value of one head of one token in the cache.
+inline int64_t cached_size(CacheType cache, DType dtype, int64_t head_size) {
+  if (cache == CacheType::same) return head_size * size_of(dtype);
+  return head_size + (cache == CacheType::int8 ? 4 : 0);
+}
 
 struct PackArgs {
   const void* src;  // [rows, k]
@@ -258,9 +276,13 @@ struct WriteKvArgs {
   const int64_t* slot_mapping;  // [tokens]; negative: do not write
   int64_t tokens, kv_heads, head_size, block_size;
   DType dtype;
+  CacheType cache;
 
   void resize(const StepSize& size) { tokens = size.rows; }
-  Work work() const { return {double(size_of(dtype)) * tokens * kv_heads * head_size * 4, 0.0}; }
+  Work work() const {
+    const int64_t head = head_size * size_of(dtype) + cached_size(cache, dtype, head_size);
+    return {2.0 * tokens * kv_heads * head, 0.0};
+  }
 };
 
 struct AttentionArgs {
@@ -278,6 +300,7 @@ struct AttentionArgs {
   float scale, soft_cap;  // soft_cap 0: none
   const float* alibi_slopes;  // [heads] or null
   DType dtype;
+  CacheType cache;
 
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
@@ -288,8 +311,8 @@ struct AttentionArgs {
       keys += seen;
       pairs += query * (seen - query / 2);
     }
-    return {double(size_of(dtype)) * head_size *
-                (2 * keys * kv_heads + 2.0 * query_start_loc[num_reqs] * heads),
+    const double rows = double(size_of(dtype)) * head_size * query_start_loc[num_reqs] * heads;
+    return {2 * keys * kv_heads * cached_size(cache, dtype, head_size) + 2 * rows,
             4.0 * pairs * heads * head_size};
   }
 };
@@ -320,7 +343,7 @@ struct KernelTable {
 constexpr int kMaxHeadSize = 512;
 
 // Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
-// A buffer of the calling thread, 64-byte aligned, kept for the next call; there are two of them.
+// A buffer of the calling thread, 64-byte aligned, kept for the next call; there are three of them.
 void* scratch(size_t bytes, int which = 0);
 
 void sort_descending(uint64_t* keys, int64_t count);

@@ -31,6 +31,11 @@ DType dtype_of(int code) {
   return static_cast<DType>(code);
 }
 
+CacheType cache_type_of(int code) {
+  if (code < 0 || code > 3) throw nb::value_error("unknown cache type code");
+  return static_cast<CacheType>(code);
+}
+
 thread_local Plan* recording = nullptr;
 
 // Carries a call out, or notes it in the plan that records.
@@ -216,11 +221,11 @@ NB_MODULE(_native, m) {
   m.def("write_kv", [](Address key, int64_t key_stride, int64_t key_head_stride, Address value,
                        int64_t value_stride, int64_t value_head_stride, Address kv_cache,
                        Address slot_mapping, int64_t tokens, int64_t kv_heads, int64_t head_size,
-                       int64_t block_size, int dtype) {
+                       int64_t block_size, int dtype, int cache) {
     submit("write_kv", kernels().write_kv,
            {at<void>(key), key_stride, key_head_stride, at<void>(value), value_stride,
             value_head_stride, at<void>(kv_cache), at<int64_t>(slot_mapping), tokens, kv_heads,
-            head_size, block_size, dtype_of(dtype)});
+            head_size, block_size, dtype_of(dtype), cache_type_of(cache)});
   });
 
   m.def("attention", [](Address query, int64_t query_stride, int64_t query_head_stride,
@@ -229,12 +234,12 @@ NB_MODULE(_native, m) {
                         Address block_table, int64_t block_table_stride, int64_t num_reqs,
                         int64_t heads, int64_t kv_heads, int64_t head_size, int64_t block_size,
                         int64_t window, float scale, float soft_cap, Address alibi_slopes,
-                        int dtype) {
+                        int dtype, int cache) {
     submit("attention", kernels().attention,
            {at<void>(query), query_stride, query_head_stride, at<void>(out), out_stride,
             out_head_stride, at<void>(kv_cache), at<int32_t>(query_start_loc),
             at<int32_t>(seq_lens), at<int32_t>(block_table), block_table_stride, num_reqs, heads,
             kv_heads, head_size, block_size, window, scale, soft_cap, at<float>(alibi_slopes),
-            dtype_of(dtype)});
+            dtype_of(dtype), cache_type_of(cache)});
   });
 }

@@ -192,6 +192,7 @@ def write_kv(
     head_size: int,
     block_size: int,
     dtype: int,
+    cache: int,
     /,
 ) -> None: ...
 def attention(
@@ -216,5 +217,6 @@ def attention(
     soft_cap: float,
     alibi_slopes: int,
     dtype: int,
+    cache: int,
     /,
 ) -> None: ...

@@ -26,6 +26,9 @@ BUILTIN_DRAFT_MODEL = "octavo/stories-draft"
 
 PositiveInt = Annotated[int, Meta(gt=0)]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+KVCacheDtype = Literal[
+    "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"
+]
 S = TypeVar("S", bound="_Section")
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -112,7 +115,11 @@ class CacheConfig(_Section, frozen=True):
         bool, Meta(description="Reuse KV blocks of equal prompt beginnings.")
     ] = True
     kv_cache_dtype: Annotated[
-        Dtype, Meta(description="Type of the KV cache; it is the model's, named or as auto.")
+        KVCacheDtype,
+        Meta(
+            description="Type of the KV cache: auto (the model's), or half the memory of a 16-bit "
+            "one: fp8 (fp8_e4m3), fp8_e5m2, or int8 with a scale for each head of each token."
+        ),
     ] = "auto"
 
 

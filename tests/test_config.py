@@ -79,7 +79,7 @@ BAD = {
     "kv_cache_memory_bytes": [0, -1, 1.5, "", "many", "4X", "-4G", "0G", "9" * 400, True, HUGE],
     "num_gpu_blocks_override": [0, -1, 1.5, True],
     "enable_prefix_caching": [None, 1],
-    "kv_cache_dtype": ["int3"],
+    "kv_cache_dtype": ["int3", "int4", "fp16", "FP8", 8, None],
     "max_num_batched_tokens": [0, -1, 1.5, "8k"],
     "max_num_seqs": [0, -1, 4097, 1.5, None, True, HUGE],
     "scheduling_policy": ["random", 0],

@@ -12,6 +12,22 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 
+KV_CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+"""Types of a cache of bytes, by their names in `CacheConfig.kv_cache_dtype`."""
+
+
+def cached_head_size(head_size: int, dtype: torch.dtype) -> int:
+    """Elements of a cache of type `dtype` that a key or value of one head of one token takes.
+
+    In int8 each of them has its own scale, 4 bytes.
+    """
+    return head_size + 4 if dtype == torch.int8 else head_size
+
 
 @dataclass
 class AttentionMetadata:
@@ -61,16 +77,34 @@ class AttentionMetadata:
 class AttentionBackend(Protocol):
     """Causal attention over a paged KV cache.
 
-    The cache of a layer is one dense tensor of the model's dtype and of `kv_cache_shape`. Its first
-    dimension counts blocks; how a block is laid out is the backend's own business.
+    The cache of a layer is one dense tensor of `kv_cache_shape`, of the model's dtype or one of
+    `KV_CACHE_DTYPES`. Its first dimension counts blocks; how a block is laid out is the backend's
+    own business.
+
+    A cache of bytes holds each number x of a key or value as: float8_e4m3fn or float8_e5m2, to
+    nearest, cut to the largest finite one, NaN kept; int8, round(x / s) of the head's own scale
+    s = max |x| / 127, float32, and all NaN if one of them is not finite. What is cached of a token
+    depends on that token alone.
     """
 
     name: str
 
     def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
         """Shape of one layer's cache, keys and values together.
+
+        Args:
+            num_blocks: blocks.
+            block_size: tokens in a block.
+            num_kv_heads: heads of keys and values.
+            head_size: elements of a head.
+            dtype: of the cache, where it is one of `KV_CACHE_DTYPES`.
 
         Raises:
             ConfigError: for a block size or head size that the backend cannot do.
@@ -123,7 +157,8 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, 
         return
     src, dst = torch.tensor(src_dst_pairs).unbind(1)
     for kv_cache in kv_caches:
-        kv_cache[dst.to(kv_cache.device)] = kv_cache[src.to(kv_cache.device)]
+        blocks = kv_cache.view(torch.uint8)  # torch indexes no float8
+        blocks[dst.to(kv_cache.device)] = blocks[src.to(kv_cache.device)]
 
 
 def get_attention_backend(name: str, device: torch.device) -> AttentionBackend:

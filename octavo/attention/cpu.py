@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import AttentionMetadata, copy_blocks
+from octavo.attention.base import AttentionMetadata, cached_head_size, copy_blocks
 from octavo.errors import ConfigError
 from octavo.kernels.native import DTYPE_CODES
 
@@ -17,6 +17,13 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 MAX_HEAD_SIZE = 512
 """Largest head size; sizes are multiples of 8. kMaxHeadSize in csrc/kernels.h."""
+
+_CACHE_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
+"""CacheType in csrc/kernels.h."""
+
+
+def _cache_code(kv_cache: Tensor, dtype: torch.dtype) -> int:
+    return 0 if kv_cache.dtype == dtype else _CACHE_CODES[kv_cache.dtype]
 
 
 class CPUAttention:
@@ -29,9 +36,17 @@ class CPUAttention:
     name = "cpu"
 
     def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """[num_blocks, 2, num_kv_heads, block_size, head_size] by size; keys lie turned inside."""
+        """[num_blocks, 2, num_kv_heads, block_size, head_size] by size; keys lie turned inside.
+
+        In int8 4 more bytes for each head: the scales, behind the numbers of a block.
+        """
         if block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={block_size}: attention on the CPU takes {BLOCK_SIZES}.")
         if head_size % 8 or not 0 < head_size <= MAX_HEAD_SIZE:
@@ -39,20 +54,22 @@ class CPUAttention:
                 f"head_size={head_size}: attention on the CPU takes multiples of 8 "
                 f"up to {MAX_HEAD_SIZE}; use attention_backend=reference."
             )
+        if dtype is not None:
+            head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Copies each key across its block's turned layout, each value as it is."""
+        """Puts each key across its block's turned layout, each value as it is."""
         tokens, kv_heads, head_size = key.shape
         assert value.shape == key.shape
         assert slot_mapping.shape == (tokens,)
-        assert key.dtype == value.dtype == kv_cache.dtype
+        assert key.dtype == value.dtype
         assert kv_cache.is_contiguous()
         assert key.stride(2) == value.stride(2) == 1
         assert slot_mapping.is_contiguous()
         assert slot_mapping.dtype == torch.int64
         assert kv_cache.shape[2] == kv_heads
-        assert kv_cache.shape[4] == head_size
+        assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         _native.write_kv(
             key.data_ptr(),
             key.stride(0),
@@ -67,6 +84,7 @@ class CPUAttention:
             head_size,
             kv_cache.shape[3],
             DTYPE_CODES[key.dtype],
+            _cache_code(kv_cache, key.dtype),
         )
 
     def forward(
@@ -86,9 +104,9 @@ class CPUAttention:
         _, _, kv_heads, block_size, _ = kv_cache.shape
         assert query.shape == out.shape
         assert query.stride(2) == out.stride(2) == 1
-        assert query.dtype == out.dtype == kv_cache.dtype
+        assert query.dtype == out.dtype
         assert kv_cache.is_contiguous()
-        assert kv_cache.shape[4] == head_size
+        assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         assert heads % kv_heads == 0
         assert sliding_window is None or sliding_window > 0
         slopes = 0
@@ -119,6 +137,7 @@ class CPUAttention:
             logits_soft_cap or 0.0,
             slopes,
             DTYPE_CODES[query.dtype],
+            _cache_code(kv_cache, query.dtype),
         )
 
     def copy_blocks(

@@ -7,7 +7,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, copy_blocks
+from octavo.attention.base import AttentionMetadata, cached_head_size, copy_blocks
+from octavo.kernels.reference import to_bytes
+
+
+def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., head_size] as a cache of type `dtype` holds it, as bits where that type has 8."""
+    if dtype == torch.int8:
+        wide = x.float()
+        q, scale = to_bytes(wide)
+        broken = ~wide.isfinite().all(-1, keepdim=True)
+        scale = scale.masked_fill(broken, torch.nan)
+        q = q.masked_fill(broken, 0).to(torch.int8)
+        return torch.cat([q, scale.contiguous().view(torch.int8)], -1)
+    if dtype.itemsize == 1:
+        most = torch.finfo(dtype).max
+        return x.float().clamp(-most, most).to(dtype).view(torch.int8)
+    return x
+
+
+def _from_cache(x: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+    if dtype == torch.int8:
+        return x[..., :-4].to(wide) * x[..., -4:].contiguous().view(torch.float32).to(wide)
+    return (x.view(dtype) if dtype.itemsize == 1 else x).to(wide)
+
+
+def _cells(kv_cache: Tensor) -> Tensor:
+    """The cache as a type that torch can index."""
+    return kv_cache.view(torch.int8) if kv_cache.dtype.itemsize == 1 else kv_cache
 
 
 class ReferenceAttention:
@@ -16,9 +43,19 @@ class ReferenceAttention:
     name = "reference"
 
     def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
+        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values.
+
+        In int8 each head's scale follows it, 4 bytes.
+        """
+        if dtype is not None:
+            head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -26,8 +63,9 @@ class ReferenceAttention:
         block_size = kv_cache.shape[2]
         wanted = slot_mapping >= 0
         slots = slot_mapping[wanted]
-        kv_cache[slots // block_size, 0, slots % block_size] = key[wanted]
-        kv_cache[slots // block_size, 1, slots % block_size] = value[wanted]
+        cells = _cells(kv_cache)
+        for i, x in enumerate((key, value)):
+            cells[slots // block_size, i, slots % block_size] = _to_cache(x[wanted], kv_cache.dtype)
 
     def forward(
         self,
@@ -55,7 +93,8 @@ class ReferenceAttention:
                 first = max(0, seq_len - query_len - sliding_window + 1)
             keys_at = torch.arange(first, seq_len, device=query.device)
             blocks = metadata.block_table[r][keys_at // block_size].long()
-            kv = kv_cache[blocks, :, keys_at % block_size].to(wide)
+            kv = _cells(kv_cache)[blocks, :, keys_at % block_size]
+            kv = _from_cache(kv, kv_cache.dtype, wide)
             key, value = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
             logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key) * scale
             if logits_soft_cap is not None:

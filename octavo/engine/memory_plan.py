@@ -14,7 +14,7 @@ from octavo.kv_cache.groups import (
     make_kv_cache_groups,
     max_blocks_per_request,
 )
-from octavo.models.spec import DTYPE_NBYTES, ModelSpec
+from octavo.models.spec import ModelSpec
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.worker.input_batch import InputBatch
 
@@ -87,6 +87,26 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     return spec.dtype if config.model.dtype == "auto" else config.model.dtype
 
 
+def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
+    """The type of the KV cache of a model in `dtype`, as `bytes_per_block` names it.
+
+    Raises:
+        ConfigError: for a type of 16 or 32 bits that is not the model's.
+    """
+    match config.cache.kv_cache_dtype:
+        case "auto":
+            return dtype
+        case "fp8":
+            return "fp8_e4m3"
+        case ("float32" | "float16" | "bfloat16") as asked if asked != dtype:
+            raise ConfigError(
+                f"kv_cache_dtype={asked} is not supported with a model in {dtype}; use auto, "
+                "fp8_e4m3, fp8_e5m2 or int8."
+            )
+        case asked:
+            return asked
+
+
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """The context length asked for; for -1, the model's, which the plan may shorten.
 
@@ -123,16 +143,12 @@ def make_memory_plan(
             message names what would.
     """
     dtype = resolve_dtype(config, spec)
-    if config.cache.kv_cache_dtype not in ("auto", dtype):
-        raise ConfigError(
-            f"kv_cache_dtype={config.cache.kv_cache_dtype} is not supported with a model in "
-            f"{dtype}; use auto."
-        )
+    cache_dtype = resolve_kv_cache_dtype(config, dtype)
     cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
     max_model_len = resolve_max_model_len(config, spec)
     groups, group_size = make_kv_cache_groups(spec.layer_windows)
     block_nbytes = bytes_per_block(
-        group_size, cache.block_size, spec.num_key_value_heads, spec.head_size, DTYPE_NBYTES[dtype]
+        group_size, cache.block_size, spec.num_key_value_heads, spec.head_size, cache_dtype
     )
 
     def blocks_for(length: int) -> int:

@@ -40,7 +40,7 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b.abs() < 1e-35, 0.0, a / b)
 
 
-def _to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+def to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers from -127 to 127, and what they are multiplied by, for each last dimension."""
     most = x.abs().amax(-1, keepdim=True)
     inverse = _ratio(torch.full_like(most, 127.0), most)
@@ -48,7 +48,7 @@ def _to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_int8(groups: Tensor) -> tuple[Tensor, Tensor]:
-    q, scales = _to_bytes(groups)
+    q, scales = to_bytes(groups)
     return (q + 128).to(torch.uint8), scales[..., 0]
 
 
@@ -111,7 +111,7 @@ class ReferenceOps:
         out_dtype: torch.dtype | None,
     ) -> Tensor:
         wide = _in_groups(x.float(), weight.group_size or weight.k)
-        q, scales = _to_bytes(wide)
+        q, scales = to_bytes(wide)
         y = torch.zeros(x.shape[0], weight.n)
         for group in range(q.shape[1]):
             numbers, scale = weight.data[:, group, :-1], weight.data[:, group, -1]

@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+_DTYPE_NBYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+
 
 @dataclass(frozen=True)
 class KVCacheGroup:
@@ -93,10 +102,20 @@ def make_kv_cache_groups(
 
 
 def bytes_per_block(
-    group_size: int, block_size: int, num_kv_heads: int, head_size: int, dtype_bytes: int
+    group_size: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str
 ) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in `group_size` layers."""
-    return 2 * group_size * block_size * num_kv_heads * head_size * dtype_bytes
+    """Bytes of one block: keys and values of `block_size` tokens in `group_size` layers.
+
+    Args:
+        group_size: layers.
+        block_size: tokens.
+        num_kv_heads: heads of keys and values.
+        head_size: elements of a head.
+        dtype: of the cache: "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "int8";
+            the last has a float32 scale for each head.
+    """
+    head = head_size * _DTYPE_NBYTES[dtype] + (4 if dtype == "int8" else 0)
+    return 2 * group_size * block_size * num_kv_heads * head
 
 
 def max_blocks_per_request(

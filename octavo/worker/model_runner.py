@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.attention.base import get_attention_backend
+from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
@@ -55,10 +55,15 @@ class ModelRunner:
             quantization=config.model.quantization,
         )
         kv = setup.kv_cache
+        cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
         shape = self.backend.kv_cache_shape(
-            kv.num_blocks, kv.block_size, setup.spec.num_key_value_heads, setup.spec.head_size
+            kv.num_blocks,
+            kv.block_size,
+            setup.spec.num_key_value_heads,
+            setup.spec.head_size,
+            cache_dtype,
         )
-        self.kv_tensors = [_allocate(shape, dtype, device) for _ in range(kv.group_size)]
+        self.kv_tensors = [_allocate(shape, cache_dtype, device) for _ in range(kv.group_size)]
         self.kv_caches = [self.kv_tensors[kv.layer_to_tensor[i]] for i in range(kv.num_layers)]
         layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
         eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups)

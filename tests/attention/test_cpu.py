@@ -1,16 +1,22 @@
 """The native attention kernel against dense attention in float64, and bitwise against itself."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.attention.base import AttentionBackend, AttentionMetadata
 from octavo.attention.cpu import BLOCK_SIZES, CPUAttention
+from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from octavo.kernels import native
-from tests.attention.cases import Case, assert_near
+from tests.attention.cases import Case, assert_near, new_cache
 
 backend = CPUAttention()
+BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+byte_caches = pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
 isas = pytest.mark.usefixtures("isa")
 MIXED = ((1, 1), (70, 1), (33, 33), (150, 7), (5, 0), (130, 130), (64, 64), (65, 1), (16, 2))
 
@@ -100,13 +106,17 @@ FEATURES = [
 
 @isas
 @dtypes
+@pytest.mark.parametrize("cache_dtype", [None, *BYTES], ids=str)
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_batch_and_chunks_change_no_bit(features: dict[str, int], dtype: torch.dtype) -> None:
+def test_batch_and_chunks_change_no_bit(
+    features: dict[str, int], cache_dtype: torch.dtype | None, dtype: torch.dtype
+) -> None:
     """One request of 200 tokens: whole, in chunks, token by token; alone and among others."""
     length = 200
 
     def run(*requests: tuple[int, int], seeds: tuple[int, ...] = (7,)) -> Tensor:
-        return Case(requests, seeds=seeds, dtype=dtype, **features).run(backend)  # type: ignore[arg-type]
+        case = Case(requests, seeds=seeds, dtype=dtype, cache_dtype=cache_dtype, **features)  # type: ignore[arg-type]
+        return case.run(backend)
 
     whole = run((length, length))
     for size in (7, 16, 130):
@@ -118,6 +128,118 @@ def test_batch_and_chunks_change_no_bit(features: dict[str, int], dtype: torch.d
         others = (80, 1), (90, 60), (end, 1), (33, 33), (1, 1)
         among = run(*others, seeds=(1, 2, 7, 3, 4))
         assert_same(among[61:62], whole[end - 1 : end])
+
+
+# Largest value of the cases, by which a probability's error reaches the result
+LARGEST = 5
+
+
+@isas
+@dtypes
+@byte_caches
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_caches_of_bytes(cache_dtype: torch.dtype, block_size: int, dtype: torch.dtype) -> None:
+    """Attention over exactly the numbers that the format holds, with every feature."""
+    base = Case(MIXED, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype)
+    for features in (
+        {"head_size": 24},
+        {"heads": 8, "kv_heads": 1, "head_size": 64, "window": 20},
+        {"soft_cap": 3.0, "alibi": True, "head_size": 128, "scale": 0.1},
+        {"requests": ((300, 1), (300, 90), (600, 3)), "window": 65},
+    ):
+        case = dataclasses.replace(base, **features)  # type: ignore[arg-type]
+        assert_near(case.run(backend), case.truth(), LARGEST)
+
+
+@isas
+@byte_caches
+def test_head_sizes_of_caches_of_bytes(cache_dtype: torch.dtype) -> None:
+    for head_size in (8, 40, 256, 512):
+        case = Case(
+            ((70, 1), (90, 20)),
+            head_size=head_size,
+            scale=head_size**-0.5,
+            dtype=torch.bfloat16,
+            cache_dtype=cache_dtype,
+        )
+        assert_near(case.run(backend), case.truth(), LARGEST)
+
+
+def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: AttentionBackend) -> Tensor:
+    """Values [T, 8] as they come back: a token that sees itself only takes its own."""
+    tokens = len(value)
+    kv_cache = new_cache(backend.kv_cache_shape(tokens, 8, 1, 8, cache_dtype), cache_dtype)
+    slots = torch.arange(tokens) * 8
+    key = torch.zeros_like(value)
+    backend.write_kv(key[:, None], value[:, None], kv_cache, slots)
+    ones = torch.arange(tokens + 1, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        num_reqs=tokens,
+        num_tokens=tokens,
+        max_query_len=1,
+        max_seq_len=1,
+        query_start_loc=ones,
+        seq_lens=torch.ones(tokens, dtype=torch.int32),
+        block_table=ones[:-1, None].contiguous(),
+        slot_mapping=slots,
+    )
+    out = torch.empty_like(value)[:, None]
+    backend.forward(key[:, None], kv_cache, metadata, out, scale=1.0)
+    return out[:, 0]
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_rounds_as_torch_does(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Every FP8 number, every point halfway between two, their neighbours, what is too large."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    up, down = (halfway.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    most = torch.finfo(cache_dtype).max
+    edges = torch.tensor([most * 1.03, most * 1.07, 1e38, torch.inf, torch.nan, 1e-30, 0.0])
+    x = torch.cat([numbers, halfway, up, down, edges, -edges, torch.zeros(8)])
+    x = x[: len(x) // 8 * 8].view(-1, 8).to(dtype)
+    want = x.float().clamp(-most, most).to(cache_dtype).to(dtype)
+    for other in (backend, ReferenceAttention()):
+        got = through_the_cache(x, cache_dtype, other)
+        assert torch.equal(got.nan_to_num(12345.0), want.nan_to_num(12345.0))
+
+
+@isas
+@dtypes
+def test_int8_has_a_scale_for_each_head_of_each_token(dtype: torch.dtype) -> None:
+    steps = torch.arange(-127, 129, dtype=torch.float32).view(-1, 8)
+    steps[:, 0], steps[-1] = 127, 0  # every row's largest; the last row is nothing
+    powers = torch.tensor([1.0, 2.0**-10, 2.0**6]).repeat(11)[: len(steps), None]
+    x = (steps * powers).to(dtype)
+    x[3, 5], x[4, 1] = torch.inf, torch.nan
+    want = x.clone()
+    want[3:5] = torch.nan
+    for other in (backend, ReferenceAttention()):
+        got = through_the_cache(x, torch.int8, other)
+        assert torch.equal(got[3:5].isnan(), want[3:5].isnan())
+        torch.testing.assert_close(got, want, rtol=2**-8, atol=0.0, equal_nan=True)
+
+
+@isas
+@dtypes
+@byte_caches
+def test_other_tokens_stay_in_the_future(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """What a later token of the same chunk holds must not reach an earlier one."""
+
+    class Broken(Case):
+        def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = super().tensors(request)
+            key, value = key.clone(), value.clone()
+            key[21:], value[21:] = torch.nan, torch.nan
+            return query, key, value
+
+    got = Broken(((40, 40),), dtype=dtype, cache_dtype=cache_dtype).run(backend)
+    whole = Case(((40, 40),), dtype=dtype, cache_dtype=cache_dtype).run(backend)
+    assert_same(got[:21], whole[:21])
+    assert got[21:].isnan().all()
 
 
 @isas
@@ -145,7 +267,8 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
         for threads in (1, 2, 5):
             native.set_num_threads(threads)
             case = Case((*MIXED, (900, 1), (700, 200)), dtype=dtype)
-            results.append(case.run(backend))
+            few = Case(((1000, 1), (30, 1)), dtype=dtype, cache_dtype=torch.int8)
+            results.append(torch.cat([case.run(backend), few.run(backend)]))
     finally:
         native.set_num_threads(0)
     assert_same(results[0], results[1])
@@ -161,6 +284,7 @@ def test_block_size_changes_no_bit() -> None:
 
 def test_shapes_it_cannot_do() -> None:
     assert backend.kv_cache_shape(3, 16, 2, 64) == (3, 2, 2, 16, 64)
+    assert backend.kv_cache_shape(3, 16, 2, 64, torch.int8) == (3, 2, 2, 16, 68)
     with pytest.raises(ConfigError, match="block_size=24"):
         backend.kv_cache_shape(3, 24, 2, 64)
     for head_size in (0, 12, 520):

@@ -23,6 +23,7 @@ MIXED = ((1, 1), (40, 1), (33, 33), (50, 7), (5, 0), (64, 64))
     ids=["plain", "window", "soft_cap", "alibi", "all", "none"],
 )
 def test_against_dense_attention(case: Case, dtype: torch.dtype) -> None:
-    case = dataclasses.replace(case, dtype=dtype)
-    truth = case.truth() if case.requests else torch.empty(0, 4, 16)
-    assert_near(case.run(ReferenceAttention()), truth)
+    for cache_dtype in (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        case = dataclasses.replace(case, dtype=dtype, cache_dtype=cache_dtype)
+        truth = case.truth() if case.requests else torch.empty(0, 4, 16)
+        assert_near(case.run(ReferenceAttention()), truth)

@@ -1,5 +1,9 @@
-import pytest
+import math
 
+import pytest
+import torch
+
+from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine import memory_plan
 from octavo.engine.memory_plan import make_memory_plan, resolve_max_num_batched_tokens
@@ -32,6 +36,18 @@ def test_the_kv_cache_is_no_larger_than_all_requests_can_use():
 
 def test_float32_doubles_the_cache_block():
     assert plan(dtype="float32")[0].block_nbytes == 2 * plan(dtype="bfloat16")[0].block_nbytes
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
+    result, kv_cache = plan(kv_cache_dtype=name, kv_cache_memory_bytes="8M")
+    dtype = KV_CACHE_DTYPES[name]
+    shape = get_attention_backend(backend, torch.device("cpu")).kv_cache_shape(
+        3, 16, SPEC.num_key_value_heads, SPEC.head_size, dtype
+    )
+    assert 3 * result.block_nbytes == kv_cache.group_size * math.prod(shape) * dtype.itemsize
+    assert result.num_blocks > 1.85 * plan(kv_cache_memory_bytes="8M")[0].num_blocks
 
 
 def test_given_bytes_and_blocks_are_kept():

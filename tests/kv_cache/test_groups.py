@@ -46,7 +46,9 @@ def test_layers_of_a_tensor_are_in_different_groups(windows):
 
 
 def test_bytes_per_block():
-    assert bytes_per_block(4, 16, 2, 64, 2) == 4 * 16 * 2 * 64 * 2 * 2
+    assert bytes_per_block(4, 16, 2, 64, "bfloat16") == 4 * 16 * 2 * 64 * 2 * 2
+    assert bytes_per_block(4, 16, 2, 64, "fp8_e4m3") == 4 * 16 * 2 * 64 * 2
+    assert bytes_per_block(4, 16, 2, 64, "int8") == 4 * 16 * 2 * (64 + 4) * 2
 
 
 @pytest.mark.parametrize(

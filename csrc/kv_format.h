@@ -1,0 +1,169 @@
+// The 8-bit forms of a KV cache: how the numbers of one head of one token become bytes, and how bytes
+// become numbers of the model's type again.
+//
+// e4m3 and e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433) hold the
+// numbers themselves, to nearest, ties to even; what is beyond the largest finite one becomes that,
+// NaN stays NaN. int8 holds multiples of a scale that each head of each token has for itself, so that
+// what is cached never depends on other tokens; with a number that is not finite the scale is NaN.
+// Every type of a model holds the numbers of these formats exactly, the scale of int8 left aside.
+#pragma once
+#include "quant.h"
+
+OCTAVO_BEGIN
+
+// Bytes of the scale of a head of a token; they lie behind the numbers of the block.
+template <class C>
+constexpr int kScaleBytes = 0;
+template <>
+constexpr int kScaleBytes<i8> = sizeof(float);
+
+// ---- to bytes ----
+
+// An FP8 format: `M` bits of mantissa; all magnitudes above kLargest are NaN, but for an infinity that
+// nothing here writes.
+template <class C>
+struct Fp8;
+template <>
+struct Fp8<e4m3> {
+  static constexpr int M = 3, kBias = 7, kLargest = 0x7e;
+  static constexpr float kMax = 448.0f;
+};
+template <>
+struct Fp8<e5m2> {
+  static constexpr int M = 2, kBias = 15, kLargest = 0x7b;
+  static constexpr float kMax = 57344.0f;
+};
+
+template <class C>
+INLINE vi narrow_fp8(vf v) {
+  constexpr int shift = 23 - Fp8<C>::M, bias = 127 - Fp8<C>::kBias;
+  const vu u = (vu)v, a = u & 0x7fffffffu, most = (vu)splat(Fp8<C>::kMax), b = a < most ? a : most;
+  // As for f16 in simd.h: normal results by rounding the bits, subnormal ones by an addition.
+  const vf magic = splat(float(1 << (24 - Fp8<C>::kBias - Fp8<C>::M)));
+  const vu small = (vu)((vf)b + magic) - (vu)magic;
+  const vu even = (b >> shift) & 1u;
+  const vu normal = (b + ((1u << (shift - 1)) - 1) + even - (uint32_t(bias) << 23)) >> shift;
+  const vu finite = b < (uint32_t(bias + 1) << 23) ? small : normal;
+  return (vi)((a > 0x7f800000u ? vu{} + 0x7fu : finite) | ((u >> 24) & 0x80u));
+}
+
+// x[n] -> to[n], the last vector padded; returns the scale.
+template <class T, class C>
+INLINE float narrow_head(const T* x, C* to, int64_t n) {
+  for_lanes(n, [&](int64_t d, int count) {
+    const vb b = to_bytes(narrow_fp8<C>(load(x + d, count)));
+    memcpy(to + d, &b, sizeof b);
+  });
+  return 1.0f;
+}
+
+template <class T>
+INLINE float narrow_head(const T* x, i8* to, int64_t n) {
+  const float most = largest(x, n);
+  const vf inverse = splat(inverse_scale(most));
+  for_lanes(n, [&](int64_t d, int count) {
+    const vb b = to_bytes(round_to_int(load(x + d, count) * inverse));
+    memcpy(to + d, &b, sizeof b);
+  });
+  return most <= 3.402823466e38f ? byte_scale(most) : NAN;
+}
+
+// ---- from bytes: by way of bfloat16, which holds each of them ----
+
+constexpr int kWidened = 64;  // numbers at a time
+
+typedef int8_t v2b __attribute__((vector_size(2 * W)));
+typedef int16_t v2h __attribute__((vector_size(4 * W)));
+
+INLINE v2h sign_extend(v2b b) {
+#if defined(__AVX512BW__)  // GCC 12 would take it in halves
+  return (v2h)_mm512_cvtepi8_epi16((__m256i)b);
+#else
+  return __builtin_convertvector(b, v2h);
+#endif
+}
+
+#if defined(__AVX512BW__)
+// An FP8 format's magnitudes as bfloat16
+template <class C>
+struct Magnitudes {
+  uint16_t bits[128];
+  constexpr Magnitudes() : bits() {
+    constexpr int M = Fp8<C>::M, kBias = Fp8<C>::kBias;
+    for (int i = 1; i < 128; i++) {
+      int exponent = i >> M, mantissa = i & ((1 << M) - 1);
+      if (exponent == 0) {  // subnormal
+        for (exponent = 1; mantissa < 1 << M; exponent--) mantissa *= 2;
+        mantissa -= 1 << M;
+      }
+      bits[i] = uint16_t((exponent + 127 - kBias) << 7 | mantissa << (7 - M));
+      if (i > Fp8<C>::kLargest) bits[i] = 0x7fc0;
+    }
+  }
+};
+template <class C>
+alignas(64) constexpr Magnitudes<C> kMagnitudes;
+
+template <class C>
+INLINE void widen_some(bf16* to, const C* from) {
+  const uint16_t* t = kMagnitudes<C>.bits;
+  const __m512i t0 = _mm512_load_si512(t), t1 = _mm512_load_si512(t + 32);
+  const __m512i t2 = _mm512_load_si512(t + 64), t3 = _mm512_load_si512(t + 96);
+  const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
+  UNROLL for (int i = 0; i < kWidened; i += 32) {
+    const __m512i b = (__m512i)sign_extend(load_raw<v2b>(from + i));
+    const __mmask32 upper = _mm512_test_epi16_mask(b, _mm512_set1_epi16(0x40));
+    __m512i v = _mm512_permutex2var_epi16(t0, b, t1);
+    v = _mm512_mask_mov_epi16(v, upper, _mm512_permutex2var_epi16(t2, b, t3));
+    _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(v, b, sign, 0xf8));  // v | (b & sign)
+  }
+}
+#else
+// The bits of a bfloat16 are nearly the logarithm of the number, made of straight pieces from one power
+// of two to the next; so is a magnitude m of an FP8 format but for its subnormal numbers, where m is
+// the number itself. Their graph is concave: it is the least of the lines that the pieces lie on.
+template <class C>
+INLINE void widen_some(bf16* to, const C* from) {
+  constexpr int M = Fp8<C>::M, kSmallest = 127 - Fp8<C>::kBias - M;
+  UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
+    const v2h b = sign_extend(load_raw<v2b>(from + i)), m = b & 0x7f;
+    v2h v = (m << 7) + int16_t(kSmallest << 7);
+    UNROLL for (int k = 1; k <= M; k++) {
+      const v2h line = (m << (7 - k)) + int16_t((kSmallest + k) << 7);
+      v = line < v ? line : v;
+    }
+    v = m > int16_t(Fp8<C>::kLargest) ? v2h{} + int16_t(0x7fc0) : v;
+    v = (m > 0 ? v : v2h{}) | (b & int16_t(0x8000));
+    memcpy(to + i, &v, sizeof v);
+  }
+}
+#endif
+
+// Two numbers in a lane, as float32, of which the upper half says all.
+INLINE void widen_some(bf16* to, const i8* from) {
+  UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
+    const vi b = (vi)sign_extend(load_raw<v2b>(from + i));
+    const vu low = (vu)to_float((b << 16) >> 16), high = (vu)to_float(b >> 16);
+    const vu v = low >> 16 | (high & 0xffff0000u);
+    memcpy(to + i, &v, sizeof v);
+  }
+}
+
+template <class T, class C>
+INLINE void widen_some(T* to, const C* from) {
+  alignas(64) bf16 exact[kWidened];
+  widen_some(exact, from);
+  UNROLL for (int i = 0; i < kWidened; i += W) store(to + i, load(exact + i));
+}
+
+// from[n] -> to[n], n a multiple of kWidened. `next`: n bytes that are wanted after these, to be
+// fetched from memory meanwhile, or null.
+template <class T, class C>
+NOINLINE void widen_all(T* to, const C* from, const C* next, int64_t n) {
+  for (int64_t i = 0; i < n; i += kWidened) {
+    if (next) __builtin_prefetch(next + i);
+    widen_some(to + i, from + i);
+  }
+}
+
+OCTAVO_END
