@@ -158,6 +158,18 @@ class DeviceConfig(_Section, frozen=True):
     ] = None
 
 
+class ObservabilityConfig(_Section, frozen=True):
+    """What can be seen of the engine at work."""
+
+    profiler_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for profiles (Chrome traces), which start_profile and stop_profile"
+            " then record."
+        ),
+    ] = None
+
+
 class ServerConfig(_Section, frozen=True):
     """The HTTP server."""
 
@@ -208,6 +220,7 @@ class EngineConfig(_Section, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:

@@ -27,6 +27,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import OctavoError
 from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
+from octavo.profiler import span
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 
+# Methods of the core that a front end may call.
+_UTILITIES = frozenset(
+    {"reset_prefix_cache", "stats", "check_integrity", "start_profile", "stop_profile"}
+)
 # Seconds between two switches among Python threads: the worker's thread comes back from a native
 # kernel many times a step, and must not wait 5 ms (the default) for a busy input thread each time.
 _SWITCH_INTERVAL = 0.0002
@@ -84,7 +89,10 @@ def main() -> None:
 
     output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()
     sender = threading.Thread(
-        target=_send_outputs, args=(setup.output_address, output_queue), daemon=True
+        target=_send_outputs,
+        args=(setup.output_address, output_queue),
+        name="octavo-outputs",
+        daemon=True,
     )
     sender.start()
     status = 0
@@ -153,12 +161,12 @@ class _BusyLoop:
 
     def _call(self, call: UtilityCall) -> UtilityResult:
         try:
-            if call.method not in {"reset_prefix_cache", "stats", "check_integrity"}:
+            if call.method not in _UTILITIES:
                 raise ValueError(f"there is no utility method {call.method!r}")
             value = getattr(self._core, call.method)(*call.args)
             return UtilityResult(call.call_id, msgspec.to_builtins(value))
         except Exception as error:
-            return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
+            return UtilityResult(call.call_id, error=str(error), error_kind=type(error).__name__)
 
 
 def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:
@@ -189,7 +197,8 @@ def _send_outputs(
     socket.connect(address)
     encoder = msgspec.msgpack.Encoder()
     while (item := outputs.get()) is not None:
-        socket.send_multipart([item[0], encoder.encode(item[1])])
+        with span("send_outputs"):
+            socket.send_multipart([item[0], encoder.encode(item[1])])
     socket.close(linger=2000)
     context.term()
 

@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import octavo.errors
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ParentRequest
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError, make_error
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from octavo.metrics import EngineMetrics
 from octavo.outputs import (
@@ -269,7 +268,8 @@ class OutputProcessor:
                 continue
             if output.finish_reason == FinishReason.ERROR:
                 touched.pop(state.group.request_id, None)
-                self._fail(state, _make_error(output), timestamp, result)
+                error = make_error(output.error_kind, output.error or "The request failed.")
+                self._fail(state, error, timestamp, result)
                 continue
             num_new = self._take_in(state, output, timestamp, latencies, result)
             num_tokens += num_new
@@ -454,15 +454,6 @@ class OutputProcessor:
                     row[token_id] = Logprob(logprobs[i], i or rank, text)
             dicts.append(row)
         return dicts
-
-
-def _make_error(output: EngineCoreOutput) -> OctavoError:
-    """The exception that an output with `FinishReason.ERROR` stands for."""
-    kind: object = getattr(octavo.errors, output.error_kind or "", None)
-    message = output.error or "The request failed."
-    if isinstance(kind, type) and issubclass(kind, OctavoError):
-        return kind(message)
-    return OctavoError(message)
 
 
 def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:

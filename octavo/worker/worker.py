@@ -6,6 +6,7 @@ import torch
 
 from octavo.device import select_device, set_num_threads
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
+from octavo.profiler import drain_kernels, span
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.setup import WorkerSetup
 
@@ -19,6 +20,7 @@ class Worker:
             set_num_threads(setup.config.device.num_threads)
         with torch.inference_mode():
             self._runner: ModelRunner | None = ModelRunner(setup, device)
+        self._step = 0  # number of the current one: the engine core counts alike
 
     @property
     def runner(self) -> ModelRunner:
@@ -28,13 +30,22 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Runs the forward pass of a step."""
-        with torch.inference_mode():
+        self._step += 1
+        with torch.inference_mode(), span("execute_model") as note:
+            note(
+                step=self._step,
+                requests=len(scheduler_output.num_scheduled_tokens),
+                tokens=scheduler_output.total_num_scheduled_tokens,
+            )
             self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self) -> ModelRunnerOutput:
         """Samples the tokens of the step run last."""
-        with torch.inference_mode():
-            return self.runner.sample_tokens()
+        with torch.inference_mode(), span("sample_tokens") as note:
+            note(step=self._step)
+            output = self.runner.sample_tokens()
+        drain_kernels()
+        return output
 
     def shutdown(self) -> None:
         """Lets go of the model and the KV cache."""
