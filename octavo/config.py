@@ -156,6 +156,12 @@ class DeviceConfig(_Section, frozen=True):
         PositiveInt | None,
         Meta(description="Threads of the CPU kernels; default: the cores given."),
     ] = None
+    numa_node: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Compute on this NUMA node's cores, in its memory; default: bind nothing."
+        ),
+    ] = None
 
 
 class ObservabilityConfig(_Section, frozen=True):

@@ -142,4 +142,4 @@ def make_error(kind: str | None, message: str) -> OctavoError:
     found = globals().get(kind or "")
     if isinstance(found, type) and issubclass(found, OctavoError):
         return found(message)
-    return OctavoError(f"{kind}: {message}" if kind else message)
+    return OctavoError(message)

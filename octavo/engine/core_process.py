@@ -165,8 +165,10 @@ class _BusyLoop:
                 raise ValueError(f"there is no utility method {call.method!r}")
             value = getattr(self._core, call.method)(*call.args)
             return UtilityResult(call.call_id, msgspec.to_builtins(value))
+        except OctavoError as error:
+            return UtilityResult(call.call_id, None, str(error), type(error).__name__)
         except Exception as error:
-            return UtilityResult(call.call_id, error=str(error), error_kind=type(error).__name__)
+            return UtilityResult(call.call_id, None, f"{type(error).__name__}: {error}")
 
 
 def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:

@@ -146,7 +146,7 @@ def make_memory_plan(
     loading = spec.loading_nbytes(dtype)
     rows = InputBatch.nbytes(max_num_seqs, max_model_len, cache.block_size, len(groups))
     rows += state_nbytes(max_num_seqs, spec.vocab_size)
-    _, available = cpu_memory()
+    _, available = cpu_memory(config.device.numa_node)
     limit = int(available * cache.gpu_memory_utilization)
     left = limit - RUNTIME_NBYTES - weights - max(activations + logits, loading) - rows
     if left < 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from octavo.device import select_device, set_num_threads
+from octavo.device import bind_to_numa_node, select_device, set_num_threads
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
 from octavo.profiler import drain_kernels, span
 from octavo.worker.model_runner import ModelRunner
@@ -15,9 +15,13 @@ class Worker:
     """Builds the model runner and passes steps on to it."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        device = select_device(setup.config.device.device)
+        config = setup.config.device
+        device = select_device(config.device)
         if device.type == "cpu":
-            set_num_threads(setup.config.device.num_threads)
+            # Before the pool starts and weights are read: both inherit it from this thread.
+            if config.numa_node is not None:
+                bind_to_numa_node(config.numa_node)
+            set_num_threads(config.num_threads)
         with torch.inference_mode():
             self._runner: ModelRunner | None = ModelRunner(setup, device)
         self._step = 0  # number of the current one: the engine core counts alike
