@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,6 +143,16 @@ def _parse_list(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus
+
+
+def resident_memory() -> int | None:
+    """Bytes of this process that are in memory, shared libraries included; None if unknown."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        return None
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def select_device(name: str) -> torch.device:

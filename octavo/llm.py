@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from octavo.chat_template import ChatTemplate
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
@@ -183,6 +182,8 @@ class LLM:
         Raises:
             RequestError: if the messages are malformed or there is no chat template.
         """
+        from octavo.chat_template import ChatTemplate  # brings Jinja, which most calls do without
+
         template = ChatTemplate.from_tokenizer(self.get_tokenizer(), chat_template)
         return template.render(
             messages,

@@ -159,6 +159,14 @@ def test_threads():
         torch.set_num_threads(before)
 
 
+def test_resident_memory_grows_with_what_is_touched():
+    before = device.resident_memory()
+    touched = bytearray(b"x") * (64 * 2**20)
+    grown = device.resident_memory() - before
+    assert 60 * 2**20 < grown < 80 * 2**20
+    del touched
+
+
 def test_devices():
     assert device.select_device("auto").type == "cpu"
     with pytest.raises(ConfigError, match="device=cpu"):

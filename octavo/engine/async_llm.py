@@ -75,6 +75,7 @@ class AsyncLLM:
             log_format=log_format,
         )
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len)
+        self.metrics.watch_process(self._client.process.pid)
         self.stats = SchedulerStats()
         self.ready = False
         self._input_processor = self._make_input_processor()

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from octavo.config import EngineConfig
+from octavo.device import resident_memory
 from octavo.engine.memory_plan import (
     MemoryPlan,
     make_memory_plan,
@@ -91,6 +92,9 @@ class EngineCore:
             )
         )
         logger.info("model ready in %.2f s", time.monotonic() - started)
+        resident = resident_memory()
+        if resident is not None:
+            logger.info("%s", self.plan.compare(resident))
         # With two steps in flight, the next one is scheduled while the current one computes.
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_Step] = deque()

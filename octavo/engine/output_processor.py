@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ParentRequest
 from octavo.errors import OctavoError, RequestError, make_error
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
-from octavo.metrics import EngineMetrics
 from octavo.outputs import (
     CompletionOutput,
     Logprob,
@@ -22,6 +22,9 @@ from octavo.outputs import (
 )
 from octavo.sampling_params import RequestOutputKind
 from octavo.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.metrics import EngineMetrics  # brings Prometheus, which only servers need
 
 
 class RequestOutputCollector:
