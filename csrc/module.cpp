@@ -83,10 +83,13 @@ NB_MODULE(_native, m) {
   m.def("set_profiling", [](bool on) { profile.on = on; });
   m.def("take_spans", [] {
     std::vector<Span> spans;
-    spans.swap(profile.spans);
-    std::vector<std::tuple<std::string, double, double, double, double>> result;
+    {
+      std::lock_guard lock(profile.mutex);
+      spans.swap(profile.spans);
+    }
+    std::vector<std::tuple<std::string, double, double, double, double, int64_t>> result;
     for (const Span& s : spans)
-      result.emplace_back(s.name, s.start, s.end, s.work.bytes, s.work.flops);
+      result.emplace_back(s.name, s.start, s.end, s.work.bytes, s.work.flops, s.rows);
     return result;
   });
 

@@ -3,8 +3,10 @@
 // While a plan records, calls are noted instead of carried out. They keep the addresses they were
 // given, so their tensors must stay where they are, and be large enough for the largest step.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,11 +18,13 @@ struct Span {
   std::string name;
   double start, end;  // seconds of the steady clock
   Work work;
+  int64_t rows;
 };
 
 // What the kernels of this process did, while somebody wants to know.
 struct Profile {
-  bool on = false;
+  std::atomic<bool> on = false;
+  std::mutex mutex;  // of spans: several engines may compute, and another thread takes them
   std::vector<Span> spans;
 };
 inline Profile profile;
@@ -30,11 +34,25 @@ inline double seconds() {
 }
 
 template <class Args>
+int64_t rows_of(const Args& args) {
+  if constexpr (requires { args.m; })
+    return args.m;
+  else if constexpr (requires { args.rows; })
+    return args.rows;
+  else if constexpr (requires { args.tokens; })
+    return args.tokens;
+  else
+    return args.query_start_loc[args.num_reqs];
+}
+
+template <class Args>
 void run_kernel(const std::string& name, void (*kernel)(const Args&), const Args& args) {
-  if (!profile.on) return kernel(args);
+  if (!profile.on.load(std::memory_order_relaxed)) return kernel(args);
   const double start = seconds();
   kernel(args);
-  profile.spans.push_back({name, start, seconds(), args.work()});
+  const double end = seconds();
+  std::lock_guard lock(profile.mutex);
+  profile.spans.push_back({name, start, end, args.work(), rows_of(args)});
 }
 
 class Plan {

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -51,10 +52,12 @@ int all_cores() {
 
 class Pool {
  public:
+  explicit Pool(int wanted) : wanted_(wanted) {}
+
   void run(int64_t n, int64_t chunk, bool wake, Body body, void* context) {
     std::unique_lock lock(busy_, std::try_to_lock);
     if (!lock) return body(context, 0, n);
-    if (!started_) start(all_cores());
+    if (!started_) start();
     job_ = {body, context, n, chunk, (n + chunk - 1) / chunk};
     unfinished_.store(job_.chunks, std::memory_order_relaxed);
     tickets_.store(++number_ << 32 | uint64_t(job_.chunks));
@@ -68,14 +71,17 @@ class Pool {
 
   int size() {
     std::lock_guard lock(busy_);
-    if (!started_) start(all_cores());
+    if (!started_) start();
     return int(threads_.size()) + 1;
   }
 
   void resize(int n) {
     std::lock_guard lock(busy_);
-    start(n > 0 ? n : all_cores());
+    wanted_.store(n);
+    start();
   }
+
+  int wanted() const { return wanted_.load(); }
 
  private:
   struct Job {
@@ -117,7 +123,8 @@ class Pool {
     bell_.notify_all();
   }
 
-  void start(int n) {
+  void start() {
+    const int n = wanted_.load() > 0 ? wanted_.load() : all_cores();
     started_ = true;
     stop_.store(true);
     ring();
@@ -132,6 +139,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> bell_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
+  std::atomic<int> wanted_;  // number of threads asked for; 0: all cores
   Job job_{};
   uint64_t number_ = 0;
   bool started_ = false;
@@ -139,12 +147,22 @@ class Pool {
   std::vector<std::thread> threads_;
 };
 
-Pool& pool() {
-  static Pool* pool = new Pool;  // never destroyed: its threads end with the process
-  return *pool;
+std::atomic<int> cached_size{0};
+
+// Never destroyed: its threads end with the process.
+Pool*& instance() {
+  static Pool* pool = [] {
+    // A forked process has none of the threads, and perhaps a lock that nobody will ever open.
+    pthread_atfork(nullptr, nullptr, [] {
+      instance() = new Pool(instance()->wanted());
+      cached_size.store(0);
+    });
+    return new Pool(0);
+  }();
+  return pool;
 }
 
-std::atomic<int> cached_size{0};
+Pool& pool() { return *instance(); }
 
 }  // namespace
 

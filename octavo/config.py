@@ -163,6 +163,24 @@ class DeviceConfig(_Section, frozen=True):
         PositiveInt | None,
         Meta(description="Threads of the CPU kernels; default: the cores given."),
     ] = None
+    numa_node: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Compute on this NUMA node's cores, in its memory; default: bind nothing."
+        ),
+    ] = None
+
+
+class ObservabilityConfig(_Section, frozen=True):
+    """What can be seen of the engine at work."""
+
+    profiler_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for profiles (Chrome traces), which start_profile and stop_profile"
+            " then record."
+        ),
+    ] = None
 
 
 class ServerConfig(_Section, frozen=True):
@@ -215,6 +233,7 @@ class EngineConfig(_Section, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:

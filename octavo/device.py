@@ -5,7 +5,12 @@ Nothing here imports torch at module level: the control plane uses the memory an
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import platform
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +19,13 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 _CGROUP = Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
+# The C library has no function for it, so Linux' system call is made by its number.
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MPOL_BIND = 2
 
 
 def num_cpus() -> int:
@@ -32,8 +43,12 @@ def num_cpus() -> int:
     return cores
 
 
-def cpu_memory() -> tuple[int, int]:
-    """Memory of the machine or of the cgroup: (total, available) in bytes."""
+def cpu_memory(numa_node: int | None = None) -> tuple[int, int]:
+    """Memory of the machine, the cgroup or a NUMA node, the least: (total, available) in bytes.
+
+    Raises:
+        ConfigError: if there is no such node.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     available = total
@@ -52,7 +67,92 @@ def cpu_memory() -> tuple[int, int]:
         total, available = min(total, limit), min(available, max(0, limit - used))
     except (OSError, ValueError):
         pass
+    if numa_node is not None:
+        lines = (_node_folder(numa_node) / "meminfo").read_text().splitlines()
+        kib = {words[2]: int(words[3]) for words in map(str.split, lines)}
+        total = min(total, kib["MemTotal:"] * 1024)
+        # Files read lately and the kernel's caches are given back when they are in the way.
+        reclaimable = kib.get("Inactive(file):", 0) + kib.get("SReclaimable:", 0)
+        available = min(available, (kib["MemFree:"] + reclaimable) * 1024)
     return total, available
+
+
+def numa_cpus(node: int) -> set[int]:
+    """Cores of a NUMA node that the calling thread may use.
+
+    Raises:
+        ConfigError: if there is no such node, or none of its cores may be used.
+    """
+    text = (_node_folder(node) / "cpulist").read_text().strip()
+    allowed = _parse_list(text) & os.sched_getaffinity(0)
+    if not allowed:
+        raise ConfigError(
+            f"numa_node={node}: its cores ({text or 'none'}) are none that this process may use "
+            "(affinity, container). Choose another node."
+        )
+    return allowed
+
+
+def bind_to_numa_node(node: int) -> None:
+    """Keeps the calling thread, and threads it starts, on a node's cores and in its memory.
+
+    Memory that was touched before stays where it is.
+
+    Raises:
+        ConfigError: if there is no such node, none of its cores may be used, or the system does
+            not allow it.
+    """
+    cpus = numa_cpus(node)
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        raise ConfigError(
+            f"numa_node={node} is not supported on {platform.machine()} processors; leave it out "
+            f"and start with `numactl --cpunodebind={node} --membind={node}`."
+        )
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    # The kernel leaves out the last of the bits that it is told of.
+    if libc.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(len(mask) * bits + 1)) != 0:
+        raise ConfigError(
+            f"numa_node={node}: memory cannot be bound ({os.strerror(ctypes.get_errno())}); a "
+            "container needs CAP_SYS_NICE for it. Leave it out, or allow set_mempolicy."
+        )
+    os.sched_setaffinity(0, cpus)
+    logger.info("bound to NUMA node %d: %d cores and its memory", node, len(cpus))
+
+
+def _node_folder(node: int) -> Path:
+    if sys.platform != "linux":
+        raise ConfigError(f"numa_node={node} is supported on Linux only; leave it out.")
+    folder = _NODES / f"node{node}"
+    if not folder.is_dir():
+        there = sorted(int(p.name[4:]) for p in _NODES.glob("node[0-9]*"))
+        raise ConfigError(
+            f"numa_node={node} does not exist; this machine has "
+            f"{', '.join(map(str, there)) or 'no NUMA nodes'}."
+        )
+    return folder
+
+
+def _parse_list(text: str) -> set[int]:
+    """Linux' lists of cores: "0-3,8"."""
+    cpus: set[int] = set()
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def resident_memory() -> int | None:
+    """Bytes of this process that are in memory, shared libraries included; None if unknown."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        return None
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def select_device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ The tree::
     |   |-- UnsupportedError                asks for something that does not work yet
     |   |-- NotFoundError                   unknown model or resource
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
+    |   |-- ProfilerError                   a profile is started twice, or stopped without a start
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
     |   `-- DeadlineError                   the request's own deadline passed
     |-- EngineDeadError                     the engine process is gone; says the root cause
@@ -89,6 +90,15 @@ class StepFailedError(RequestError):
         super().__init__(message, None, "step_failed")
 
 
+class ProfilerError(RequestError):
+    """A profile cannot be started, stopped or written now."""
+
+    status = 409
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "profiler")
+
+
 class QueueFullError(RequestError):
     """The waiting queue is full. `retry_after` is an estimate in seconds."""
 
@@ -120,3 +130,16 @@ class BenchError(OctavoError):
 
 class DatasetError(BenchError, ValueError):
     """A data set is missing, empty or malformed; the message names the file, line and field."""
+
+
+def make_error(kind: str | None, message: str) -> OctavoError:
+    """The error that another process reported.
+
+    Args:
+        kind: name of its class; what is none of Octavo's becomes a plain `OctavoError`.
+        message: its text.
+    """
+    found = globals().get(kind or "")
+    if isinstance(found, type) and issubclass(found, OctavoError):
+        return found(message)
+    return OctavoError(message)

@@ -6,13 +6,13 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 from tqdm import tqdm
 
-from octavo.chat_template import ChatTemplate
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
@@ -23,6 +23,7 @@ from octavo.logs import setup_default_logging
 from octavo.messages import SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.profiler import span
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
 
@@ -181,6 +182,8 @@ class LLM:
         Raises:
             RequestError: if the messages are malformed or there is no chat template.
         """
+        from octavo.chat_template import ChatTemplate  # brings Jinja, which most calls do without
+
         template = ChatTemplate.from_tokenizer(self.get_tokenizer(), chat_template)
         return template.render(
             messages,
@@ -211,6 +214,22 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
         return self._core.reset_prefix_cache()
+
+    def start_profile(self) -> None:
+        """Begins to record spans of steps and kernels; needs `profiler_dir`.
+
+        Raises:
+            ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
+        """
+        self._core.start_profile()
+
+    def stop_profile(self) -> Path:
+        """Ends the profile; returns the Chrome trace's file.
+
+        Raises:
+            ProfilerError: no profile is being recorded, or it cannot be written.
+        """
+        return Path(self._core.stop_profile())
 
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""
@@ -263,7 +282,8 @@ class LLM:
     def _step(self) -> list[str]:
         """Runs a step; returns the ids of the requests that it brought something for."""
         outputs = self._core.step()
-        processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp)
+        with span("process_outputs"):
+            processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp)
         self._core.abort_requests(processed.reqs_to_abort)
         for output in processed.request_outputs:
             self._inboxes[output.request_id].append(output)

@@ -171,3 +171,5 @@ class UtilityResult(msgspec.Struct, array_like=True):
     call_id: int
     value: Any = None
     error: str | None = None
+    error_kind: str | None = None
+    """Name of the error's class."""

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from octavo.messages import FinishReason, SchedulerStats
 from octavo.outputs import RequestMetrics
@@ -206,6 +213,13 @@ class EngineMetrics:
             ["model_name", *info],
             registry=self._registry,
         ).labels(self._model_name, *map(str, info.values())).set(1)
+
+    def watch_process(self, pid: int) -> None:
+        """Shows memory and CPU time of the engine process; to be called once.
+
+        Prometheus' usual names, such as `octavo_engine_process_resident_memory_bytes`.
+        """
+        ProcessCollector(namespace="octavo_engine", pid=lambda: pid, registry=self._registry)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -89,6 +89,8 @@ BAD = {
     "device": ["tpu", None],
     "attention_backend": ["fast"],
     "num_threads": [0, -1, 1.5],
+    "numa_node": [-1, 0.5, "auto"],
+    "profiler_dir": [5],
 }
 
 

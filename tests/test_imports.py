@@ -26,7 +26,7 @@ LAYERS = [
     {"layers"},
     {"attention", "quantization"},
     {"kernels", "device"},
-    {"metrics", "request"},
+    {"metrics", "request", "profiler"},
     {"messages"},
     {"sampling_params", "config", "outputs"},
     {"errors", "logs"},

@@ -1,5 +1,7 @@
 """Metrics: names, counters across restarts, times."""
 
+import os
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -164,3 +166,16 @@ def test_buckets_reach_the_longest_request(metrics):
     text = metrics.render().decode()
     assert 'octavo:request_prompt_tokens_bucket{le="1000.0",model_name="m"}' in text
     assert 'octavo:request_prompt_tokens_bucket{le="2000.0",model_name="m"}' not in text
+
+
+def test_the_engine_process_is_watched(metrics):
+    metrics.watch_process(os.getpid())
+    families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
+    (sample,) = families["octavo_engine_process_resident_memory_bytes"].samples
+    assert sample.value > 2**20
+    assert "octavo_engine_process_cpu_seconds" in families
+
+
+def test_an_engine_process_that_is_gone_has_no_memory(metrics):
+    metrics.watch_process(2**22 + 1)  # beyond the largest process id
+    assert b"octavo_engine" not in metrics.render()

@@ -75,6 +75,7 @@ class AsyncLLM:
             log_format=log_format,
         )
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len)
+        self.metrics.watch_process(self._client.process.pid)
         self.stats = SchedulerStats()
         self.ready = False
         self._input_processor = self._make_input_processor()
@@ -213,6 +214,22 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
         return bool(await self._client.call_utility("reset_prefix_cache"))
+
+    async def start_profile(self) -> None:
+        """Has the engine process record spans of its steps and kernels; needs `profiler_dir`.
+
+        Raises:
+            ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
+        """
+        await self._client.call_utility("start_profile")
+
+    async def stop_profile(self) -> str:
+        """Ends the profile; returns the path of the Chrome trace.
+
+        Raises:
+            ProfilerError: no profile is being recorded, or it cannot be written.
+        """
+        return str(await self._client.call_utility("stop_profile"))
 
     async def shutdown(self) -> None:
         """Ends the engine process. May be called twice."""

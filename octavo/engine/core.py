@@ -6,17 +6,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from octavo.config import EngineConfig
+from octavo.device import resident_memory
 from octavo.engine.memory_plan import (
     MemoryPlan,
     make_memory_plan,
     resolve_dtype,
     resolve_max_num_batched_tokens,
 )
-from octavo.errors import RequestError
+from octavo.errors import ProfilerError, RequestError
 from octavo.executor.base import get_executor_class
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.messages import (
@@ -29,13 +30,15 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.models.spec import ModelSpec
+from octavo.profiler import Profiler, span
 from octavo.request import Request, RequestStatus
 from octavo.scheduler.scheduler import Scheduler
 from octavo.worker.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
-_Step = tuple[SchedulerOutput, Future[None], Future[ModelRunnerOutput]]
+_Step = tuple[int, SchedulerOutput, Future[None], Future[ModelRunnerOutput]]
+"""Its number, from 1; its work; the forward pass; the sampled tokens."""
 
 
 class EngineCore:
@@ -55,6 +58,8 @@ class EngineCore:
         self, config: EngineConfig, model_path: Path, *, default_batched_tokens: int
     ) -> None:
         self.config = config
+        directory = config.observability.profiler_dir
+        self._profiler = None if directory is None else Profiler(directory)
         self.spec = ModelSpec.from_folder(
             model_path, trust_remote_code=config.model.trust_remote_code
         )
@@ -87,9 +92,13 @@ class EngineCore:
             )
         )
         logger.info("model ready in %.2f s", time.monotonic() - started)
+        resident = resident_memory()
+        if resident is not None:
+            logger.info("%s", self.plan.compare(resident))
         # With two steps in flight, the next one is scheduled while the current one computes.
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_Step] = deque()
+        self._num_scheduled = 0
         self._refused: list[EngineCoreOutput] = []
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
@@ -127,21 +136,33 @@ class EngineCore:
         A step that fails as a whole fails the requests in it; the engine goes on.
         """
         while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
-            work = self.scheduler.schedule()
+            self._num_scheduled += 1
+            with span("schedule") as note:
+                work = self.scheduler.schedule()
+                note(
+                    step=self._num_scheduled,
+                    requests=len(work.num_scheduled_tokens),
+                    tokens=work.total_num_scheduled_tokens,
+                )
             forward = self.executor.execute_model(work)
-            self._in_flight.append((work, forward, self.executor.sample_tokens()))
+            sampled = self.executor.sample_tokens()
+            self._in_flight.append((self._num_scheduled, work, forward, sampled))
         outputs: list[EngineCoreOutput] = []
         if self._in_flight:
-            work, forward, sampled = self._in_flight[0]
+            number, work, forward, sampled = self._in_flight[0]
             try:
-                forward.result()  # its failure is the cause of what sampling would report
-                result = sampled.result()
+                with span("wait") as note:
+                    note(step=number)
+                    forward.result()  # its failure is the cause of what sampling would report
+                    result = sampled.result()
             except Exception as error:
                 logger.exception("a step failed, and its requests with it")
                 message = f"The step failed: {type(error).__name__}: {error}"
                 outputs = self.scheduler.fail_step(work, message)
             else:
-                outputs = self.scheduler.update_from_output(work, result)
+                with span("update_from_output") as note:
+                    note(step=number, requests=len(work.num_scheduled_tokens))
+                    outputs = self.scheduler.update_from_output(work, result)
             # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
             self._in_flight.popleft()
         outputs += self._refused
@@ -164,7 +185,41 @@ class EngineCore:
         """
         self.scheduler.check_integrity()
 
+    def start_profile(self) -> None:
+        """Begins to record spans of steps and kernels.
+
+        Raises:
+            ProfilerError: profiles are off, or one is being recorded.
+        """
+        profiler = self._get_profiler()
+        self._wait_for_steps()
+        profiler.start()
+        logger.info("recording a profile")
+
+    def stop_profile(self) -> str:
+        """Ends the profile; returns the path of the Chrome trace.
+
+        Raises:
+            ProfilerError: profiles are off, none is being recorded, or it cannot be written.
+        """
+        profiler = self._get_profiler()
+        self._wait_for_steps()
+        return str(profiler.stop())
+
+    def _get_profiler(self) -> Profiler:
+        if self._profiler is None:
+            raise ProfilerError(
+                "Profiles are off; start the engine with --profiler-dir DIR (profiler_dir=...)."
+            )
+        return self._profiler
+
+    def _wait_for_steps(self) -> None:
+        """Lets the workers finish what they have, so that a profile holds whole steps only."""
+        wait([sampled for *_, sampled in self._in_flight])
+
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""
+        if self._profiler is not None and self._profiler.recording:
+            self.stop_profile()
         self._in_flight.clear()
         self.executor.shutdown()

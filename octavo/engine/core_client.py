@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from octavo.config import EngineConfig
 from octavo.engine import core_process as wire
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
 
@@ -113,7 +113,11 @@ class AsyncMPClient:
             await self._send(wire.ABORT, request_ids)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls a utility method of the core and returns its (plain) result."""
+        """Calls a utility method of the core and returns its (plain) result.
+
+        Raises:
+            OctavoError: what the method raised; of the same class if it is one of Octavo's.
+        """
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         await self._send(wire.UTILITY, UtilityCall(call_id, method, list(args)))
@@ -148,7 +152,7 @@ class AsyncMPClient:
         if future is None or future.done():
             return
         if result.error is not None:
-            future.set_exception(RuntimeError(result.error))
+            future.set_exception(make_error(result.error_kind, result.error))
         else:
             future.set_result(result.value)
 

@@ -8,6 +8,7 @@ when the parent is gone.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -27,6 +28,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import OctavoError
 from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
+from octavo.profiler import span
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,10 @@ logger = logging.getLogger(__name__)
 ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 
+# Methods of the core that a front end may call.
+_UTILITIES = frozenset(
+    {"reset_prefix_cache", "stats", "check_integrity", "start_profile", "stop_profile"}
+)
 # Seconds between two switches among Python threads: the worker's thread comes back from a native
 # kernel many times a step, and must not wait 5 ms (the default) for a busy input thread each time.
 _SWITCH_INTERVAL = 0.0002
@@ -84,7 +90,10 @@ def main() -> None:
 
     output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()
     sender = threading.Thread(
-        target=_send_outputs, args=(setup.output_address, output_queue), daemon=True
+        target=_send_outputs,
+        args=(setup.output_address, output_queue),
+        name="octavo-outputs",
+        daemon=True,
     )
     sender.start()
     status = 0
@@ -94,6 +103,8 @@ def main() -> None:
             Path(setup.model_path),
             default_batched_tokens=setup.default_batched_tokens,
         )
+        # All that is there now stays: collections need not look at it, which would take 90 ms.
+        gc.freeze()
         output_queue.put((READY, CoreReady(core.max_model_len, core.plan.num_blocks)))
         _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
@@ -153,12 +164,14 @@ class _BusyLoop:
 
     def _call(self, call: UtilityCall) -> UtilityResult:
         try:
-            if call.method not in {"reset_prefix_cache", "stats", "check_integrity"}:
+            if call.method not in _UTILITIES:
                 raise ValueError(f"there is no utility method {call.method!r}")
             value = getattr(self._core, call.method)(*call.args)
             return UtilityResult(call.call_id, msgspec.to_builtins(value))
+        except OctavoError as error:
+            return UtilityResult(call.call_id, None, str(error), type(error).__name__)
         except Exception as error:
-            return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
+            return UtilityResult(call.call_id, None, f"{type(error).__name__}: {error}")
 
 
 def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:
@@ -189,7 +202,8 @@ def _send_outputs(
     socket.connect(address)
     encoder = msgspec.msgpack.Encoder()
     while (item := outputs.get()) is not None:
-        socket.send_multipart([item[0], encoder.encode(item[1])])
+        with span("send_outputs"):
+            socket.send_multipart([item[0], encoder.encode(item[1])])
     socket.close(linger=2000)
     context.term()
 

@@ -21,8 +21,8 @@ from octavo.worker.input_batch import InputBatch
 # Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
 # users than the engine.
 DEFAULT_CPU_KV_BYTES = 4 * 2**30
-# Interpreter, torch and the other libraries, measured after import with nothing loaded.
-RUNTIME_NBYTES = 320 * 2**20
+# Interpreter, torch and the other libraries (230 MiB after import), a tokenizer, messages.
+RUNTIME_NBYTES = 272 * 2**20
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it, at the fullest moment."""
+        return self.steady + max(0, self.loading - self.activations - self.logits)
+
+    @property
+    def steady(self) -> int:
+        """What is held once the model is loaded and everything has been used."""
         return (
-            self.runtime
-            + self.weights
-            + max(self.activations + self.logits, self.loading)
-            + self.rows
-            + self.kv_cache
+            self.runtime + self.weights + self.activations + self.logits + self.rows + self.kv_cache
         )
 
     @property
@@ -80,6 +81,17 @@ class MemoryPlan:
             f"{self.max_model_len:,} tokens",
         ]
         return "\n".join(lines)
+
+    def compare(self, resident: int) -> str:
+        """The plan beside the bytes that a process has in memory, for people."""
+        mib = 2**20
+        buffers = self.activations + self.logits + self.rows
+        return (
+            f"resident memory: {resident / mib:,.0f} MiB; planned {self.steady / mib:,.0f} MiB "
+            f"(runtime {self.runtime / mib:,.0f}, weights {self.weights / mib:,.0f}, buffers "
+            f"{buffers / mib:,.0f}, KV cache {self.kv_cache / mib:,.0f}); buffers and KV cache are "
+            "reserved, and resident as far as they have been used"
+        )
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
@@ -162,7 +174,7 @@ def make_memory_plan(
     loading = spec.loading_nbytes(dtype)
     rows = InputBatch.nbytes(max_num_seqs, max_model_len, cache.block_size, len(groups))
     rows += state_nbytes(max_num_seqs, spec.vocab_size)
-    _, available = cpu_memory()
+    _, available = cpu_memory(config.device.numa_node)
     limit = int(available * cache.gpu_memory_utilization)
     left = limit - RUNTIME_NBYTES - weights - max(activations + logits, loading) - rows
     if left < 0:

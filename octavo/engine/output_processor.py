@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import octavo.errors
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.input_processor import ParentRequest
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError, make_error
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
-from octavo.metrics import EngineMetrics
 from octavo.outputs import (
     CompletionOutput,
     Logprob,
@@ -23,6 +22,9 @@ from octavo.outputs import (
 )
 from octavo.sampling_params import RequestOutputKind
 from octavo.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.metrics import EngineMetrics  # brings Prometheus, which only servers need
 
 
 class RequestOutputCollector:
@@ -269,7 +271,8 @@ class OutputProcessor:
                 continue
             if output.finish_reason == FinishReason.ERROR:
                 touched.pop(state.group.request_id, None)
-                self._fail(state, _make_error(output), timestamp, result)
+                error = make_error(output.error_kind, output.error or "The request failed.")
+                self._fail(state, error, timestamp, result)
                 continue
             num_new = self._take_in(state, output, timestamp, latencies, result)
             num_tokens += num_new
@@ -454,15 +457,6 @@ class OutputProcessor:
                     row[token_id] = Logprob(logprobs[i], i or rank, text)
             dicts.append(row)
         return dicts
-
-
-def _make_error(output: EngineCoreOutput) -> OctavoError:
-    """The exception that an output with `FinishReason.ERROR` stands for."""
-    kind: object = getattr(octavo.errors, output.error_kind or "", None)
-    message = output.error or "The request failed."
-    if isinstance(kind, type) and issubclass(kind, OctavoError):
-        return kind(message)
-    return OctavoError(message)
 
 
 def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
@@ -36,6 +37,13 @@ class Executor(ABC):
 
 def get_executor_class(config: EngineConfig) -> type[Executor]:
     """The executor for a config. Imports torch."""
-    from octavo.executor.uniproc import UniProcExecutor
-
+    # The import makes some 200,000 objects that stay: looking through them again and again for
+    # garbage would take a tenth of its time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        from octavo.executor.uniproc import UniProcExecutor
+    finally:
+        if collecting:
+            gc.enable()
     return UniProcExecutor

@@ -18,6 +18,7 @@ def map_memory(nbytes: int) -> Tensor:
 
     The system hands out its pages when they are first written, in huge pages where it has them:
     reading a model's weights touches far more small pages than the processor can keep in mind.
+    What does not fill a huge page at the end is in small ones, so that no more is taken than asked.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -29,9 +30,11 @@ def map_memory(nbytes: int) -> Tensor:
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if not huge:
         return tensor
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
     start = -tensor.data_ptr() % _HUGE_PAGE
+    end = start + nbytes // _HUGE_PAGE * _HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
+        memory.madvise(mmap.MADV_NOHUGEPAGE, end)
     return tensor[start : start + nbytes]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI
@@ -20,11 +20,14 @@ from octavo.errors import NotFoundError
 from octavo.metrics import CONTENT_TYPE
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
-from octavo.server.errors import on_http_exception, show
+from octavo.server.errors import RouteError, on_http_exception, show
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.state import ServerState, state_of
 from octavo.server.tokenize import detokenize, tokenize
+
+if TYPE_CHECKING:
+    from octavo.engine.async_llm import AsyncLLM
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
@@ -79,6 +82,8 @@ def build_app(state: ServerState) -> FastAPI:
         ("/tokenize", tokenize, post),
         ("/detokenize", detokenize, post),
         ("/reset_prefix_cache", reset_prefix_cache, post),
+        ("/start_profile", start_profile, post),
+        ("/stop_profile", stop_profile, post),
     ):
         app.add_api_route(
             path,
@@ -168,6 +173,24 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Forgets all cached prefixes; `success` is false while requests hold blocks."""
     engine = await state_of(request).get_engine()
     return _json({"success": await engine.reset_prefix_cache()})
+
+
+async def start_profile(request: Request) -> Response:
+    """Begins a profile of the engine; 404 without --profiler-dir."""
+    await (await _profiled_engine(request)).start_profile()
+    return _json({"status": "recording"})
+
+
+async def stop_profile(request: Request) -> Response:
+    """Ends the profile; `path` is its file on the server."""
+    return _json({"path": await (await _profiled_engine(request)).stop_profile()})
+
+
+async def _profiled_engine(request: Request) -> AsyncLLM:
+    state = state_of(request)
+    if state.engine_config.observability.profiler_dir is None:
+        raise RouteError(404, "Profiles are off; start the server with --profiler-dir DIR.")
+    return await state.get_engine()
 
 
 def _model_card(state: ServerState, name: str) -> dict[str, object]:

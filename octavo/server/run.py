@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -38,6 +39,7 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     _check_tls(config)
     keys = config.api_key + api_keys_from_environment()
     state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)
+    gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
     with (
         _bind(config.host, config.port) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

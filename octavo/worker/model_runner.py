@@ -14,6 +14,7 @@ from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from octavo.models.loader import load_model
+from octavo.profiler import span
 from octavo.sampling.sampler import Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
 from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner
@@ -93,12 +94,15 @@ class ModelRunner:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Runs the forward pass of one step and keeps its logits for `sample_tokens`."""
-        self._update_rows(scheduler_output)
-        if not scheduler_output.num_scheduled_tokens:
-            self._step = None
-            return
-        inputs = self.batch.gather(scheduler_output.num_scheduled_tokens)
-        hidden, logits = self.steps.run(inputs)
+        with span("prepare_inputs"):
+            self._update_rows(scheduler_output)
+            if not scheduler_output.num_scheduled_tokens:
+                self._step = None
+                return
+            inputs = self.batch.gather(scheduler_output.num_scheduled_tokens)
+        with span("forward") as note:
+            note(rows=len(inputs.input_ids))
+            hidden, logits = self.steps.run(inputs)
         self._step = _Step(inputs, logits, self._compute_prompt_logprobs(inputs, hidden))
 
     def sample_tokens(self) -> ModelRunnerOutput:

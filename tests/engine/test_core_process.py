@@ -1,6 +1,7 @@
 """The engine core in its own process: failures, the parent's death, utility calls."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import EngineDeadError, ModelError
+from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError
 from octavo.models.hub import resolve_model
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
@@ -166,3 +167,42 @@ asyncio.run(main())
         time.sleep(0.05)
     assert not psutil.pid_exists(child)
     assert not Path(folder).exists()
+
+
+def test_profiles_of_the_engine_process(tmp_path):
+    async def test():
+        config = EngineConfig.from_kwargs(**CONFIG, profiler_dir=str(tmp_path))
+        engine = await AsyncLLM.start(config)
+        try:
+            with pytest.raises(ProfilerError, match="start one first"):
+                await engine.stop_profile()
+            await engine.start_profile()
+            with pytest.raises(ProfilerError, match="already"):
+                await engine.start_profile()
+            await collect(engine, "a", max_tokens=4, ignore_eos=True)
+            path = await engine.stop_profile()
+            pid = engine._client.process.pid
+        finally:
+            await engine.shutdown()
+        assert path == str(tmp_path / f"octavo-{pid}-1.trace.json")
+        names = {e["name"] for e in json.loads(Path(path).read_text())["traceEvents"]}
+        assert {"schedule", "forward", "attention", "update_from_output", "send_outputs"} <= names
+
+    asyncio.run(test())
+
+
+def test_without_a_folder_a_profile_is_refused():
+    async def test(engine):
+        with pytest.raises(ProfilerError, match="profiler_dir"):
+            await engine.start_profile()
+        assert await collect(engine, "a", max_tokens=2)
+
+    run(test)
+
+
+def test_an_unknown_utility_is_refused():
+    async def test(engine):
+        with pytest.raises(OctavoError, match="no utility method 'fly'"):
+            await engine._client.call_utility("fly")
+
+    run(test)

@@ -62,7 +62,7 @@ def test_too_little_memory_is_refused_with_what_fits(monkeypatch):
     assert plan(num_gpu_blocks_override=100, max_model_len=-1)[0].max_model_len == 1584
     with pytest.raises(ConfigError, match="does not fit"):
         plan(kv_cache_memory_bytes="900T")
-    monkeypatch.setattr(memory_plan, "cpu_memory", lambda: (2**30, 2**27))
+    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**30, 2**27))
     with pytest.raises(ConfigError, match="before the KV cache"):
         plan()
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from octavo import device
 from octavo.kernels.memory import Arena, map_memory
 
 
@@ -16,6 +17,17 @@ def test_mapped_memory_is_zeroed_and_aligned(nbytes: int) -> None:
     assert nbytes == 0 or memory.data_ptr() % 4096 == 0
     memory.fill_(7)
     assert memory.sum() == 7 * nbytes
+
+
+@pytest.mark.skipif(device.resident_memory() is None, reason="the system does not tell the size")
+def test_no_more_is_taken_than_asked() -> None:
+    nbytes = 4 * 2**20 + 12_000  # in huge pages only, half as much again would be taken
+    before = device.resident_memory()
+    memories = [map_memory(nbytes) for _ in range(20)]
+    assert device.resident_memory() - before < 2**20
+    for memory in memories:
+        memory.fill_(1)
+    assert abs(device.resident_memory() - before - 20 * nbytes) < 4 * 2**20
 
 
 def test_places_are_used_again_when_no_view_is_left() -> None:

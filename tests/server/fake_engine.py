@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.input_processor import InputProcessor, fan_out
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, ProfilerError
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -88,6 +88,7 @@ class FakeAsyncLLM:
         self.live: dict[str, EngineCoreRequest] = {}
         self.aborted: list[str] = []
         self.was_reset = False
+        self.profiling = False
         self.was_shut_down = False
         self._progress: dict[str, int] = {}
         self._input = InputProcessor(
@@ -157,6 +158,17 @@ class FakeAsyncLLM:
     async def reset_prefix_cache(self):
         self.was_reset = True
         return True
+
+    async def start_profile(self):
+        if self.profiling:
+            raise ProfilerError("A profile is being recorded already.")
+        self.profiling = True
+
+    async def stop_profile(self):
+        if not self.profiling:
+            raise ProfilerError("No profile is being recorded.")
+        self.profiling = False
+        return "/traces/1.trace.json"
 
     async def shutdown(self):
         self.was_shut_down = True

@@ -155,6 +155,35 @@ def test_reset_prefix_cache():
     with_server(scenario)
 
 
+def profiled_engine():
+    return FakeAsyncLLM(EngineConfig.from_kwargs(profiler_dir="/traces"))
+
+
+def test_profiles_are_started_and_stopped():
+    async def scenario(served):
+        response = await served.post("/stop_profile")
+        assert response.status_code == 409
+        assert response.json()["error"]["code"] == "profiler"
+        assert (await served.post("/start_profile")).json() == {"status": "recording"}
+        response = await served.post("/start_profile")
+        assert response.status_code == 409
+        assert "recorded already" in response.json()["error"]["message"]
+        assert (await served.post("/stop_profile")).json() == {"path": "/traces/1.trace.json"}
+
+    with_server(scenario, profiled_engine)
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+def test_without_a_folder_there_are_no_profiles(path):
+    async def scenario(served):
+        response = await served.post(path)
+        assert response.status_code == 404
+        assert "--profiler-dir" in response.json()["error"]["message"]
+        assert not served.engine.profiling
+
+    with_server(scenario)
+
+
 def test_tokenize_and_back():
     async def scenario(served):
         answer = (await served.post("/tokenize", prompt="hé", return_token_strs=True)).json()

@@ -1,0 +1,42 @@
+"""What a process really holds, against the memory plan: each in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from octavo import device
+
+SCRIPT = """
+import json, sys
+from octavo import LLM, SamplingParams
+from octavo.device import resident_memory
+
+sizes = []
+with LLM(kv_cache_memory_bytes="48M", max_num_seqs=8, max_num_batched_tokens=512) as llm:
+    plan = llm.memory_plan
+    sizes.append(resident_memory())
+    tokens = (plan.num_blocks - 8) * plan.block_size // 8
+    assert tokens <= plan.max_model_len
+    vocab = len(llm.get_tokenizer())
+    prompts = [[(i + j) % (vocab - 8) + 4 for j in range(tokens - 8)] for i in range(8)]
+    llm.generate(prompts, SamplingParams(max_tokens=4, logprobs=3, presence_penalty=0.1,
+                                         ignore_eos=True), use_tqdm=False)
+    sizes.append(resident_memory())
+print(json.dumps([*sizes, plan.steady, plan.kv_cache, plan.runtime]))
+"""
+
+
+@pytest.mark.skipif(device.resident_memory() is None, reason="the system does not tell the size")
+def test_the_resident_size_keeps_to_the_plan():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    start, full, planned, kv_cache, runtime = json.loads(done.stdout)
+    assert start < full <= planned
+    # The KV cache is taken as it is used: nothing of it at the start, all of it in the end.
+    assert start <= planned - kv_cache
+    assert full >= start + 0.8 * kv_cache
+    # Of what is planned only the allowance for libraries and some buffers may be left.
+    assert planned - full < 0.35 * runtime
+    assert "resident memory: " in done.stderr
