@@ -114,9 +114,9 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         result = _measure(args, llm, prompts, params)
         if not result["interrupted"] and args.profile is not None:
             with _interruptible(result):
-                llm.start_profile()  # type: ignore[attr-defined,unused-ignore]
+                llm.start_profile()
                 llm.generate(prompts, params, use_tqdm=False)
-                trace = llm.stop_profile()  # type: ignore[attr-defined,unused-ignore]
+                trace = llm.stop_profile()
                 result["profile"] = str(trace)
     if not result["interrupted"] and args.breakdown:
         with _interruptible(result):
@@ -210,7 +210,7 @@ def _breakdown(
 
 
 def _plots() -> Any:
-    from octavo.bench import plots  # type: ignore[attr-defined,unused-ignore]
+    from octavo.bench import plots
 
     return plots
 
