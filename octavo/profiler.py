@@ -25,8 +25,9 @@ from octavo.errors import ConfigError, ProfilerError
 
 logger = logging.getLogger(__name__)
 
-# Some 150 bytes each: no profile takes more than about 100 MB.
-MAX_EVENTS = 500_000
+# 450 bytes each: no profile takes more than about 100 MB. It is a thousand steps of a model of 22
+# layers.
+MAX_EVENTS = 200_000
 
 
 class TraceEvent(NamedTuple):

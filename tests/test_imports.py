@@ -93,6 +93,21 @@ def test_control_plane_imports_no_torch(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+# What a start must not wait for: a library that only other uses need.
+LEAN = {
+    "octavo.cli": {"torch", "numpy", "tokenizers", "jinja2", "fastapi", "zmq", "tqdm"},
+    "octavo.llm": {"torch", "jinja2", "fastapi", "zmq", "prometheus_client", "huggingface_hub"},
+    "octavo.engine.core_process": {"torch", "tokenizers", "jinja2", "fastapi", "prometheus_client"},
+}
+
+
+@pytest.mark.parametrize("module", LEAN)
+def test_imports_bring_no_more_than_needed(module):
+    code = f"import sys, {module}; print(*({LEAN[module]!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_public_names():
     assert set(octavo.__all__) == {
         "LLM",

@@ -7,8 +7,10 @@ import weakref
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.executor import uniproc
+from octavo.executor.base import get_executor_class
 from octavo.executor.uniproc import UniProcExecutor
 from octavo.messages import SchedulerOutput
 
@@ -59,3 +61,14 @@ def test_shutdown_gives_the_model_back():
     llm.shutdown()
     gc.collect()
     assert runner() is None
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_import_leaves_garbage_collection_as_it_was(collecting):
+    try:
+        if not collecting:
+            gc.disable()
+        assert get_executor_class(EngineConfig()) is UniProcExecutor
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
