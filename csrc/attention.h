@@ -421,8 +421,8 @@ struct Attention {
       if (tile + i >= end || tile + i + span <= begin) continue;
       const int64_t offset = (tile + i) % a.block_size;
       const C* from = here.heads[i / span];
-      auto widen_at = [&](T* numbers, int64_t at, int64_t n) {
-        widen_all(numbers, from + at, next ? next->heads[i / span] + at : nullptr, n);
+      auto widen_at = [&](T* widened, int64_t at, int64_t n) {
+        widen_all(widened, from + at, next ? next->heads[i / span] + at : nullptr, n);
       };
       T* keys = to.keys + i * a.head_size;
       if (span == a.block_size)

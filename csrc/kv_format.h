@@ -19,27 +19,31 @@ constexpr int kScaleBytes<i8> = sizeof(float);
 
 // ---- to bytes ----
 
-// An FP8 format: `M` bits of mantissa; all magnitudes above kLargest are NaN, but for an infinity that
-// nothing here writes.
+// `M` bits of mantissa under those of the exponent; magnitudes above kLargest are NaN (and an infinity
+// that nothing here writes). int8 has subnormal numbers only: m * 2^(1 - kBias - M) = m.
 template <class C>
-struct Fp8;
+struct Format;
 template <>
-struct Fp8<e4m3> {
+struct Format<e4m3> {
   static constexpr int M = 3, kBias = 7, kLargest = 0x7e;
   static constexpr float kMax = 448.0f;
 };
 template <>
-struct Fp8<e5m2> {
+struct Format<e5m2> {
   static constexpr int M = 2, kBias = 15, kLargest = 0x7b;
   static constexpr float kMax = 57344.0f;
+};
+template <>
+struct Format<i8> {
+  static constexpr int M = 7, kBias = -6, kLargest = 0x7f;
 };
 
 template <class C>
 INLINE vi narrow_fp8(vf v) {
-  constexpr int shift = 23 - Fp8<C>::M, bias = 127 - Fp8<C>::kBias;
-  const vu u = (vu)v, a = u & 0x7fffffffu, most = (vu)splat(Fp8<C>::kMax), b = a < most ? a : most;
+  constexpr int shift = 23 - Format<C>::M, bias = 127 - Format<C>::kBias;
+  const vu u = (vu)v, a = u & 0x7fffffffu, most = (vu)splat(Format<C>::kMax), b = a < most ? a : most;
   // As for f16 in simd.h: normal results by rounding the bits, subnormal ones by an addition.
-  const vf magic = splat(float(1 << (24 - Fp8<C>::kBias - Fp8<C>::M)));
+  const vf magic = splat(float(1 << (24 - Format<C>::kBias - Format<C>::M)));
   const vu small = (vu)((vf)b + magic) - (vu)magic;
   const vu even = (b >> shift) & 1u;
   const vu normal = (b + ((1u << (shift - 1)) - 1) + even - (uint32_t(bias) << 23)) >> shift;
@@ -84,12 +88,12 @@ INLINE v2h sign_extend(v2b b) {
 }
 
 #if defined(__AVX512BW__)
-// An FP8 format's magnitudes as bfloat16
+// A format's magnitudes as bfloat16
 template <class C>
 struct Magnitudes {
   uint16_t bits[128];
   constexpr Magnitudes() : bits() {
-    constexpr int M = Fp8<C>::M, kBias = Fp8<C>::kBias;
+    constexpr int M = Format<C>::M, kBias = Format<C>::kBias;
     for (int i = 1; i < 128; i++) {
       int exponent = i >> M, mantissa = i & ((1 << M) - 1);
       if (exponent == 0) {  // subnormal
@@ -97,7 +101,7 @@ struct Magnitudes {
         mantissa -= 1 << M;
       }
       bits[i] = uint16_t((exponent + 127 - kBias) << 7 | mantissa << (7 - M));
-      if (i > Fp8<C>::kLargest) bits[i] = 0x7fc0;
+      if (i > Format<C>::kLargest) bits[i] = 0x7fc0;
     }
   }
 };
@@ -112,9 +116,10 @@ INLINE void widen_some(bf16* to, const C* from) {
   const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
   UNROLL for (int i = 0; i < kWidened; i += 32) {
     const __m512i b = (__m512i)sign_extend(load_raw<v2b>(from + i));
-    const __mmask32 upper = _mm512_test_epi16_mask(b, _mm512_set1_epi16(0x40));
-    __m512i v = _mm512_permutex2var_epi16(t0, b, t1);
-    v = _mm512_mask_mov_epi16(v, upper, _mm512_permutex2var_epi16(t2, b, t3));
+    const __m512i m = std::is_same_v<C, i8> ? _mm512_abs_epi16(b) : b;  // in the lowest 7 bits
+    const __mmask32 upper = _mm512_test_epi16_mask(m, _mm512_set1_epi16(0x40));
+    __m512i v = _mm512_permutex2var_epi16(t0, m, t1);
+    v = _mm512_mask_mov_epi16(v, upper, _mm512_permutex2var_epi16(t2, m, t3));
     _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(v, b, sign, 0xf8));  // v | (b & sign)
   }
 }
@@ -124,7 +129,7 @@ INLINE void widen_some(bf16* to, const C* from) {
 // the number itself. Their graph is concave: it is the least of the lines that the pieces lie on.
 template <class C>
 INLINE void widen_some(bf16* to, const C* from) {
-  constexpr int M = Fp8<C>::M, kSmallest = 127 - Fp8<C>::kBias - M;
+  constexpr int M = Format<C>::M, kSmallest = 127 - Format<C>::kBias - M;
   UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
     const v2h b = sign_extend(load_raw<v2b>(from + i)), m = b & 0x7f;
     v2h v = (m << 7) + int16_t(kSmallest << 7);
@@ -132,12 +137,11 @@ INLINE void widen_some(bf16* to, const C* from) {
       const v2h line = (m << (7 - k)) + int16_t((kSmallest + k) << 7);
       v = line < v ? line : v;
     }
-    v = m > int16_t(Fp8<C>::kLargest) ? v2h{} + int16_t(0x7fc0) : v;
+    v = m > int16_t(Format<C>::kLargest) ? v2h{} + int16_t(0x7fc0) : v;
     v = (m > 0 ? v : v2h{}) | (b & int16_t(0x8000));
     memcpy(to + i, &v, sizeof v);
   }
 }
-#endif
 
 // Two numbers in a lane, as float32, of which the upper half says all.
 INLINE void widen_some(bf16* to, const i8* from) {
@@ -148,6 +152,7 @@ INLINE void widen_some(bf16* to, const i8* from) {
     memcpy(to + i, &v, sizeof v);
   }
 }
+#endif
 
 template <class T, class C>
 INLINE void widen_some(T* to, const C* from) {
