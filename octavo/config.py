@@ -128,7 +128,7 @@ class SchedulerConfig(_Section, frozen=True):
 
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
-        Meta(description="Token budget of a step; default 2048 for a server, 8192 offline."),
+        Meta(description="Token budget of a step; default 512 for a server, 8192 offline."),
     ] = None
     max_num_seqs: Annotated[
         int, Meta(description="Most requests running at once.", ge=1, le=4096)
