@@ -22,7 +22,6 @@ template <class T>
 struct Panel {
   using A = float;
   static constexpr int kStep = 1;
-  static constexpr int kBlock = 512;
   template <int R>
   static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const T* w) {
     vf b[kVectors];
@@ -35,7 +34,6 @@ struct Panel {
 template <>
 struct Panel<bf16> {
   static constexpr int kStep = 2;
-  static constexpr int kBlock = 1024;
 #if defined(__AVX512BF16__)
   using A = bf16;
   template <int R>
@@ -65,17 +63,28 @@ struct Panel<bf16> {
 #endif
 };
 
-// c[R][kPanel] += x[R][k] * w[k][kPanel]
-template <class T, int R>
-void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, float* c) {
+template <class T>
+constexpr int kLine = 64 / sizeof(T);  // numbers in a cache line
+template <class T>
+constexpr int kLines = kPanel * Panel<T>::kStep / kLine<T>;  // cache lines that a step reads
+template <class T>
+constexpr int kBlock = 16384 / (kPanel * sizeof(T));  // of K: a panel's part that stays in the cache
+
+// c[R][kPanel] += x[R][k] * w[k][kPanel]; F cache lines of `ahead` are fetched in each step.
+template <class T, int R, int F>
+void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, float* c,
+                  const T* ahead) {
   using A = typename Panel<T>::A;
   constexpr int step = Panel<T>::kStep;
   vf acc[R][kVectors];
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = load(c + i * kPanel + j * W);
   int64_t p = 0;
-  for (; p + step <= k; p += step, w += step * kPanel)
+  for (; p + step <= k; p += step, w += step * kPanel) {
+    UNROLL for (int i = 0; i < F; i++) __builtin_prefetch(ahead + i * kLine<T>, 0, 2);
+    ahead += F * kLine<T>;
     Panel<T>::template step<R>(acc, x + p, stride, w);
+  }
   if (p < k) {  // an odd last step: the weights have a zero there, x has nothing
     A rest[R][step] = {};
     for (int i = 0; i < R; i++) rest[i][0] = x[p + i * stride];
@@ -85,11 +94,42 @@ void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int
     UNROLL for (int j = 0; j < kVectors; j++) store(c + i * kPanel + j * W, acc[i][j]);
 }
 
-template <class T, int R>
+template <class T, int F, int R>
 INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t stride, const T* w,
+                          int64_t k, float* c, const T* ahead) {
+  if (rows == R) return micro_kernel<T, R, F>(x, stride, w, k, c, ahead);
+  if constexpr (R > 1) micro_kernels<T, F, R - 1>(rows, x, stride, w, k, c, ahead);
+}
+
+// c[rows][kPanel] = x[rows][k] * w[k][kPanel], block after block of K. A block stays in the first cache
+// for all rows; while they meet it, the next one is fetched. So reading a weight and computing with it
+// go on at the same time, which matters most for 8 to 64 rows, where they take about equally long.
+template <class T>
+INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
                           int64_t k, float* c) {
-  if (rows == R) return micro_kernel<T, R>(x, stride, w, k, c);
-  if constexpr (R > 1) micro_kernels<T, R - 1>(rows, x, stride, w, k, c);
+  memset(c, 0, rows * kPanel * sizeof(float));
+  const int64_t passes = ceil_div(rows, kRows), some = ceil_div(rows, passes);
+  for (int64_t from = 0; from < k; from += kBlock<T>) {
+    const int64_t depth = min<int64_t>(kBlock<T>, k - from);
+    const T* block = w + from * kPanel;
+    const T* ahead = block + depth * kPanel;
+    for (int64_t i = 0; i < rows; i += some) {
+      const int n = int(min(some, rows - i));
+      auto pass = [&](auto fetched) {
+        micro_kernels<T, fetched, kRows>(n, x + i * stride + from, stride, block, depth,
+                                         c + i * kPanel, ahead);
+      };
+      constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
+      if (passes == 1) {
+        pass(std::integral_constant<int, kLines<T>>{});
+      } else if (i < kLines<T> / half * some) {
+        pass(std::integral_constant<int, half>{});
+        ahead += depth * kPanel / (kLines<T> / half);
+      } else {
+        pass(std::integral_constant<int, 0>{});
+      }
+    }
+  }
 }
 
 template <class T, class O>
@@ -154,13 +194,7 @@ void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0
   const int64_t cost = panels * kVectors * m * a.k;
   for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c) {
     const T* w = weight + col * panel_k;
-    memset(c, 0, rows * kPanel * sizeof(float));
-    for (int64_t k = 0; k < a.k; k += Panel<T>::kBlock) {
-      const int64_t depth = min<int64_t>(Panel<T>::kBlock, a.k - k);
-      for (int64_t i = 0; i < rows; i += kRows)
-        micro_kernels<T, kRows>(int(min<int64_t>(kRows, rows - i)), x + (first + i) * x_stride + k,
-                                x_stride, w + k * kPanel, depth, c + i * kPanel);
-    }
+    panel_product<T>(x + first * x_stride, x_stride, w, rows, a.k, c);
   });
 }
 

@@ -36,6 +36,7 @@ from octavo.bench.sweep import (
     shown_number,
 )
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields
+from octavo.engine.async_llm import SERVER_BATCHED_TOKENS
 from octavo.errors import BenchError, ConfigError, DatasetError
 
 SPACE: dict[str, tuple[Any, ...]] = {
@@ -46,7 +47,8 @@ SPACE: dict[str, tuple[Any, ...]] = {
 """The settings that are searched, and their values."""
 
 _SERVE = (sys.executable, "-m", "octavo", "serve")
-_SERVER_DEFAULTS = {"max_num_batched_tokens": 2048}  # the config's own default is None
+# The config's own default is None.
+_SERVER_DEFAULTS = {"max_num_batched_tokens": SERVER_BATCHED_TOKENS}
 _NUM_PROMPTS = 180
 _NUM_WARMUPS = 8
 _TOLERANCE = 0.1
