@@ -21,6 +21,7 @@ OCTAVO_BEGIN
 constexpr int kTile = 64;  // key positions a softmax step takes; every block size divides it, or 128
 constexpr int kSegment = 512;  // positions whose sums are made by themselves, so that threads share
 constexpr int kTileRows = 36;  // rows that walk the tiles together: full sets of 6 and of 4
+constexpr int kFetchedEarly = kTile / 2;  // positions whose values are fetched during the softmax
 constexpr int kFewRows = 12;  // rows up to which reading the cache takes longer than computing
 
 // How keys of storage type T meet a query. `Q`: what the query is read as; `kDims`: dimensions in one
@@ -127,7 +128,7 @@ struct Values {
       v[V - 1] = load(values[key] + dim + (V - 1) * W, tail);
       UNROLL for (int i = 0; i < R; i++)
         UNROLL for (int j = 0; j < V; j++) sum[i][j] = fma(p[i * kTile + key], v[j], sum[i][j]);
-      if (next)
+      if (next && key >= kFetchedEarly)
         UNROLL for (int j = 0; j < V; j++) __builtin_prefetch(next[key] + dim + j * W);
     }
     UNROLL for (int i = 0; i < R; i++)
@@ -194,7 +195,7 @@ struct Values<bf16> {
         const __mmask32 lanes = c == C - 1 ? tail : ~0u;
         v[c] = pair(row(values[key] + dim + c * kChunk, lanes),
                     row(values[key + 1] + dim + c * kChunk, lanes));
-        if (next) {
+        if (next && key >= kFetchedEarly) {
           __builtin_prefetch(next[key] + dim + c * kChunk);
           __builtin_prefetch(next[key + 1] + dim + c * kChunk);
         }
@@ -500,6 +501,7 @@ struct Attention {
       const int64_t from = a.window ? row.position - a.window + 1 : 0;
       row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
       row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
+      if (next) fetch_values(*next, i * kFetchedEarly / t.count, (i + 1) * kFetchedEarly / t.count);
       if (row.first < row.last)
         softmax_step(row, t.wide, tile, t.scores + i * kTile, t.probs + i * kTile,
                      t.acc + i * acc_stride);
@@ -507,6 +509,13 @@ struct Attention {
     const T* const* ahead = next ? next->values : nullptr;
     for (int i = 0; i < t.count; i += Values<T>::kRows, ahead = nullptr)
       add_values<Values<T>::kRows>(t, min(Values<T>::kRows, t.count - i), i, here.values, ahead);
+    if (next) fetch_values(*next, max(kFetchedEarly, t.rows[0].last), kTile);
+  }
+
+  void fetch_values(const Tile& next, int from, int to) const {
+    for (int key = from; key < to; key++)
+      for (int64_t d = 0; d < a.head_size; d += 64 / sizeof(T))
+        __builtin_prefetch(next.values[key] + d);
   }
 
   // scores -> probabilities relative to the new maximum; what was summed before is rescaled.

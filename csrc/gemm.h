@@ -165,8 +165,12 @@ INLINE void for_tiles(const Args& a, T, int64_t row0, int64_t m, int64_t cost, F
   const bool gated = a.gated != Gated::none;
   const int64_t half = a.n / 2, panels = ceil_div(gated ? half : a.n, kPanel);
   const T* bias = static_cast<const T*>(a.bias);
-  parallel_for(panels * ceil_div(m, kRowBlock), cost, [&](int64_t task) {
-    const int64_t first = task / panels * kRowBlock, rows = min<int64_t>(kRowBlock, m - first);
+  // Narrow weights have too few panels to keep all threads busy to the end: fewer rows at once.
+  const int64_t parts = ceil_div(8 * num_threads(), panels);
+  const int64_t some = ceil_div(max<int64_t>(1, ceil_div(m, parts)), 4 * kRows) * 4 * kRows;
+  const int64_t block = min<int64_t>(kRowBlock, some);
+  parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task) {
+    const int64_t first = task / panels * block, rows = min(block, m - first);
     const int64_t col = task % panels * kPanel, at = (row0 + first) * a.out_stride + col;
     const T* col_bias = bias ? bias + col : nullptr;
     alignas(64) float c[kRowBlock * kPanel];
