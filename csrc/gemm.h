@@ -15,6 +15,7 @@ OCTAVO_BEGIN
 constexpr int kVectors = 4;  // accumulators side by side
 constexpr int kPanel = kVectors * W;
 constexpr int kRows = W == 16 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
+constexpr int kStreamed = 2;  // rows that compute so little that the processor's own prefetching is best
 constexpr int kRowBlock = 96;  // rows of x that go through one panel together
 
 // How a panel of storage type T meets x. `A`: what x is read as; `kStep`: the steps of K in one go.
@@ -102,17 +103,17 @@ INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t strid
 }
 
 // c[rows][kPanel] = x[rows][k] * w[k][kPanel], block after block of K. A block stays in the first cache
-// for all rows; while they meet it, the next one is fetched. So reading a weight and computing with it
+// for all rows; while they meet it, the next one is fetched, at the end `after`, if not null. So reading a weight and computing with it
 // go on at the same time, which matters most for 8 to 64 rows, where they take about equally long.
 template <class T>
 INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
-                          int64_t k, float* c) {
+                          int64_t k, float* c, const T* after) {
   memset(c, 0, rows * kPanel * sizeof(float));
   const int64_t passes = ceil_div(rows, kRows), some = ceil_div(rows, passes);
   for (int64_t from = 0; from < k; from += kBlock<T>) {
     const int64_t depth = min<int64_t>(kBlock<T>, k - from);
     const T* block = w + from * kPanel;
-    const T* ahead = block + depth * kPanel;
+    const T* ahead = from + depth < k ? block + depth * kPanel : after;
     for (int64_t i = 0; i < rows; i += some) {
       const int n = int(min(some, rows - i));
       auto pass = [&](auto fetched) {
@@ -120,7 +121,9 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
                                          c + i * kPanel, ahead);
       };
       constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
-      if (passes == 1) {
+      if (!ahead || rows <= kStreamed) {
+        pass(std::integral_constant<int, 0>{});
+      } else if (passes == 1) {
         pass(std::integral_constant<int, kLines<T>>{});
       } else if (i < kLines<T> / half * some) {
         pass(std::integral_constant<int, half>{});
@@ -157,9 +160,9 @@ void write_gated(const float* gate, const float* up, const T* gate_bias, const T
   });
 }
 
-// Cuts a product into tasks of some rows and one panel of outputs: `product(first, rows, col, c)` is to
-// put rows first ... of this product times the panel at column col into c [rows][kPanel]. Row 0 is the
-// row0-th row of out.
+// Cuts a product into tasks of some rows and one panel of outputs: `product(first, rows, col, c, next)`
+// is to put rows first ... of this product times the panel at column col into c [rows][kPanel]; the panel
+// at column next comes after it, or is not known: -1. Row 0 is the row0-th row of out.
 template <class T, class Args, class F>
 INLINE void for_tiles(const Args& a, T, int64_t row0, int64_t m, int64_t cost, F product) {
   const bool gated = a.gated != Gated::none;
@@ -169,15 +172,16 @@ INLINE void for_tiles(const Args& a, T, int64_t row0, int64_t m, int64_t cost, F
   const int64_t parts = ceil_div(8 * num_threads(), panels);
   const int64_t some = ceil_div(max<int64_t>(1, ceil_div(m, parts)), 4 * kRows) * 4 * kRows;
   const int64_t block = min<int64_t>(kRowBlock, some);
-  parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task) {
+  parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task, int64_t next_task) {
     const int64_t first = task / panels * block, rows = min(block, m - first);
     const int64_t col = task % panels * kPanel, at = (row0 + first) * a.out_stride + col;
+    const int64_t next = next_task < 0 ? -1 : next_task % panels * kPanel;
     const T* col_bias = bias ? bias + col : nullptr;
     alignas(64) float c[kRowBlock * kPanel];
-    product(first, rows, col, c);
+    product(first, rows, col, c, gated ? half + col : next);
     if (gated) {
       alignas(64) float up[kRowBlock * kPanel];
-      product(first, rows, half + col, up);
+      product(first, rows, half + col, up, next);
       write_gated(c, up, col_bias, bias ? col_bias + half : nullptr, a.gated,
                   static_cast<T*>(a.out) + at, a.out_stride, rows);
       return;
@@ -196,10 +200,11 @@ void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0
   const int64_t panel_k = ceil_div(a.k, Panel<T>::kStep) * Panel<T>::kStep;
   const T* weight = static_cast<const T*>(a.weight);
   const int64_t cost = panels * kVectors * m * a.k;
-  for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c) {
-    const T* w = weight + col * panel_k;
-    panel_product<T>(x + first * x_stride, x_stride, w, rows, a.k, c);
-  });
+  for_tiles(a, T{}, row0, m, cost,
+            [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t next) {
+              panel_product<T>(x + first * x_stride, x_stride, weight + col * panel_k, rows, a.k, c,
+                               next < 0 ? nullptr : weight + next * panel_k);
+            });
 }
 
 template <class T>

@@ -343,7 +343,7 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
     parallel_for(m, 4 * m * x.stride / W, [&](int64_t i) {
       quantize_row(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, a.k, x, i);
     });
-    for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c) {
+    for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
       switch (f) {
         case QuantFormat::int8: return panel8(a, x, first, rows, col, c);
         case QuantFormat::int4_levels:

@@ -229,22 +229,23 @@ INLINE void with_type(DType dtype, F f) {
   }
 }
 
-// f(0) ... f(n - 1) on the threads of the process. `cost` is about the number of vector operations in
+// f(0) ... f(n - 1) on the threads of the process; f may take a second argument, which is what the same
+// thread does next, or -1 if that is not known. `cost` is about the number of vector operations in
 // all: a few microseconds' work is not worth sharing, and ten are not worth waking another thread.
 template <class F>
 inline void parallel_for(int64_t n, int64_t cost, F f) {
   constexpr int64_t kWorthSharing = 10000, kWorthWaking = 50000;
   const int64_t threads = cost < kWorthSharing ? 1 : min<int64_t>(n, num_threads());
-  if (threads <= 1) {
-    for (int64_t i = 0; i < n; i++) f(i);
-    return;
-  }
-  run_parallel(
-      n, max<int64_t>(1, n / (threads * 8)), cost >= kWorthWaking,
-      [](void* context, int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) (*static_cast<F*>(context))(i);
-      },
-      &f);
+  const Body piece = [](void* context, int64_t begin, int64_t end) {
+    F& f = *static_cast<F*>(context);
+    for (int64_t i = begin; i < end; i++)
+      if constexpr (std::is_invocable_v<F&, int64_t, int64_t>)
+        f(i, i + 1 < end ? i + 1 : -1);
+      else
+        f(i);
+  };
+  if (threads <= 1) return piece(&f, 0, n);
+  run_parallel(n, max<int64_t>(1, n / (threads * 8)), cost >= kWorthWaking, piece, &f);
 }
 
 OCTAVO_END
