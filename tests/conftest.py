@@ -1,12 +1,17 @@
 """Fixtures for all tests."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 # Before any test imports torch: threads that wait for the reference's operations sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell's background job ignores interrupts, and what it starts inherits that: tests interrupt
+# processes of their own.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
