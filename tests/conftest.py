@@ -9,9 +9,10 @@ import pytest
 # Before any test imports torch: threads that wait for the reference's operations sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A shell's background job ignores interrupts, and what it starts inherits that: tests interrupt
-# processes of their own.
+# A background job, or one under nohup, ignores signals, and what it starts inherits that: tests
+# send them to processes of their own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
