@@ -153,6 +153,7 @@ class EngineCore:
             try:
                 with span("wait") as note:
                     note(step=number)
+                    sampled.exception()  # waits for the whole step: one wake-up, not two
                     forward.result()  # its failure is the cause of what sampling would report
                     result = sampled.result()
             except Exception as error:
