@@ -229,14 +229,19 @@ struct RowMaxArgs {
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
 
+// SAMPLING_ROW in octavo/kernels/base.py
+struct SamplingRow {
+  float temperature;  // 0: greedy
+  float min_p;  // 0: all
+  double top_p;  // 1: all
+  double uniform;  // in [0, 1)
+  int64_t top_k;  // 0: all
+};
+
 struct SampleArgs {
   const float* x;  // [rows, dim]
   int64_t x_stride;
-  const float* temperature;  // [rows], like the next four; 0: greedy
-  const int64_t* top_k;  // 0: all
-  const double* top_p;  // 1: all
-  const float* min_p;  // 0: all
-  const double* uniforms;  // in [0, 1)
+  const SamplingRow* params;  // [rows]
   int64_t* out;  // [rows]; -1: the row has no finite maximum
   int64_t rows, dim;
 

@@ -10,6 +10,8 @@
 #endif
 
 #include "dispatch.h"
+#include "inputs.h"
+#include "philox.h"
 #include "plan.h"
 #include "pool.h"
 
@@ -79,6 +81,35 @@ NB_MODULE(_native, m) {
           [](Plan& plan, int64_t rows, int64_t num_reqs) { plan.run({rows, num_reqs}); },
           nb::call_guard<Release>())
       .def("__len__", &Plan::size);
+
+  nb::class_<InputGatherer>(m, "InputGatherer")
+      .def("__init__",
+           [](InputGatherer* self, Address token_ids, int64_t max_model_len, Address num_tokens,
+              Address num_computed_tokens,
+              const std::vector<std::tuple<Address, Address, Address>>& groups,
+              int64_t table_stride, int64_t block_size, Address rows, Address counts,
+              Address query_start_loc, Address seq_lens, Address samples, Address last_tokens,
+              Address input_ids, Address positions) {
+             std::vector<BlockTables> tables;
+             for (auto [by_row, by_request, slots] : groups)
+               tables.push_back({at<int32_t>(by_row), at<int32_t>(by_request), at<int64_t>(slots)});
+             new (self) InputGatherer{at<int32_t>(token_ids),
+                                      max_model_len,
+                                      at<int64_t>(num_tokens),
+                                      at<int64_t>(num_computed_tokens),
+                                      std::move(tables),
+                                      table_stride,
+                                      block_size,
+                                      at<int64_t>(rows),
+                                      at<int64_t>(counts),
+                                      at<int32_t>(query_start_loc),
+                                      at<int32_t>(seq_lens),
+                                      at<bool>(samples),
+                                      at<int64_t>(last_tokens),
+                                      at<int64_t>(input_ids),
+                                      at<int64_t>(positions)};
+           })
+      .def("run", &InputGatherer::run);
 
   m.def("set_profiling", [](bool on) { profile.on = on; });
   m.def("take_spans", [] {
@@ -206,13 +237,15 @@ NB_MODULE(_native, m) {
     submit("row_max", kernels().row_max, {at<float>(x), x_stride, at<float>(out), rows, dim});
   });
 
-  m.def("sample", [](Address x, int64_t x_stride, Address temperature, Address top_k,
-                     Address top_p, Address min_p, Address uniforms, Address out, int64_t rows,
+  m.def("sample", [](Address x, int64_t x_stride, Address params, Address out, int64_t rows,
                      int64_t dim) {
     submit("sample", kernels().sample,
-           {at<float>(x), x_stride, at<float>(temperature), at<int64_t>(top_k),
-            at<double>(top_p), at<float>(min_p), at<double>(uniforms), at<int64_t>(out), rows,
-            dim});
+           {at<float>(x), x_stride, at<SamplingRow>(params), at<int64_t>(out), rows, dim});
+  });
+
+  m.def("philox_uniforms", [](Address seeds, Address positions, uint32_t stream, int64_t count,
+                              Address out) {
+    philox_uniforms(at<uint64_t>(seeds), at<int64_t>(positions), stream, count, at<double>(out));
   });
 
   m.def("top_k", [](Address x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k,

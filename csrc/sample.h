@@ -48,12 +48,12 @@ INLINE int64_t id_of(uint64_t key) { return int64_t(uint32_t(~uint32_t(key))); }
 class Choice {
  public:
   Choice(const SampleArgs& a, int64_t row)
-      : a_(a), row_(row), x_(a.x + row * a.x_stride), dim_(a.dim) {}
+      : params_(a.params[row]), x_(a.x + row * a.x_stride), dim_(a.dim) {}
 
   int64_t token() {
     const float m = row_max_or_nan(x_, dim_);
     if (!(m < INFINITY && m > -INFINITY)) return -1;
-    if (a_.temperature[row_] == 0.0f) {
+    if (params_.temperature == 0.0f) {
       int64_t i = 0;
       while (x_[i] != m) i++;
       return i;
@@ -63,7 +63,7 @@ class Choice {
     keys_ = reinterpret_cast<uint64_t*>(memory);
     probs_ = reinterpret_cast<float*>(memory + (dim_ + W) * 8);
     bucket_ = reinterpret_cast<uint16_t*>(memory + (dim_ + W) * 12);
-    const bool ranked = a_.top_k[row_] > 0 || a_.top_p[row_] < 1.0;
+    const bool ranked = params_.top_k > 0 || params_.top_p < 1.0;
     exponentials(m, ranked);
     return ranked ? draw_ranked() : draw_plain();
   }
@@ -72,8 +72,8 @@ class Choice {
   int64_t weight(int64_t i) const { return int64_t(probs_[i] * kOne); }
 
   void exponentials(float m, bool ranked) {
-    const vf temperature = splat(a_.temperature[row_]), min_p = splat(a_.min_p[row_]);
-    const float scale = min(kBucketsPerUnit / a_.temperature[row_], 1e30f);
+    const vf temperature = splat(params_.temperature), min_p = splat(params_.min_p);
+    const float scale = min(kBucketsPerUnit / params_.temperature, 1e30f);
     for_lanes(dim_, [&](int64_t i, int n) {
       const vf v = load(x_ + i, n);
       vf p = exp((v - m) / temperature);
@@ -88,7 +88,7 @@ class Choice {
 
   // The number that the cumulative weight has to exceed. The product may round up to the total.
   int64_t threshold(int64_t total) const {
-    return min(int64_t(a_.uniforms[row_] * double(total)), total - 1);
+    return min(int64_t(params_.uniform * double(total)), total - 1);
   }
 
   int64_t draw_plain() {
@@ -115,8 +115,8 @@ class Choice {
     memset(sums_, 0, sizeof sums_), memset(counts_, 0, sizeof counts_);
     for (int64_t i = 0; i < dim_; i++) sums_[bucket_[i]] += weight(i), counts_[bucket_[i]]++;
     last_bucket_ = kBuckets - 1, last_key_ = 0;
-    if (a_.top_k[row_] > 0) keep_top_k(a_.top_k[row_]);
-    if (a_.top_p[row_] < 1.0) keep_top_p(a_.top_p[row_]);
+    if (params_.top_k > 0) keep_top_k(params_.top_k);
+    if (params_.top_p < 1.0) keep_top_p(params_.top_p);
     int64_t total = 0;
     for (int b = 0; b <= last_bucket_; b++) total += sums_[b];
     int64_t left = threshold(total);
@@ -165,8 +165,7 @@ class Choice {
     if (keep > 0) end_in(b, keep);
   }
 
-  const SampleArgs& a_;
-  const int64_t row_;
+  const SamplingRow& params_;
   const float* x_;
   const int64_t dim_;
   uint64_t* keys_ = nullptr;

@@ -1,5 +1,27 @@
 """The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`); 0: none."""
 
+class InputGatherer:
+    def __init__(
+        self,
+        token_ids: int,
+        max_model_len: int,
+        num_tokens: int,
+        num_computed_tokens: int,
+        groups: list[tuple[int, int, int]],
+        table_stride: int,
+        block_size: int,
+        rows: int,
+        counts: int,
+        query_start_loc: int,
+        seq_lens: int,
+        samples: int,
+        last_tokens: int,
+        input_ids: int,
+        positions: int,
+        /,
+    ) -> None: ...
+    def run(self, num_reqs: int, /) -> int: ...
+
 class Plan:
     """A list of recorded kernel calls; see csrc/plan.h."""
 
@@ -167,19 +189,8 @@ def rotary(
 def softmax(x: int, x_stride: int, out: int, rows: int, dim: int, log: bool, /) -> None: ...
 def argmax(x: int, x_stride: int, out: int, rows: int, dim: int, /) -> None: ...
 def row_max(x: int, x_stride: int, out: int, rows: int, dim: int, /) -> None: ...
-def sample(
-    x: int,
-    x_stride: int,
-    temperature: int,
-    top_k: int,
-    top_p: int,
-    min_p: int,
-    uniforms: int,
-    out: int,
-    rows: int,
-    dim: int,
-    /,
-) -> None: ...
+def sample(x: int, x_stride: int, params: int, out: int, rows: int, dim: int, /) -> None: ...
+def philox_uniforms(seeds: int, positions: int, stream: int, count: int, out: int, /) -> None: ...
 def top_k(
     x: int, x_stride: int, rows: int, dim: int, k: int, values: int, indices: int, /
 ) -> None: ...

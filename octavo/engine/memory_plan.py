@@ -172,7 +172,9 @@ def make_memory_plan(
     logits = 2 * 4 * max_num_seqs * spec.vocab_size
     logits += workspace_nbytes(max_num_seqs, spec.vocab_size)
     loading = spec.loading_nbytes(dtype)
-    rows = InputBatch.nbytes(max_num_seqs, max_model_len, cache.block_size, len(groups))
+    rows = InputBatch.nbytes(
+        max_num_seqs, max_model_len, max_num_batched_tokens, cache.block_size, len(groups)
+    )
     rows += state_nbytes(max_num_seqs, spec.vocab_size)
     _, available = cpu_memory(config.device.numa_node)
     limit = int(available * cache.gpu_memory_utilization)

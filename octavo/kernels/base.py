@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, dtype
 
 Gelu = Literal["none", "tanh"]
@@ -37,23 +39,23 @@ class PackedWeight:
         return self.data.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingTensors:
-    """How to choose a token from each of M rows of logits: dense CPU tensors [M].
+SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("top_p", np.float64),
+        ("uniform", np.float64),
+        ("top_k", np.int64),
+    ]
+)
+"""How to choose a token from a row of logits; SamplingRow in csrc/kernels.h.
 
-    Attributes:
-        temperature: float32; 0 takes the first of the largest.
-        top_k: int64; 0 keeps all.
-        top_p: float64 in (0, 1]; 1 keeps all.
-        min_p: float32 in [0, 1]; 0 keeps all.
-        uniforms: float64 in [0, 1), random numbers.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    uniforms: Tensor
+- temperature: 0 takes the first of the largest.
+- min_p: in [0, 1]; 0 keeps all.
+- top_p: in (0, 1]; 1 keeps all.
+- uniform: a random number in [0, 1).
+- top_k: 0 keeps all.
+"""
 
 
 QuantFormat = Literal["int8", "int4_levels", "int4", "int4_zeros"]
@@ -297,10 +299,12 @@ class Ops(Protocol):
         """The largest of each float32 row [M, V]: float32 [M]; NaN where a row has one."""
         ...
 
-    def sample(self, x: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """One token for each float32 row [M, V]: int64 [M]; -1 without a finite maximum.
 
-        The inverse of the cumulative distribution at `params.uniforms`. A token's weight is the
+        `params`: `SAMPLING_ROW` [M], dense.
+
+        The inverse of the cumulative distribution at `uniform`. A token's weight is the
         integer floor(2**40 * exp((logit - max) / temperature)), so that sums are exact in any
         order. The filters are min-p, then top-k, then top-p of what is left, as in vLLM; they rank
         tokens by value descending, then by id ascending, and each keeps a beginning of the ranking.

@@ -7,18 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import _native
 from octavo.kernels.base import (
+    SAMPLING_ROW,
     Codes,
     Gate,
     Gelu,
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
-    SamplingTensors,
 )
 from octavo.kernels.memory import Arena
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
@@ -508,29 +510,18 @@ class NativeOps:
         _native.row_max(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1])
         return out
 
-    def sample(self, x: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Without sorting the vocabulary: see csrc/sample.h."""
         _rows(x)
         assert x.dtype == torch.float32
-        for tensor, dtype in (
-            (params.temperature, torch.float32),
-            (params.top_k, torch.int64),
-            (params.top_p, torch.float64),
-            (params.min_p, torch.float32),
-            (params.uniforms, torch.float64),
-        ):
-            assert tensor.dtype == dtype
-            assert tensor.shape == (x.shape[0],)
-            assert tensor.is_contiguous()
+        assert params.dtype == SAMPLING_ROW
+        assert params.shape == (x.shape[0],)
+        assert params.flags.c_contiguous
         out = torch.empty(x.shape[0], dtype=torch.int64)
         _native.sample(
             x.data_ptr(),
             x.stride(0),
-            params.temperature.data_ptr(),
-            params.top_k.data_ptr(),
-            params.top_p.data_ptr(),
-            params.min_p.data_ptr(),
-            params.uniforms.data_ptr(),
+            params.ctypes.data,
             out.data_ptr(),
             x.shape[0],
             x.shape[1],

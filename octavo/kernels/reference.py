@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,7 +21,6 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
-    SamplingTensors,
 )
 
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
@@ -281,17 +282,11 @@ class ReferenceOps:
         """Torch's own."""
         return x.amax(-1)
 
-    def sample(self, x: Tensor, params: SamplingTensors) -> Tensor:
+    def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """By ranking the whole vocabulary."""
-        temperature, top_k, top_p, min_p, uniforms = (
-            t.to(x.device)[:, None]
-            for t in (
-                params.temperature,
-                params.top_k,
-                params.top_p,
-                params.min_p,
-                params.uniforms,
-            )
+        temperature, min_p, top_p, uniform, top_k = (
+            torch.from_numpy(params[name].copy()).to(x.device)[:, None]
+            for name in ("temperature", "min_p", "top_p", "uniform", "top_k")
         )
         largest = self.row_max(x)[:, None]
         probs = self.exp((x - largest) / temperature)
@@ -306,7 +301,7 @@ class ReferenceOps:
         cumulative = torch.zeros_like(weights).scatter_(1, ids, ranked).cumsum(-1)
         totals = cumulative[:, -1:]
         # The product may round up to the total itself, which no index exceeds.
-        threshold = torch.minimum((uniforms * totals).to(torch.int64), totals - 1)
+        threshold = torch.minimum((uniform * totals).to(torch.int64), totals - 1)
         tokens = torch.searchsorted(cumulative, threshold, right=True)
         tokens = torch.where(temperature == 0.0, self.argmax(x)[:, None], tokens)
         return torch.where(largest.isfinite(), tokens, -1).squeeze(1)

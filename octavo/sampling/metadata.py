@@ -57,19 +57,8 @@ class SamplingMetadata:
     that no row needs.
     """
 
-    num_rows: int
-    temperature: NDArray[np.float32]
-    """[R]; 0 is greedy."""
-    top_k: NDArray[np.int64]
-    """[R]; 0 keeps all."""
-    top_p: NDArray[np.float64]
-    """[R]; 1 keeps all."""
-    min_p: NDArray[np.float32]
-    """[R]; 0 keeps all."""
-    seeds: NDArray[np.uint64]
-    """[R], Philox keys."""
-    positions: NDArray[np.int64]
-    """[R], Philox counters: how many tokens the row has generated so far."""
+    params: NDArray[np.void]
+    """`SAMPLING_ROW` [R]."""
     num_logprobs: NDArray[np.int64]
     """[R]; -1: the whole vocabulary, `NO_LOGPROBS`: none asked for."""
     allowed: AllowedEntries | None = None
@@ -78,6 +67,11 @@ class SamplingMetadata:
     logit_bias: BiasEntries | None = None
     penalties: Iterable[PenaltyEntries] | None = None
     """In portions; no logit appears twice."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.params)
 
     @property
     def changes_logits(self) -> bool:

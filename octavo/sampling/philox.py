@@ -10,36 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)  # the paper's multipliers for 4x32
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85  # Weyl constants: golden ratio, sqrt(3) - 1
-_LOW = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
-_ROUNDS = 10
-
-
-def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Philox4x32-10, row by row.
-
-    Args:
-        counter: uint32 [R, 4].
-        key: uint32 [R, 2].
-
-    Returns:
-        uint32 [R, 4], the random words.
-    """
-    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = (key[:, i].astype(np.uint64) for i in range(2))
-    for step in range(_ROUNDS):
-        round_k0 = (k0 + np.uint64(step * _W0)) & _LOW
-        round_k1 = (k1 + np.uint64(step * _W1)) & _LOW
-        p0, p1 = _M0 * c0, _M1 * c2
-        c0, c1, c2, c3 = (
-            (p1 >> _32) ^ c1 ^ round_k0,
-            p1 & _LOW,
-            (p0 >> _32) ^ c3 ^ round_k1,
-            p0 & _LOW,
-        )
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+from octavo import _native
 
 
 def uniform(
@@ -55,14 +26,13 @@ def uniform(
     Returns:
         float64 [R].
     """
-    counter = np.zeros((len(seeds), 4), np.uint32)
-    position = positions.astype(np.uint64)
-    counter[:, 0] = position & _LOW
-    counter[:, 1] = position >> _32
-    counter[:, 2] = stream
-    key = np.empty((len(seeds), 2), np.uint32)
-    key[:, 0] = seeds & _LOW
-    key[:, 1] = seeds >> _32
-    words = philox4x32(counter, key).astype(np.uint64)
-    bits = (words[:, 1] << _32 | words[:, 0]) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    assert seeds.shape == positions.shape
+    assert seeds.dtype == np.uint64
+    assert positions.dtype == np.int64
+    assert seeds.flags.c_contiguous
+    assert positions.flags.c_contiguous
+    out = np.empty(len(seeds))
+    _native.philox_uniforms(
+        seeds.ctypes.data, positions.ctypes.data, stream, len(seeds), out.ctypes.data
+    )
+    return out

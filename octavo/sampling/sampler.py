@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.kernels.base import Ops, SamplingTensors
+from octavo.kernels.base import Ops
 from octavo.messages import LogprobsLists
-from octavo.sampling import philox
 from octavo.sampling.logits_processors import apply_grammar_bitmask, apply_logits_processors
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 from octavo.sampling.sizes import rows_per_chunk
@@ -69,46 +68,41 @@ class Sampler:
             grammar_bitmask: int32 [G, ceil(V / 32)], bit 1: allowed.
             grammar_rows: int64 [G], the rows of the logits that the bitmask's rows belong to.
         """
-        output = SamplerOutput(
-            torch.full((metadata.num_rows,), -1, dtype=torch.int64, device=logits.device)
-        )
+        errors: dict[int, str] = {}
         changes = metadata.changes_logits or grammar_bitmask is not None
         asking = np.flatnonzero(metadata.num_logprobs != NO_LOGPROBS)
-        raw, raw_rows = logits, np.arange(metadata.num_rows)
+        raw, raw_rows = logits, asking
         if changes and len(asking):
-            raw = logits[_tensor(asking, logits)]
-            raw_rows[asking] = np.arange(len(asking))
+            raw, raw_rows = logits[_tensor(asking, logits)], np.arange(len(asking))
 
         if changes:
-            good = self._fail_rows(logits, output, NOT_FINITE)
+            self._fail_rows(logits, errors, NOT_FINITE)
         if grammar_bitmask is not None:
             assert grammar_rows is not None
             apply_grammar_bitmask(logits, grammar_bitmask, grammar_rows)
         apply_logits_processors(logits, metadata)
         if changes:
-            good &= self._fail_rows(
+            self._fail_rows(
                 logits,
-                output,
+                errors,
                 "no token is left to choose: allowed_token_ids, bad_words, min_tokens or its"
                 " grammar exclude them all, or a penalty made its logits infinite",
             )
 
-        output.token_ids = self.ops.sample(logits, _sampling_tensors(metadata))
+        output = SamplerOutput(self.ops.sample(logits, metadata.params), errors=errors)
         if not changes:
-            good = output.token_ids.cpu().numpy() >= 0
-            for row in np.flatnonzero(~good).tolist():
-                output.errors[row] = NOT_FINITE
-        self._add_logprobs(raw, raw_rows, metadata, asking[good[asking]], output)
+            for row in (output.token_ids < 0).nonzero().flatten().tolist():
+                errors[row] = NOT_FINITE
+        if len(asking):
+            good = np.asarray([row not in errors for row in asking.tolist()])
+            self._add_logprobs(raw, raw_rows[good], metadata, asking[good], output)
         return output
 
-    def _fail_rows(
-        self, logits: torch.Tensor, output: SamplerOutput, message: str
-    ) -> NDArray[np.bool_]:
-        """Notes the rows without a finite maximum; returns which have one."""
-        good: NDArray[np.bool_] = self.ops.row_max(logits).isfinite().cpu().numpy()
-        for row in np.flatnonzero(~good).tolist():
-            output.errors.setdefault(row, message)
-        return good
+    def _fail_rows(self, logits: torch.Tensor, errors: dict[int, str], message: str) -> None:
+        """Notes the rows without a finite maximum."""
+        good = self.ops.row_max(logits).isfinite()
+        for row in (~good).nonzero().flatten().tolist():
+            errors.setdefault(row, message)
 
     def _add_logprobs(
         self,
@@ -120,14 +114,14 @@ class Sampler:
     ) -> None:
         """Reports logprobs; rows that ask for equally many candidates go together.
 
-        `raw_rows[i]` is where the unchanged logits of row i are in `raw`.
+        `raw_rows[i]` is where the unchanged logits of row `rows[i]` are in `raw`.
         """
-        for k in np.unique(metadata.num_logprobs[rows]).tolist():
-            same = rows[metadata.num_logprobs[rows] == k]
-            for some in _chunks(same, raw.shape[1]):
-                chosen = output.token_ids[_tensor(some, raw)]
+        asked = metadata.num_logprobs[rows]
+        for k in np.unique(asked).tolist():
+            for some in _chunks(np.flatnonzero(asked == k), raw.shape[1]):
+                chosen = output.token_ids[_tensor(rows[some], raw)]
                 lists = _gather_logprobs(self.ops, raw[_tensor(raw_rows[some], raw)], chosen, k)
-                for i, row in enumerate(some.tolist()):
+                for i, row in enumerate(rows[some].tolist()):
                     output.logprobs[row] = LogprobsLists(
                         [lists.token_ids[i]], [lists.logprobs[i]], [lists.ranks[i]]
                     )
@@ -189,20 +183,6 @@ def top_candidates(ops: Ops, logits: torch.Tensor, k: int) -> torch.Tensor:
     else:
         best = keys.topk(k, dim=-1, sorted=True).values
     return _LOW_WORD - (best & _LOW_WORD)
-
-
-def _sampling_tensors(metadata: SamplingMetadata) -> SamplingTensors:
-    sampled = metadata.temperature > 0
-    uniforms = np.zeros(metadata.num_rows)
-    if sampled.any():
-        uniforms[sampled] = philox.uniform(metadata.seeds[sampled], metadata.positions[sampled])
-    return SamplingTensors(
-        torch.from_numpy(metadata.temperature),
-        torch.from_numpy(metadata.top_k),
-        torch.from_numpy(metadata.top_p),
-        torch.from_numpy(metadata.min_p),
-        torch.from_numpy(uniforms),
-    )
 
 
 def _gather_logprobs(

@@ -10,8 +10,8 @@ CHUNK_ELEMENTS = 2**19
 _WORKSPACE_BYTES = 96
 # Penalties: an int32 count and an int32 list entry for each token id.
 _PENALTY_BYTES = 8
-# The per-row parameters: 13 arrays of at most 8 bytes.
-_ROW_BYTES = 13 * 8
+# The per-row parameters: a SAMPLING_ROW and 9 arrays of at most 8 bytes.
+_ROW_BYTES = 32 + 9 * 8
 
 
 def rows_per_chunk(vocab_size: int) -> int:

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
+from octavo.kernels.base import SAMPLING_ROW
+from octavo.sampling import philox
 from octavo.sampling.metadata import (
     NO_LOGPROBS,
     AllowedEntries,
@@ -74,10 +76,8 @@ class SamplingState:
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._temperature = np.zeros(max_num_rows, np.float32)
-        self._top_k = np.zeros(max_num_rows, np.int64)
-        self._top_p = np.ones(max_num_rows, np.float64)
-        self._min_p = np.zeros(max_num_rows, np.float32)
+        self._params = np.zeros(max_num_rows, SAMPLING_ROW)
+        self._params["top_p"] = 1.0
         self._seeds = np.zeros(max_num_rows, np.uint64)
         self._num_output_tokens = np.zeros(max_num_rows, np.int64)
         self._min_tokens = np.zeros(max_num_rows, np.int64)
@@ -144,7 +144,7 @@ class SamplingState:
         self._counts[row, seen] = 0
         self._num_seen[row] = 0
         self._has_penalties[row] = False
-        self._temperature[row] = 0.0
+        self._params["temperature"][row] = 0.0
         self._num_output_tokens[row] = 0
         self._min_tokens[row] = 0
         self._num_logprobs[row] = NO_LOGPROBS
@@ -158,14 +158,12 @@ class SamplingState:
             rows: int64 [R]; `rows[i]` belongs to row i of the logits. The penalties are read when
                 they are applied, so sample before the next `append_token`.
         """
+        params = self._params[rows]
+        if params["temperature"].any():
+            # Key: the request's seed; counter: how many tokens it has generated so far.
+            params["uniform"] = philox.uniform(self._seeds[rows], self._num_output_tokens[rows])
         return SamplingMetadata(
-            num_rows=len(rows),
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seeds=self._seeds[rows],
-            positions=self._num_output_tokens[rows],
+            params=params,
             num_logprobs=self._num_logprobs[rows],
             allowed=self._gather_allowed(rows),
             banned=self._gather_banned(rows),
@@ -181,10 +179,8 @@ class SamplingState:
             if params.seed is None:
                 raise RequestError("seed is not set; sampling needs one.", "seed")
             self._seeds[row] = params.seed % 2**64
-        self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k if params.top_k < self.vocab_size else 0
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
+        top_k = params.top_k if params.top_k < self.vocab_size else 0
+        self._params[row] = (params.temperature, params.min_p, params.top_p, 0.0, top_k)
         self._num_output_tokens[row] = len(token_ids) - num_prompt_tokens
         self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._repetition[row] = params.repetition_penalty

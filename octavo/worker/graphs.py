@@ -2,7 +2,8 @@
 
 The captured plan is the same forward pass, recorded once: a list of kernel calls with fixed
 addresses that the native side runs by itself. One plan serves steps of every size, since a call
-knows its shapes but for the number of rows; inputs are copied into fixed buffers first.
+knows its shapes but for the number of rows, and every step's inputs are gathered into the same
+buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from octavo.attention.base import AttentionBackend, AttentionMetadata
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.models.decoder import DecoderModel
-from octavo.worker.input_batch import StepInputs
+from octavo.worker.input_batch import StepBuffers, StepInputs
 
 
 class StepRunner(Protocol):
@@ -52,7 +53,7 @@ class EagerSteps:
         device = self.model.device
 
         def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return torch.from_numpy(array).to(device)
 
         query_start_loc, seq_lens = tensor(inputs.query_start_loc), tensor(inputs.seq_lens)
         groups = [
@@ -84,9 +85,7 @@ class CapturedSteps:
     Args:
         eager: what to record. Its model and backend must be the native ones.
         ops: the model's table of operations.
-        max_num_tokens: of a step (T).
-        max_num_reqs: of a step (R).
-        max_num_blocks: KV blocks of one request, in each KV-cache group.
+        buffers: where the inputs of every step are.
         activation_nbytes: what the memory plan has for intermediate results.
     """
 
@@ -94,76 +93,47 @@ class CapturedSteps:
         self,
         eager: EagerSteps,
         ops: NativeOps,
+        buffers: StepBuffers,
         *,
-        max_num_tokens: int,
-        max_num_reqs: int,
-        max_num_blocks: int,
         activation_nbytes: int,
     ) -> None:
-        num_groups = max(eager.layer_groups) + 1
-        self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64)
-        self.positions = torch.zeros(max_num_tokens, dtype=torch.int64)
-        self.last_tokens = torch.zeros(max_num_reqs, dtype=torch.int64)
-        query_start_loc = torch.zeros(max_num_reqs + 1, dtype=torch.int32)
-        seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
-        self.groups = [
+        groups = [
             AttentionMetadata(
-                num_reqs=max_num_reqs,
-                num_tokens=max_num_tokens,
-                max_query_len=max_num_tokens,
+                num_reqs=len(buffers.seq_lens),
+                num_tokens=len(buffers.input_ids),
+                max_query_len=len(buffers.input_ids),
                 max_seq_len=0,
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                block_table=torch.zeros(max_num_reqs, max_num_blocks, dtype=torch.int32),
-                slot_mapping=torch.zeros(max_num_tokens, dtype=torch.int64),
+                query_start_loc=torch.from_numpy(buffers.query_start_loc),
+                seq_lens=torch.from_numpy(buffers.seq_lens),
+                block_table=torch.from_numpy(table),
+                slot_mapping=torch.from_numpy(slots),
             )
-            for _ in range(num_groups)
+            for table, slots in zip(buffers.block_tables, buffers.slot_mappings, strict=True)
         ]
-        self._arrays = _Arrays(self)
+        self._buffers = buffers
         self._owner = eager  # weights and KV cache, which the plans hold addresses of
         self._arena = Arena(2 * activation_nbytes)
         self._forward, self._logits = _native.Plan(), _native.Plan()
         with ops.record(self._forward, self._arena):
             self.hidden = eager.model.forward(
-                self.input_ids,
-                self.positions,
+                torch.from_numpy(buffers.input_ids),
+                torch.from_numpy(buffers.positions),
                 eager.kv_caches,
-                [self.groups[g] for g in eager.layer_groups],
+                [groups[g] for g in eager.layer_groups],
                 eager.backend,
             )
-        head = Arena(2 * max_num_reqs * (eager.model.spec.vocab_size + 64) * 4)
+        head = Arena(2 * len(buffers.seq_lens) * (eager.model.spec.vocab_size + 64) * 4)
         with ops.record(self._logits, head):
-            self.logits = eager.model.compute_logits(self.hidden, self.last_tokens)
+            self.logits = eager.model.compute_logits(
+                self.hidden, torch.from_numpy(buffers.last_tokens)
+            )
         assert self._arena.peak <= activation_nbytes, "activations exceed their plan"
 
     def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepRunner`."""
         num_tokens, num_reqs = len(inputs.input_ids), len(inputs.req_ids)
         num_logits = len(inputs.last_tokens)
-        arrays = self._arrays
-        arrays.input_ids[:num_tokens] = inputs.input_ids
-        arrays.positions[:num_tokens] = inputs.positions
-        arrays.last_tokens[:num_logits] = inputs.last_tokens
-        arrays.query_start_loc[: num_reqs + 1] = inputs.query_start_loc
-        arrays.seq_lens[:num_reqs] = inputs.seq_lens
-        for to, table in zip(arrays.block_tables, inputs.block_tables, strict=True):
-            to[:num_reqs, : table.shape[1]] = table
-        for to, slots in zip(arrays.slot_mappings, inputs.slot_mappings, strict=True):
-            to[:num_tokens] = slots
         self._forward.run(num_tokens, num_reqs)
         if num_logits:
             self._logits.run(num_logits, num_reqs)
         return self.hidden[:num_tokens], self.logits[:num_logits]
-
-
-class _Arrays:
-    """The input buffers as numpy sees them."""
-
-    def __init__(self, steps: CapturedSteps) -> None:
-        self.input_ids = steps.input_ids.numpy()
-        self.positions = steps.positions.numpy()
-        self.last_tokens = steps.last_tokens.numpy()
-        self.query_start_loc = steps.groups[0].query_start_loc.numpy()
-        self.seq_lens = steps.groups[0].seq_lens.numpy()
-        self.block_tables = [group.block_table.numpy() for group in steps.groups]
-        self.slot_mappings = [group.slot_mapping.numpy() for group in steps.groups]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from octavo import _native
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import NewRequestData
 
@@ -21,7 +22,10 @@ LongArray = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's flattened batch of T tokens from R requests."""
+    """One step's flattened batch of T tokens from R requests.
+
+    The arrays are views of buffers that the next step overwrites.
+    """
 
     req_ids: list[str]
     rows: LongArray
@@ -37,20 +41,43 @@ class StepInputs:
     slot_mappings: list[LongArray]
     """[T] for each KV-cache group: block * block_size + offset."""
     block_tables: list[IntArray]
-    """[R, blocks] for each KV-cache group."""
+    """[R, blocks] for each KV-cache group; what is behind a request's last block is not set."""
     samples: npt.NDArray[np.bool_]
     """[R] whether the request's last token is known, so that the next one is sampled."""
+    last_tokens: LongArray
+    """[S] the last token of each request that samples, as an index into the batch."""
 
-    @property
-    def last_tokens(self) -> LongArray:
-        """[S] the last token of each request that samples, as an index into the batch."""
-        return self.query_start_loc[1:][self.samples].astype(np.int64) - 1
+
+class StepBuffers:
+    """Memory of `StepInputs` for steps of up to T tokens from up to R requests: see there."""
+
+    def __init__(
+        self, max_num_tokens: int, max_num_reqs: int, max_num_blocks: int, num_groups: int
+    ) -> None:
+        self.input_ids: LongArray = np.zeros(max_num_tokens, np.int64)
+        self.positions: LongArray = np.zeros(max_num_tokens, np.int64)
+        self.query_start_loc: IntArray = np.zeros(max_num_reqs + 1, np.int32)
+        self.seq_lens: IntArray = np.zeros(max_num_reqs, np.int32)
+        self.samples: npt.NDArray[np.bool_] = np.zeros(max_num_reqs, np.bool_)
+        self.last_tokens: LongArray = np.zeros(max_num_reqs, np.int64)
+        self.slot_mappings: list[LongArray] = [
+            np.zeros(max_num_tokens, np.int64) for _ in range(num_groups)
+        ]
+        self.block_tables: list[IntArray] = [
+            np.zeros((max_num_reqs, max_num_blocks), np.int32) for _ in range(num_groups)
+        ]
 
 
 class InputBatch:
     """Rows for up to `max_num_seqs` requests of up to `max_model_len` tokens."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, kv_cache: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        kv_cache: KVCacheConfig,
+    ) -> None:
         self.block_size = kv_cache.block_size
         blocks = -(-max_model_len // kv_cache.block_size)
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -63,12 +90,47 @@ class InputBatch:
         self.num_blocks: LongArray = np.zeros((len(kv_cache.groups), max_num_seqs), np.int64)
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.buffers = StepBuffers(
+            max_num_batched_tokens, max_num_seqs, blocks, len(kv_cache.groups)
+        )
+        self._rows: LongArray = np.zeros(max_num_seqs, np.int64)
+        self._counts: LongArray = np.zeros(max_num_seqs, np.int64)
+        step = self.buffers
+        self._gatherer = _native.InputGatherer(
+            self.token_ids.ctypes.data,
+            max_model_len,
+            self.num_tokens.ctypes.data,
+            self.num_computed_tokens.ctypes.data,
+            [
+                (by_row.ctypes.data, by_request.ctypes.data, slots.ctypes.data)
+                for by_row, by_request, slots in zip(
+                    self.block_tables, step.block_tables, step.slot_mappings, strict=True
+                )
+            ],
+            blocks,
+            kv_cache.block_size,
+            self._rows.ctypes.data,
+            self._counts.ctypes.data,
+            step.query_start_loc.ctypes.data,
+            step.seq_lens.ctypes.data,
+            step.samples.ctypes.data,
+            step.last_tokens.ctypes.data,
+            step.input_ids.ctypes.data,
+            step.positions.ctypes.data,
+        )
 
     @staticmethod
-    def nbytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> int:
-        """Bytes of the rows, for the memory plan."""
+    def nbytes(
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        block_size: int,
+        num_groups: int,
+    ) -> int:
+        """Bytes of the rows and of a step's inputs, for the memory plan."""
         blocks = -(-max_model_len // block_size)
-        return max_num_seqs * 4 * (max_model_len + blocks * num_groups)
+        rows = max_num_seqs * 4 * (max_model_len + 2 * blocks * num_groups)
+        return rows + max_num_batched_tokens * 8 * (2 + num_groups)
 
     def add(self, data: NewRequestData) -> int:
         """Gives a request a row; returns it."""
@@ -111,36 +173,23 @@ class InputBatch:
 
     def gather(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
         """Puts together a step's inputs; requests keep the order of `num_scheduled_tokens`."""
-        req_ids = list(num_scheduled_tokens)
+        req_ids, row_of = list(num_scheduled_tokens), self.row_of
         num_reqs = len(req_ids)
-        rows = np.fromiter((self.row_of[r] for r in req_ids), np.int64, num_reqs)
-        counts = np.fromiter(num_scheduled_tokens.values(), np.int64, num_reqs)
-        query_start_loc = np.zeros(num_reqs + 1, np.int32)
-        np.cumsum(counts, out=query_start_loc[1:])
-        computed = self.num_computed_tokens[rows]
-        seq_lens = computed + counts
-
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(query_start_loc[-1], dtype=np.int64)
-        positions += np.repeat(computed - query_start_loc[:-1], counts)
-        input_ids = self.token_ids[token_rows, positions].astype(np.int64)
-
-        max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
-        token_blocks, offsets = np.divmod(positions, self.block_size)
-        slot_mappings, block_tables = [], []
-        for table in self.block_tables:
-            slot_mappings.append(
-                table[token_rows, token_blocks].astype(np.int64) * self.block_size + offsets
-            )
-            block_tables.append(table[rows, :max_blocks])
+        rows = self._rows[:num_reqs]
+        rows[:] = [row_of[r] for r in req_ids]
+        self._counts[:num_reqs] = list(num_scheduled_tokens.values())
+        step = self.buffers
+        num_logits = self._gatherer.run(num_reqs)
+        num_tokens = int(step.query_start_loc[num_reqs])
         return StepInputs(
             req_ids=req_ids,
             rows=rows,
-            input_ids=input_ids,
-            positions=positions,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens.astype(np.int32),
-            slot_mappings=slot_mappings,
-            block_tables=block_tables,
-            samples=seq_lens == self.num_tokens[rows],
+            input_ids=step.input_ids[:num_tokens],
+            positions=step.positions[:num_tokens],
+            query_start_loc=step.query_start_loc[: num_reqs + 1],
+            seq_lens=step.seq_lens[:num_reqs],
+            slot_mappings=[slots[:num_tokens] for slots in step.slot_mappings],
+            block_tables=[table[:num_reqs] for table in step.block_tables],
+            samples=step.samples[:num_reqs],
+            last_tokens=step.last_tokens[:num_logits],
         )

@@ -69,7 +69,7 @@ class ModelRunner:
         layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
         eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups)
         max_num_seqs = config.scheduler.max_num_seqs
-        self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
+        self.batch = InputBatch(max_num_seqs, setup.max_model_len, setup.max_num_batched_tokens, kv)
         self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
         ops = get_ops(device)
         self.sampler = Sampler(ops)
@@ -80,9 +80,7 @@ class ModelRunner:
             self.steps = CapturedSteps(
                 eager,
                 ops,
-                max_num_tokens=tokens,
-                max_num_reqs=max_num_seqs,
-                max_num_blocks=self.batch.block_tables[0].shape[1],
+                self.batch.buffers,
                 activation_nbytes=setup.spec.activation_nbytes(tokens, setup.dtype),
             )
         self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, max_num_seqs)

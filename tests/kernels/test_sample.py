@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given as for_all
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels import native
-from octavo.kernels.base import SamplingTensors
+from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
 
@@ -23,17 +25,12 @@ class Ranking(ReferenceOps):
         return NativeOps().exp(x)
 
 
-def params(rows: int, **given: float) -> SamplingTensors:
-    def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((rows,), given.get(name, default), dtype=dtype)
-
-    return SamplingTensors(
-        column("temperature", 1.0, torch.float32),
-        column("top_k", 0, torch.int64),
-        column("top_p", 1.0, torch.float64),
-        column("min_p", 0.0, torch.float32),
-        torch.linspace(0, 1 - 2.0**-53, rows, dtype=torch.float64),
-    )
+def params(rows: int, **given: float) -> NDArray[np.void]:
+    result = np.zeros(rows, SAMPLING_ROW)
+    for name, value in {"temperature": 1.0, "top_p": 1.0, **given}.items():
+        result[name] = value
+    result["uniform"] = np.linspace(0, 1 - 2.0**-53, rows)
+    return result
 
 
 def row_strategy(vocab_size: int) -> st.SearchStrategy[list[float]]:
@@ -48,16 +45,15 @@ def test_same_tokens_as_the_reference(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 4))
     x = torch.tensor([data.draw(row_strategy(vocab_size)) for _ in range(rows)])
 
-    def column(values: st.SearchStrategy[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor([data.draw(values) for _ in range(rows)], dtype=dtype)
+    def column(values: st.SearchStrategy[float]) -> list[float]:
+        return [data.draw(values) for _ in range(rows)]
 
-    chosen = SamplingTensors(
-        column(st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0]), torch.float32),
-        column(st.sampled_from([0, 1, 2, 5, 40, 1000]), torch.int64),
-        column(st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0]), torch.float64),
-        column(st.sampled_from([0.0, 0.05, 0.5, 1.0]), torch.float32),
-        column(st.floats(0, 1, exclude_max=True), torch.float64),
-    )
+    chosen = np.empty(rows, SAMPLING_ROW)
+    chosen["temperature"] = column(st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0]))
+    chosen["top_k"] = column(st.sampled_from([0, 1, 2, 5, 40, 1000]))
+    chosen["top_p"] = column(st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0]))
+    chosen["min_p"] = column(st.sampled_from([0.0, 0.05, 0.5, 1.0]))
+    chosen["uniform"] = column(st.floats(0, 1, exclude_max=True))
     before = native.isa()
     try:
         for isa in native.available_isas():

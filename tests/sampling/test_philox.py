@@ -4,7 +4,39 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from octavo.sampling.philox import philox4x32, uniform
+from octavo.sampling.philox import uniform
+
+M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)  # the paper's multipliers for 4x32
+W0, W1 = 0x9E3779B9, 0xBB67AE85  # Weyl constants: golden ratio, sqrt(3) - 1
+LOW = np.uint64(0xFFFFFFFF)
+SHIFT = np.uint64(32)
+ROUNDS = 10
+
+
+def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Philox4x32-10, row by row.
+
+    Args:
+        counter: uint32 [R, 4].
+        key: uint32 [R, 2].
+
+    Returns:
+        uint32 [R, 4], the random words.
+    """
+    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
+    k0, k1 = (key[:, i].astype(np.uint64) for i in range(2))
+    for step in range(ROUNDS):
+        round_k0 = (k0 + np.uint64(step * W0)) & LOW
+        round_k1 = (k1 + np.uint64(step * W1)) & LOW
+        p0, p1 = M0 * c0, M1 * c2
+        c0, c1, c2, c3 = (
+            (p1 >> SHIFT) ^ c1 ^ round_k0,
+            p1 & LOW,
+            (p0 >> SHIFT) ^ c3 ^ round_k1,
+            p0 & LOW,
+        )
+    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
 
 # The known-answer vectors for philox4x32-10 of the authors' library, Random123.
 KNOWN_ANSWERS = [

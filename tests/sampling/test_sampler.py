@@ -1,7 +1,5 @@
 """Tokens against a slow reference, their distribution, and their independence of the batch."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,8 @@ GREEDY = SamplingParams(temperature=0.0)
 def draw(sampler, logits, params, count):
     """`count` tokens from the same logits [V] at the output positions 0, 1, 2 ..."""
     metadata = make_state([Row(params)], logits.shape[0]).metadata(np.zeros(count, np.int64))
-    metadata = dataclasses.replace(metadata, positions=np.arange(count))
+    seeds = np.full(count, params.seed or 0, np.uint64)
+    metadata.params["uniform"] = philox.uniform(seeds, np.arange(count))
     out = sampler.sample(logits.expand(count, -1).clone(), metadata)
     assert out.errors == {}
     return out.token_ids.numpy()
@@ -222,7 +221,8 @@ def test_distribution_with_penalties(sampler):
     prompt, output = [1, 2, 3], [3, 4, 4, 5, 6, 6, 6]
     state = make_state([Row(params, prompt, output)], len(LOGITS))
     metadata = state.metadata(np.zeros(DRAWS, np.int64))
-    metadata = dataclasses.replace(metadata, positions=np.arange(DRAWS))
+    seeds = np.full(DRAWS, params.seed, np.uint64)
+    metadata.params["uniform"] = philox.uniform(seeds, np.arange(DRAWS))
     tokens = sampler.sample(LOGITS.expand(DRAWS, -1).clone(), metadata).token_ids.numpy()
     check_distribution(tokens, expected_probs(params, prompt, output))
 
@@ -282,7 +282,7 @@ def test_one_token_left(sampler, temperature, filters):
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])
 def test_ends_of_the_interval(sampler, monkeypatch, filters, u):
     """The last and the first token are impossible: neither end of [0, 1) may reach them."""
-    monkeypatch.setattr(philox, "uniform", lambda seeds, positions: np.full(len(seeds), u))
+    monkeypatch.setattr(philox, "uniform", lambda seeds, _: np.full(len(seeds), u))
     logits = torch.zeros(100)
     logits[:3] = logits[-5:] = -torch.inf
     token = draw(sampler, logits, SamplingParams(seed=1, **filters), 1)[0]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from octavo.errors import RequestError
+from octavo.sampling import philox
 from octavo.sampling.metadata import NO_LOGPROBS
 from octavo.sampling.sizes import state_nbytes
 from octavo.sampling.state import SamplingState
@@ -36,9 +37,8 @@ def _columns(found):
 
 def same(a, b):
     """Whether two metadata say the same."""
-    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "num_logprobs"):
-        if not np.array_equal(getattr(a, name), getattr(b, name)):
-            return False
+    if not np.array_equal(a.params, b.params) or not np.array_equal(a.num_logprobs, b.num_logprobs):
+        return False
     kinds = ("allowed", "banned", "logit_bias", "penalties")
     return all(entries(getattr(a, k)) == entries(getattr(b, k)) for k in kinds)
 
@@ -60,6 +60,13 @@ RICH = SamplingParams(
     bad_words_token_ids=[[9], [1, 2, 8]],
     all_stop_token_ids=[0, 50, 5000],
 )
+
+
+def drawn(params, position):
+    """The random number for a position of a request."""
+    return philox.uniform(np.array([params.seed % 2**64], np.uint64), np.array([position]))[0]
+
+
 PLAIN = SamplingParams(temperature=0.0)
 ONE = np.array([1])
 
@@ -69,10 +76,8 @@ def test_metadata_holds_the_parameters():
     state.add_row(1, RICH, [10, 11, 11], 3)
     meta = state.metadata(ONE)
     assert meta.num_rows == 1
-    assert meta.temperature[0] == np.float32(0.7)
-    assert (meta.top_k[0], meta.top_p[0], meta.min_p[0]) == (5, 0.9, np.float32(0.1))
-    assert meta.seeds[0] == 2**64 - 1
-    assert (meta.positions[0], meta.num_logprobs[0]) == (0, 4)
+    assert meta.params[0].tolist() == (np.float32(0.7), np.float32(0.1), 0.9, drawn(RICH, 0), 5)
+    assert meta.num_logprobs[0] == 4
     assert entries(meta.logit_bias) == {(0, 3): (1.5,), (0, 7): (-2.0,)}
     assert set(entries(meta.allowed)) == {(0, 1), (0, 2), (0, 3)}
     assert meta.allowed.restricted_rows.tolist() == [0]
@@ -98,7 +103,7 @@ def test_rows_follow_the_order_asked_for():
     state.add_row(0, RICH, [10], 1)
     state.add_row(3, PLAIN, [10], 1)
     meta = state.metadata(np.array([3, 0]))
-    assert meta.temperature.tolist() == [0.0, np.float32(0.7)]
+    assert meta.params["temperature"].tolist() == [0.0, np.float32(0.7)]
     assert set(entries(meta.logit_bias)) == {(1, 3), (1, 7)}
     assert meta.allowed.restricted_rows.tolist() == [1]
     assert set(entries(meta.penalties)) == {(1, 10)}
@@ -112,11 +117,10 @@ def test_append_counts_and_moves_on():
     for tokens in ([5, 10], [5, 20], [5, 20]):
         state.append_token(rows, np.array(tokens))
     meta = state.metadata(np.array([0]))
-    assert meta.positions[0] == 3
+    assert meta.params["uniform"][0] == drawn(RICH, 3)
     counts = {token: values[0] for (_, token), values in entries(meta.penalties).items()}
     assert counts == {10: 1.0, 20: 2.0}
     assert set(entries(meta.banned)) == {(0, 9)}  # min_tokens is reached
-    assert state.metadata(np.array([2])).positions[0] == 3
 
 
 def test_bad_word_is_banned_only_after_its_beginning():
@@ -164,7 +168,7 @@ def test_removed_row_leaves_nothing_behind():
     used.append_token(ONE, np.array([7]))
     used.remove_row(1)
     meta = used.metadata(ONE)
-    assert meta.temperature[0] == 0.0
+    assert meta.params["temperature"][0] == 0.0
     assert meta.num_logprobs[0] == NO_LOGPROBS
     assert not meta.changes_logits
     for params in (RICH, SamplingParams(seed=1, frequency_penalty=1.0), PLAIN):

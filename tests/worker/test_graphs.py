@@ -48,18 +48,16 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         backend,
         [tensors[kv.layer_to_tensor[i]] for i in layers],
         [kv.layer_to_group[i] for i in layers],
-    ), InputBatch(MAX_REQS, MAX_LEN, kv)
+    ), InputBatch(MAX_REQS, MAX_LEN, MAX_TOKENS, kv)
 
 
-def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
+def capture(eager: EagerSteps, batch: InputBatch, dtype: str) -> CapturedSteps:
     ops = get_ops(CPU)
     assert isinstance(ops, NativeOps)
     return CapturedSteps(
         eager,
         ops,
-        max_num_tokens=MAX_TOKENS,
-        max_num_reqs=MAX_REQS,
-        max_num_blocks=BLOCKS,
+        batch.buffers,
         activation_nbytes=eager.model.spec.activation_nbytes(MAX_TOKENS, dtype),
     )
 
@@ -83,7 +81,7 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
     results = []
     for captured in (False, True):
         steps, batch = make_steps(tmp_path, dtype)
-        runner = capture(steps, dtype) if captured else steps
+        runner = capture(steps, batch, dtype) if captured else steps
         groups = len(batch.block_tables)
         rng = np.random.default_rng(0)
         for i, req_id in enumerate("abc"):
@@ -96,8 +94,12 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
         seen = []
         with torch.inference_mode():
             for scheduled in STEPS:
+                for req_id, count in scheduled.items():
+                    row = batch.row_of[req_id]
+                    end = int(batch.num_computed_tokens[row]) + count
+                    batch.num_tokens[row] = end if req_id != "a" or len(seen) % 4 == 0 else MAX_LEN
                 inputs = batch.gather(scheduled)
-                inputs.samples[:] = [len(seen) % 2 == 0 or r != "a" for r in scheduled]
+                assert len(inputs.last_tokens) in (len(scheduled), len(scheduled) - 1)
                 hidden, logits = runner.run(inputs)
                 assert logits.shape == (inputs.samples.sum(), VOCAB)
                 seen += [hidden.clone(), logits.clone()]
