@@ -40,7 +40,7 @@ class Figure:
     mib: float
     """Size of the file with the weights, MiB."""
     note: str
-    """What the weights became, in parts of all; empty where the engine does not tell."""
+    """What the weights became, in parts of all."""
 
 
 def measure(
@@ -64,12 +64,12 @@ def measure(
         else:
             llama.quantize(root, work / "bf16.gguf", weights, file, log)
         mib = file.stat().st_size / 2**20
-        note = llama_note(log.read_text(errors="replace"))
+        note = llama_note(log.read_text(errors="replace")) or "bf16"
     else:
         file = work / weights
         openvino.export(root, model, weights, file, log)
         mib = (file / "openvino_model.bin").stat().st_size / 2**20
-        note = openvino_note(log.read_text(errors="replace"))
+        note = openvino_note(log.read_text(errors="replace")) or "the checkpoint's, run as bf16"
     inputs, out = work / "rows.json", work / f"{weights}.json"
     write_json(inputs, rows)
     python = root / name / "env" / "bin" / "python"
