@@ -6,6 +6,11 @@ to the first, and the bytes of the weights and of the cache for each token.
 
     python benchmarks/perplexity.py MODEL TEXT [--quantization none int8 int4] [--context 512]
         [--kv-cache-dtype auto fp8_e4m3 fp8_e5m2 int8] [--max-tokens 100000] [--dtype bfloat16]
+        [--peers FOLDER]
+
+With `--peers FOLDER`, what `compare.py install --into FOLDER` filled, also prints what llama.cpp
+and OpenVINO make of the same token rows: bf16, int8 (q8_0) and int4 (q4_0), their ratios to their
+own bf16, the size of the files, and what the weights became there.
 """
 
 from __future__ import annotations
@@ -13,9 +18,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import tempfile
 from pathlib import Path
 
+from peers.installing import CompareError
+from peers.likelihood import ENGINES, WEIGHTS, measure
+
 from octavo import LLM, SamplingParams
+from octavo.models.hub import resolve_model
 
 BATCH = 64  # prompts given to the engine together, so that their logprobs are let go in between
 
@@ -47,6 +57,28 @@ def make_rows(llm: LLM, text: str, context: int, max_tokens: int) -> list[list[i
     return [row for row in rows if len(row) > 1]
 
 
+def print_peers(root: Path, model: Path, rows: list[list[int]]) -> None:
+    """Prints a table of other engines; one without a figure says why."""
+    print(f"\n{'engine':10} {'weights':10} {'perplexity':>12} {'ratio':>8} {'MiB':>9}  weights are")
+    for name in ENGINES:
+        base = 0.0
+        with tempfile.TemporaryDirectory() as work:
+            for weights in WEIGHTS:
+                try:
+                    figure = measure(name, root, model, weights, rows, Path(work))
+                except CompareError as error:
+                    print(f"{name:10} {weights:10} no figure: {error}", flush=True)
+                    if weights == WEIGHTS[0]:
+                        break
+                    continue
+                base = base or figure.perplexity
+                print(
+                    f"{name:10} {weights:10} {figure.perplexity:12.4f} "
+                    f"{figure.perplexity / base:8.4f} {figure.mib:9.1f}  {figure.note}",
+                    flush=True,
+                )
+
+
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -57,8 +89,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=100_000)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER")
     args = parser.parse_args()
-    base = 0.0
+    base, rows = 0.0, []
     head = f"{'weights':10} {'KV cache':10} {'perplexity':>12} {'ratio':>8} {'MiB':>9}"
     print(f"{head} {'B/token':>9}")
     for name, cache in itertools.product(args.quantization, args.kv_cache_dtype):
@@ -80,6 +113,8 @@ def main() -> None:
                 f"{plan.weights / 2**20:9.1f} {plan.block_nbytes / plan.block_size:9.0f}",
                 flush=True,
             )
+    if args.peers:
+        print_peers(args.peers.resolve(), resolve_model(args.model), rows)
 
 
 if __name__ == "__main__":

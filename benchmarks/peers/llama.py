@@ -49,8 +49,8 @@ class Llama(Peer):
         """Builds llama-server, and converts the models (tinyllama to q8_0 and q4_0 too)."""
         folder = root / "llama"
         log = folder / "install.log"
-        source = _download(folder, log)
-        build = folder / "build"
+        source = _download(root, log)
+        build = build_folder(root)
         options = {
             "CMAKE_BUILD_TYPE": "Release",
             "GGML_NATIVE": "ON",
@@ -77,13 +77,12 @@ class Llama(Peer):
         for model in sorted(path.name for path in models.iterdir() if path.is_dir()):
             plain = model_file(root, model, "bf16")
             if not plain.exists():
-                words = [models / model, "--outtype", "bf16", "--outfile", _part(plain)]
-                run([python, "-c", _CONVERT, *words], log, env={"PYTHONPATH": str(source)})
+                convert(root, models / model, _part(plain), log)
                 _part(plain).rename(plain)
             for name in ("int8", "int4") if model == "tinyllama-1.1b" else ():
                 file = model_file(root, model, name)
                 if not file.exists():
-                    run([build / "bin" / "llama-quantize", plain, _part(file), FORMATS[name]], log)
+                    quantize(root, plain, name, _part(file), log)
                     _part(file).rename(file)
         note = {
             "version": f"llama-cpp-python {VERSION}",
@@ -106,7 +105,7 @@ class Llama(Peer):
         """llama-server with a KV cache of the wanted size, shared out to the slots."""
         tokens = min(setup.kv_tokens, SLOTS * setup.max_model_len)
         threads = str(len(setup.cores))
-        command = [str(root / "llama" / "build" / "bin" / "llama-server")]
+        command = [str(build_folder(root) / "bin" / "llama-server")]
         command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--parallel", str(SLOTS), "--ctx-size", str(tokens)]
         return [*command, "--threads", threads, "--threads-batch", threads, "--no-webui"]
@@ -121,25 +120,49 @@ def model_file(root: Path, model: str, weights: str) -> Path:
     return root / "llama" / "gguf" / f"{model}-{FORMATS[weights]}.gguf"
 
 
+def bindings_folder(root: Path) -> Path:
+    """The sources of llama-cpp-python: its bindings, and llama.cpp's own sources."""
+    return root / "llama" / f"llama_cpp_python-{VERSION}"
+
+
+def build_folder(root: Path) -> Path:
+    """Where llama.cpp is built; libraries and programs are in `bin`."""
+    return root / "llama" / "build"
+
+
+def convert(root: Path, model: Path, file: Path, log: Path) -> None:
+    """Writes a checkpoint as a bf16 file of llama.cpp."""
+    python = root / "llama" / "env" / "bin" / "python"
+    source = bindings_folder(root) / "vendor" / "llama.cpp"
+    words = [model, "--outtype", "bf16", "--outfile", file]
+    run([python, "-c", _CONVERT, *words], log, env={"PYTHONPATH": str(source)})
+
+
+def quantize(root: Path, plain: Path, weights: str, file: Path, log: Path) -> None:
+    """Writes what `convert` wrote with int8 or int4 weights."""
+    run([build_folder(root) / "bin" / "llama-quantize", plain, file, FORMATS[weights]], log)
+
+
 def _part(path: Path) -> Path:
     """The name under which a file is written until it is whole."""
     return path.with_name("part-" + path.name)
 
 
-def _download(folder: Path, log: Path) -> Path:
+def _download(root: Path, log: Path) -> Path:
     """The folder of llama.cpp's sources, fetched if needed."""
-    name = f"llama_cpp_python-{VERSION}"
-    source = folder / name / "vendor" / "llama.cpp"
+    folder = root / "llama"
+    bindings = bindings_folder(root)
+    source = bindings / "vendor" / "llama.cpp"
     if source.exists():
         return source
     python = make_environment(folder / "env", log)
     words = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", folder]
     run([python, "-m", "pip", "download", *words, f"llama-cpp-python=={VERSION}"], log)
-    archive = folder / f"{name}.tar.gz"
+    archive = folder / f"{bindings.name}.tar.gz"
     unpacked = folder / "unpacked"
     with tarfile.open(archive) as tar:
         tar.extractall(unpacked, filter="data")
-    (unpacked / name).rename(folder / name)
+    (unpacked / bindings.name).rename(bindings)
     shutil.rmtree(unpacked)
     archive.unlink()
     return source

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from peers.base import Answer, Case, Generate, Peer, Row, Setup, drive
 from peers.installing import (
@@ -61,12 +62,7 @@ class OpenVino(Peer):
                     continue
                 part = target.with_name("part-" + target.name)
                 shutil.rmtree(part, ignore_errors=True)
-                if weights == "bf16":
-                    run([exporter, "-c", _EXPORT, models / model, part], log)
-                else:
-                    task = ["--task", "text-generation-with-past", "--weight-format", weights]
-                    command = [exporter.with_name("optimum-cli"), "export", "openvino"]
-                    run([*command, "--model", models / model, *task, part], log)
+                export(root, models / model, weights, part, log)
                 part.rename(target)
         note = {
             "version": f"openvino-genai {versions(python, 'openvino-genai')['openvino-genai']}",
@@ -94,6 +90,34 @@ def model_folder(root: Path, model: str, weights: str) -> Path:
     return root / "openvino" / "models" / f"{model}-{weights}"
 
 
+def export(root: Path, model: Path, weights: str, target: Path, log: Path) -> None:
+    """Writes a checkpoint as OpenVINO reads it, with bf16, int8 or int4 weights.
+
+    int4 is groups of 128. A matrix that cannot have them gets smaller groups, down to 32, and
+    where that is impossible too, int8: by itself the exporter would refuse the model.
+    """
+    exporter = root / "openvino" / "export-env" / "bin" / "python"
+    if weights == "bf16":
+        run([exporter, "-c", _EXPORT, model, target], log)
+        return
+    words = ["--task", "text-generation-with-past", "--weight-format", weights]
+    if weights == "int4":
+        words += ["--group-size-fallback", "adjust"]
+    command = [exporter.with_name("optimum-cli"), "export", "openvino", "--model", model]
+    run([*command, *words, target], log)
+
+
+def properties(num_threads: int) -> dict[str, Any]:
+    """How the CPU device is set up."""
+    return {
+        "INFERENCE_NUM_THREADS": num_threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": True,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16",
+    }
+
+
 def _load(setup: Setup) -> Generate:
     import numpy as np
     import openvino
@@ -105,14 +129,8 @@ def _load(setup: Setup) -> Generate:
     scheduler.max_num_seqs = setup.max_num_seqs
     scheduler.enable_prefix_caching = setup.prefix_caching
     scheduler.dynamic_split_fuse = True
-    properties = {
-        "INFERENCE_NUM_THREADS": len(setup.cores),
-        "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": True,
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
-    }
-    pipeline = genai.ContinuousBatchingPipeline(setup.model, scheduler, "CPU", properties)
+    options = properties(len(setup.cores))
+    pipeline = genai.ContinuousBatchingPipeline(setup.model, scheduler, "CPU", options)
     request_ids = itertools.count()
 
     def add(row: Row) -> genai.GenerationHandle:
