@@ -15,7 +15,8 @@ OCTAVO_BEGIN
 constexpr int kVectors = 4;  // accumulators side by side
 constexpr int kPanel = kVectors * W;
 constexpr int kRows = W == 16 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
-constexpr int kStreamed = 2;  // rows that compute so little that the processor's own prefetching is best
+constexpr int kStreamed = 2;  // rows that compute so little that weights go by as fast as memory gives them
+constexpr int kStreamAhead = 2048;  // bytes
 constexpr int kRowBlock = 96;  // rows of x that go through one panel together
 
 // How a panel of storage type T meets x. `A`: what x is read as; `kStep`: the steps of K in one go.
@@ -71,8 +72,14 @@ constexpr int kLines = kPanel * Panel<T>::kStep / kLine<T>;  // cache lines that
 template <class T>
 constexpr int kBlock = 16384 / (kPanel * sizeof(T));  // of K: a panel's part that stays in the cache
 
-// c[R][kPanel] += x[R][k] * w[k][kPanel]; F cache lines of `ahead` are fetched in each step.
-template <class T, int R, int F>
+// Cache lines that are fetched in each step, and how long the caches are to keep them.
+template <int Lines, int Locality>
+struct Fetch {
+  static constexpr int lines = Lines, locality = Locality;
+};
+
+// c[R][kPanel] += x[R][k] * w[k][kPanel], while F is done from `ahead` on.
+template <class T, int R, class F>
 void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, float* c,
                   const T* ahead) {
   using A = typename Panel<T>::A;
@@ -82,8 +89,9 @@ void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int
     UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = load(c + i * kPanel + j * W);
   int64_t p = 0;
   for (; p + step <= k; p += step, w += step * kPanel) {
-    UNROLL for (int i = 0; i < F; i++) __builtin_prefetch(ahead + i * kLine<T>, 0, 2);
-    ahead += F * kLine<T>;
+    UNROLL for (int i = 0; i < F::lines; i++)
+      __builtin_prefetch(ahead + i * kLine<T>, 0, F::locality);
+    ahead += F::lines * kLine<T>;
     Panel<T>::template step<R>(acc, x + p, stride, w);
   }
   if (p < k) {  // an odd last step: the weights have a zero there, x has nothing
@@ -95,7 +103,7 @@ void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int
     UNROLL for (int j = 0; j < kVectors; j++) store(c + i * kPanel + j * W, acc[i][j]);
 }
 
-template <class T, int F, int R>
+template <class T, class F, int R>
 INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t stride, const T* w,
                           int64_t k, float* c, const T* ahead) {
   if (rows == R) return micro_kernel<T, R, F>(x, stride, w, k, c, ahead);
@@ -103,8 +111,10 @@ INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t strid
 }
 
 // c[rows][kPanel] = x[rows][k] * w[k][kPanel], block after block of K. A block stays in the first cache
-// for all rows; while they meet it, the next one is fetched, at the end `after`, if not null. So reading a weight and computing with it
-// go on at the same time, which matters most for 8 to 64 rows, where they take about equally long.
+// for all rows; while they meet it, the next one is fetched, at the end `after`, if not null. So reading
+// a weight and computing with it go on at the same time, which matters most for 8 to 64 rows, where they
+// take about equally long. One or two rows use a weight once: it passes through the caches without
+// driving out what the rest of the engine has there.
 template <class T>
 INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
                           int64_t k, float* c, const T* after) {
@@ -117,19 +127,20 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
     for (int64_t i = 0; i < rows; i += some) {
       const int n = int(min(some, rows - i));
       auto pass = [&](auto fetched) {
-        micro_kernels<T, fetched, kRows>(n, x + i * stride + from, stride, block, depth,
+        micro_kernels<T, decltype(fetched), kRows>(n, x + i * stride + from, stride, block, depth,
                                          c + i * kPanel, ahead);
       };
       constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
-      if (!ahead || rows <= kStreamed) {
-        pass(std::integral_constant<int, 0>{});
-      } else if (passes == 1) {
-        pass(std::integral_constant<int, kLines<T>>{});
-      } else if (i < kLines<T> / half * some) {
-        pass(std::integral_constant<int, half>{});
+      if (rows <= kStreamed) {
+        ahead = block + kStreamAhead / sizeof(T);
+        pass(Fetch<kLines<T>, 0>{});
+      } else if (ahead && passes == 1) {
+        pass(Fetch<kLines<T>, 2>{});
+      } else if (ahead && i < kLines<T> / half * some) {
+        pass(Fetch<half, 2>{});
         ahead += depth * kPanel / (kLines<T> / half);
       } else {
-        pass(std::integral_constant<int, 0>{});
+        pass(Fetch<0, 0>{});
       }
     }
   }
