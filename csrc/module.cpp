@@ -28,6 +28,13 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+template <class T>
+std::vector<T*> all_at(const std::vector<Address>& addresses) {
+  std::vector<T*> pointers;
+  for (Address address : addresses) pointers.push_back(at<T>(address));
+  return pointers;
+}
+
 DType dtype_of(int code) {
   if (code < 0 || code > 2) throw nb::value_error("unknown dtype code");
   return static_cast<DType>(code);
@@ -82,34 +89,33 @@ NB_MODULE(_native, m) {
           nb::call_guard<Release>())
       .def("__len__", &Plan::size);
 
+  using Addresses = std::vector<Address>;
+  nb::class_<StepArrays>(m, "StepArrays")
+      .def("__init__", [](StepArrays* self, Address query_start_loc, Address seq_lens,
+                          Address samples, Address last_tokens, const Addresses& block_tables,
+                          Address input_ids, Address positions, const Addresses& slot_mappings) {
+        new (self) StepArrays{at<int32_t>(query_start_loc), at<int32_t>(seq_lens),
+                              at<bool>(samples),            at<int64_t>(last_tokens),
+                              all_at<int32_t>(block_tables), at<int64_t>(input_ids),
+                              at<int64_t>(positions),       all_at<int64_t>(slot_mappings)};
+      });
   nb::class_<InputGatherer>(m, "InputGatherer")
       .def("__init__",
            [](InputGatherer* self, Address token_ids, int64_t max_model_len, Address num_tokens,
-              Address num_computed_tokens,
-              const std::vector<std::tuple<Address, Address, Address>>& groups,
-              int64_t table_stride, int64_t block_size, Address rows, Address counts,
-              Address query_start_loc, Address seq_lens, Address samples, Address last_tokens,
-              Address input_ids, Address positions) {
-             std::vector<BlockTables> tables;
-             for (auto [by_row, by_request, slots] : groups)
-               tables.push_back({at<int32_t>(by_row), at<int32_t>(by_request), at<int64_t>(slots)});
+              Address num_computed_tokens, const Addresses& block_tables, int64_t blocks,
+              int64_t block_size) {
              new (self) InputGatherer{at<int32_t>(token_ids),
                                       max_model_len,
                                       at<int64_t>(num_tokens),
                                       at<int64_t>(num_computed_tokens),
-                                      std::move(tables),
-                                      table_stride,
-                                      block_size,
-                                      at<int64_t>(rows),
-                                      at<int64_t>(counts),
-                                      at<int32_t>(query_start_loc),
-                                      at<int32_t>(seq_lens),
-                                      at<bool>(samples),
-                                      at<int64_t>(last_tokens),
-                                      at<int64_t>(input_ids),
-                                      at<int64_t>(positions)};
+                                      all_at<const int32_t>(block_tables),
+                                      blocks,
+                                      block_size};
            })
-      .def("run", &InputGatherer::run);
+      .def("run", [](const InputGatherer& self, int64_t num_reqs, Address rows, Address counts,
+                     const StepArrays& to) {
+        return self.run(num_reqs, at<int64_t>(rows), at<int64_t>(counts), to);
+      });
 
   m.def("set_profiling", [](bool on) { profile.on = on; });
   m.def("take_spans", [] {

@@ -1,5 +1,19 @@
 """The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`); 0: none."""
 
+class StepArrays:
+    def __init__(
+        self,
+        query_start_loc: int,
+        seq_lens: int,
+        samples: int,
+        last_tokens: int,
+        block_tables: list[int],
+        input_ids: int,
+        positions: int,
+        slot_mappings: list[int],
+        /,
+    ) -> None: ...
+
 class InputGatherer:
     def __init__(
         self,
@@ -7,20 +21,12 @@ class InputGatherer:
         max_model_len: int,
         num_tokens: int,
         num_computed_tokens: int,
-        groups: list[tuple[int, int, int]],
-        table_stride: int,
+        block_tables: list[int],
+        blocks: int,
         block_size: int,
-        rows: int,
-        counts: int,
-        query_start_loc: int,
-        seq_lens: int,
-        samples: int,
-        last_tokens: int,
-        input_ids: int,
-        positions: int,
         /,
     ) -> None: ...
-    def run(self, num_reqs: int, /) -> int: ...
+    def run(self, num_reqs: int, rows: int, counts: int, to: StepArrays, /) -> int: ...
 
 class Plan:
     """A list of recorded kernel calls; see csrc/plan.h."""

@@ -156,9 +156,19 @@ class DeviceConfig(_Section, frozen=True):
         Meta(description="Device; auto: a GPU if there is one."),
     ] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "cpu", "reference"],
-        Meta(description="Attention kernels; reference is slow, plain torch."),
+        Literal["auto", "cpu", "triton", "flashinfer", "reference"],
+        Meta(
+            description="Attention kernels; auto: cpu on a CPU, triton on CUDA; flashinfer needs that"
+            " package; reference is slow, plain torch."
+        ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="CUDA: the same bits for a request whatever shares its batch, by matrix"
+            " products of one tile size. On a CPU this is always so."
+        ),
+    ] = False
     num_threads: Annotated[
         PositiveInt | None,
         Meta(description="Threads of the CPU kernels; default: the cores given."),

@@ -6,13 +6,14 @@ Nothing here imports torch at module level: the control plane uses the memory an
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
 import platform
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ConfigError
 
@@ -155,17 +156,107 @@ def resident_memory() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def select_device(name: str) -> torch.device:
-    """The torch device for a config's `device`.
+def num_cuda_devices() -> int:
+    """NVIDIA GPUs that this process may use. Asks the driver, without torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def resolve_device(name: str) -> Literal["cpu", "cuda"]:
+    """What a config's `device` means on this machine: with auto a GPU if there is one.
 
     Raises:
-        ConfigError: if CUDA is asked for: that path does not exist yet.
+        ConfigError: if CUDA is asked for and there is no GPU.
+    """
+    if name == "cpu" or (name == "auto" and num_cuda_devices() == 0):
+        return "cpu"
+    if num_cuda_devices() == 0:
+        raise ConfigError(
+            "device=cuda: the NVIDIA driver shows no GPU to this process (nvidia-smi should list one, "
+            "and CUDA_VISIBLE_DEVICES must not hide it). Use device=cpu, or auto."
+        )
+    return "cuda"
+
+
+def select_device(name: str, dtype: str) -> torch.device:
+    """The torch device for a config's `device`, for a model in `dtype`.
+
+    Raises:
+        ConfigError: if there is no GPU, torch was built without CUDA, or the GPU is too old for the
+            kernels or the dtype.
     """
     import torch
 
-    if name == "cuda":
-        raise ConfigError("device=cuda is not supported yet; use device=cpu.")
-    return torch.device("cpu")
+    if resolve_device(name) == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device=cuda: torch {torch.__version__} cannot use the GPU; it was built without CUDA, or "
+            "for a newer driver. Install a build for CUDA, or use device=cpu."
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if (major, minor) < (7, 0):
+        raise ConfigError(
+            f"device=cuda: {name} has compute capability {major}.{minor}, and the kernels need 7.0. "
+            "Use device=cpu."
+        )
+    if dtype == "bfloat16" and major < 8:
+        raise ConfigError(
+            f"dtype=bfloat16: {name} has compute capability {major}.{minor}, and bfloat16 needs 8.0. "
+            "Use dtype=float16."
+        )
+    return device
+
+
+def cuda_memory(device: torch.device) -> tuple[int, int]:
+    """Memory of a GPU: (total, free) in bytes."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
+
+
+def require_triton(device: torch.device) -> None:
+    """Checks that Triton kernels can run.
+
+    Raises:
+        ConfigError: if the package is missing, or the device is a CPU and the interpreter is off.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "attention_backend=triton needs the package triton, which is not installed: "
+            "pip install triton."
+        )
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu, or set "
+            "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter (for tests: very slow)."
+        )
+
+
+def require_flashinfer(device: torch.device) -> None:
+    """Checks that FlashInfer can run.
+
+    Raises:
+        ConfigError: if the package is missing, or the device is not CUDA.
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "attention_backend=flashinfer needs the package flashinfer, which is not installed: "
+            "pip install flashinfer-python, or use attention_backend=triton."
+        )
+    if device.type != "cuda":
+        raise ConfigError(
+            f"attention_backend=flashinfer does not work on {device}; use attention_backend=auto."
+        )
 
 
 def set_num_threads(num_threads: int | None) -> int:

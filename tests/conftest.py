@@ -9,6 +9,9 @@ import pytest
 # Before any test imports torch: threads that wait for the reference's operations sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Before any test imports Triton: its kernels run in the interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
+
 # A background job, or one under nohup, ignores signals, and what it starts inherits that: tests
 # send them to processes of their own.
 signal.signal(signal.SIGINT, signal.default_int_handler)

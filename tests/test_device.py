@@ -167,7 +167,49 @@ def test_resident_memory_grows_with_what_is_touched():
     del touched
 
 
-def test_devices():
-    assert device.select_device("auto").type == "cpu"
+def test_a_machine_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(device, "num_cuda_devices", lambda: 0)
+    assert device.resolve_device("auto") == "cpu"
+    assert device.select_device("auto", "bfloat16").type == "cpu"
     with pytest.raises(ConfigError, match="device=cpu"):
-        device.select_device("cuda")
+        device.select_device("cuda", "bfloat16")
+
+
+class Gpu:
+    """torch.cuda with one card."""
+
+    def __init__(self, capability, available=True):
+        self.capability, self.available = capability, available
+
+    def is_available(self):
+        return self.available
+
+    def current_device(self):
+        return 0
+
+    def get_device_capability(self, device):
+        return self.capability
+
+    def get_device_name(self, device):
+        return "Card"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "message"),
+    [
+        (Gpu((9, 0), available=False), "bfloat16", "torch .* cannot use the GPU"),
+        (Gpu((6, 1)), "float16", "Card has compute capability 6.1.*device=cpu"),
+        (Gpu((7, 5)), "bfloat16", "Card has compute capability 7.5.*dtype=float16"),
+        (Gpu((7, 5)), "float16", None),
+        (Gpu((9, 0)), "bfloat16", None),
+    ],
+)
+def test_a_machine_with_a_gpu(gpu, dtype, message, monkeypatch):
+    monkeypatch.setattr(device, "num_cuda_devices", lambda: 1)
+    monkeypatch.setattr(torch, "cuda", gpu)
+    if message is None:
+        assert device.select_device("auto", dtype) == torch.device("cuda", 0)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            device.select_device("cuda", dtype)
+    assert device.select_device("cpu", dtype).type == "cpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo.device import require_flashinfer, require_triton
 from octavo.errors import ConfigError
 
 KV_CACHE_DTYPES = {
@@ -74,6 +75,29 @@ class AttentionMetadata:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embedding of a step's queries and keys: see `Ops.rotary_embedding`.
+
+    Attributes:
+        apply: the operation, for backends that have none of their own.
+        positions: int64 [T].
+        query: [T, H, D], rotated in place.
+        cos_sin_cache: float32 [positions, rotary_dim].
+        is_neox: which dimensions are pairs.
+    """
+
+    apply: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
+    positions: Tensor
+    query: Tensor
+    cos_sin_cache: Tensor
+    is_neox: bool = True
+
+    def __call__(self, key: Tensor) -> None:
+        """Rotates the queries and `key` [T, KVH, D] in place."""
+        self.apply(self.positions, self.query, key, self.cos_sin_cache, self.is_neox)
+
+
 class AttentionBackend(Protocol):
     """Causal attention over a paged KV cache.
 
@@ -111,8 +135,19 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Stores keys and values [T, KVH, D] (any strides of tokens and heads) in their slots."""
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """Stores keys and values [T, KVH, D] (any strides of tokens and heads) in their slots.
+
+        With `rotary`, queries and keys are rotated first. Afterwards the queries and what is in the
+        cache are rotated; what is in `key` is not defined.
+        """
         ...
 
     def forward(
@@ -161,22 +196,42 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, 
         blocks[dst.to(kv_cache.device)] = blocks[src.to(kv_cache.device)]
 
 
-def get_attention_backend(name: str, device: torch.device) -> AttentionBackend:
+def get_attention_backend(
+    name: str, device: torch.device, max_model_len: int, *, batch_invariant: bool = False
+) -> AttentionBackend:
     """The backend called `name`; "auto" takes the best for the device.
+
+    Args:
+        name: cpu, triton, flashinfer, reference or auto.
+        device: where it is to work.
+        max_model_len: longest context.
+        batch_invariant: see `TritonAttention`; the CPU backend always is.
 
     Raises:
         ConfigError: for an unknown name, or a backend that cannot work on the device.
     """
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else "reference"
+        name = "cpu" if device.type == "cpu" else "triton"
     if name == "cpu":
         if device.type != "cpu":
             raise ConfigError(f"attention_backend=cpu does not work on {device}; use auto.")
         from octavo.attention.cpu import CPUAttention
 
         return CPUAttention()
+    if name == "triton":
+        require_triton(device)
+        from octavo.attention.triton import TritonAttention
+
+        return TritonAttention(device, max_model_len, batch_invariant=batch_invariant)
+    if name == "flashinfer":
+        require_flashinfer(device)
+        from octavo.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(device)
     if name == "reference":
         from octavo.attention.reference import ReferenceAttention
 
         return ReferenceAttention()
-    raise ConfigError(f"attention_backend={name!r} is unknown; choose auto, cpu or reference.")
+    raise ConfigError(
+        f"attention_backend={name!r} is unknown; choose auto, cpu, triton, flashinfer or reference."
+    )

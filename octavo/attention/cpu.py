@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import AttentionMetadata, cached_head_size, copy_blocks
+from octavo.attention.base import AttentionMetadata, Rotary, cached_head_size, copy_blocks
 from octavo.errors import ConfigError
 from octavo.kernels.native import DTYPE_CODES
 
@@ -58,8 +58,17 @@ class CPUAttention:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        rotary: Rotary | None = None,
+    ) -> None:
         """Puts each key across its block's turned layout, each value as it is."""
+        if rotary is not None:
+            rotary(key)
         tokens, kv_heads, head_size = key.shape
         assert value.shape == key.shape
         assert slot_mapping.shape == (tokens,)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, cached_head_size, copy_blocks
+from octavo.attention.base import AttentionMetadata, Rotary, cached_head_size, copy_blocks
 from octavo.kernels.reference import to_bytes
 
 
@@ -58,8 +58,17 @@ class ReferenceAttention:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        rotary: Rotary | None = None,
+    ) -> None:
         """By indexing."""
+        if rotary is not None:
+            rotary(key)
         block_size = kv_cache.shape[2]
         wanted = slot_mapping >= 0
         slots = slot_mapping[wanted]

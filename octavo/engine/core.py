@@ -10,11 +10,12 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from octavo.config import EngineConfig
-from octavo.device import resident_memory
+from octavo.device import resident_memory, resolve_device
 from octavo.engine.memory_plan import (
     MemoryPlan,
     make_memory_plan,
     resolve_dtype,
+    resolve_max_model_len,
     resolve_max_num_batched_tokens,
 )
 from octavo.errors import ProfilerError, RequestError
@@ -66,10 +67,32 @@ class EngineCore:
         budget = resolve_max_num_batched_tokens(
             config, default_batched_tokens, self.spec.max_model_len
         )
-        self.plan: MemoryPlan
-        self.plan, kv_cache = make_memory_plan(config, self.spec, max_num_batched_tokens=budget)
-        for line in self.plan.report().splitlines():
-            logger.info("%s", line)
+        max_model_len = resolve_max_model_len(config, self.spec)
+        on_cpu = resolve_device(config.device.device) == "cpu"
+        if on_cpu:  # what does not fit is refused before anything is loaded
+            self.plan, kv_cache = make_memory_plan(config, self.spec, max_num_batched_tokens=budget)
+            max_model_len = self.plan.max_model_len
+            self._log_plan()
+        started = time.monotonic()
+        self.executor = get_executor_class(config)(
+            WorkerSetup(
+                config=config,
+                spec=self.spec,
+                model_path=model_path,
+                dtype=resolve_dtype(config, self.spec),
+                max_model_len=max_model_len,
+                max_num_batched_tokens=budget,
+            )
+        )
+        if not on_cpu:
+            self.plan, kv_cache = make_memory_plan(
+                config,
+                self.spec,
+                max_num_batched_tokens=budget,
+                device=self.executor.measure_memory(),
+            )
+            self._log_plan()
+        self.executor.initialize_kv_cache(kv_cache)
         self.max_model_len = self.plan.max_model_len
         self._block_hasher = make_block_hasher(config.cache.block_size)
         self.scheduler = Scheduler(
@@ -79,27 +102,19 @@ class EngineCore:
             max_num_batched_tokens=budget,
             enable_caching=config.cache.enable_prefix_caching,
         )
-        started = time.monotonic()
-        self.executor = get_executor_class(config)(
-            WorkerSetup(
-                config=config,
-                spec=self.spec,
-                model_path=model_path,
-                kv_cache=kv_cache,
-                dtype=resolve_dtype(config, self.spec),
-                max_model_len=self.max_model_len,
-                max_num_batched_tokens=budget,
-            )
-        )
         logger.info("model ready in %.2f s", time.monotonic() - started)
         resident = resident_memory()
-        if resident is not None:
+        if resident is not None and on_cpu:
             logger.info("%s", self.plan.compare(resident))
         # With two steps in flight, the next one is scheduled while the current one computes.
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[_Step] = deque()
         self._num_scheduled = 0
         self._refused: list[EngineCoreOutput] = []
+
+    def _log_plan(self) -> None:
+        for line in self.plan.report().splitlines():
+            logger.info("%s", line)
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
         """Queues a request; one that can never be served is answered with an error."""

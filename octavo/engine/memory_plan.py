@@ -17,6 +17,7 @@ from octavo.kv_cache.groups import (
 from octavo.models.spec import ModelSpec
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.memory import DeviceMemory
 
 # Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
 # users than the engine.
@@ -146,9 +147,19 @@ def resolve_max_num_batched_tokens(config: EngineConfig, default: int, max_model
 
 
 def make_memory_plan(
-    config: EngineConfig, spec: ModelSpec, *, max_num_batched_tokens: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    max_num_batched_tokens: int,
+    device: DeviceMemory | None = None,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
-    """Plans the memory of a CPU engine.
+    """Plans the memory of an engine: all of it computed on a CPU, measured but for the KV cache on CUDA.
+
+    Args:
+        config: the settings.
+        spec: the model.
+        max_num_batched_tokens: token budget of a step.
+        device: the GPU with the model loaded; None: a CPU.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
@@ -166,6 +177,7 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
+    runtime = RUNTIME_NBYTES
     weights = spec.weight_nbytes(dtype, max_model_len, config.model.quantization)
     activations = spec.activation_nbytes(max_num_batched_tokens, dtype)
     # Logits as they come, a processed copy where logprobs are asked for, the sampler's workspace.
@@ -176,14 +188,20 @@ def make_memory_plan(
         max_num_seqs, max_model_len, max_num_batched_tokens, cache.block_size, len(groups)
     )
     rows += state_nbytes(max_num_seqs, spec.vocab_size)
-    _, available = cpu_memory(config.device.numa_node)
+    most = DEFAULT_CPU_KV_BYTES
+    if device is None:
+        _, available = cpu_memory(config.device.numa_node)
+    else:
+        available = most = device.total
+        runtime, weights, activations = device.foreign, device.weights, device.step
+        logits = loading = rows = 0  # measured with the step, over, and on the host
     limit = int(available * cache.gpu_memory_utilization)
-    left = limit - RUNTIME_NBYTES - weights - max(activations + logits, loading) - rows
+    left = limit - runtime - weights - max(activations + logits, loading) - rows
     if left < 0:
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
             f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
-            "what is free). Take a smaller model or dtype, or lower max_num_batched_tokens or "
+            f"{'what is free' if device is None else 'the GPU'}). Take a smaller model or dtype, or lower max_num_batched_tokens or "
             "max_num_seqs."
         )
     most_useful = max_num_seqs * blocks_for(max_model_len) + 1
@@ -192,7 +210,7 @@ def make_memory_plan(
     elif cache.kv_cache_memory_bytes is not None:
         num_blocks = cache.kv_cache_memory_bytes // block_nbytes
     else:
-        num_blocks = min(min(left, DEFAULT_CPU_KV_BYTES) // block_nbytes, most_useful)
+        num_blocks = min(min(left, most) // block_nbytes, most_useful)
     if num_blocks * block_nbytes > left:
         raise ConfigError(
             f"A KV cache of {num_blocks * block_nbytes / 2**20:,.0f} MiB does not fit: "
@@ -216,7 +234,7 @@ def make_memory_plan(
         max_model_len = fits
     plan = MemoryPlan(
         limit=limit,
-        runtime=RUNTIME_NBYTES,
+        runtime=runtime,
         weights=weights,
         activations=activations,
         logits=logits,

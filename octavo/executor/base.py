@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from octavo.config import EngineConfig
+from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
+from octavo.worker.memory import DeviceMemory
 from octavo.worker.setup import WorkerSetup
 
 
@@ -20,7 +22,18 @@ class Executor(ABC):
 
     @abstractmethod
     def __init__(self, setup: WorkerSetup) -> None:
-        """Starts the workers, loads the weights and allocates the KV cache."""
+        """Starts the workers and loads the weights."""
+
+    @abstractmethod
+    def measure_memory(self) -> DeviceMemory:
+        """What the loaded model leaves for the KV cache, by a step of the largest size.
+
+        On a CPU nothing is measured: the plan holds without it.
+        """
+
+    @abstractmethod
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """Allocates the KV cache; afterwards steps can be run."""
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[None]:

@@ -311,6 +311,16 @@ class Ops(Protocol):
         """
         ...
 
+    def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+        """Makes logits -inf that a grammar does not allow, in place.
+
+        Args:
+            x: float32 [M, V], dense.
+            bitmask: int32 [G, ceil(V / 32)]; bit b of word w is 1 if token 32 w + b is allowed.
+            rows: int64 [G], the row of x for each row of the bitmask.
+        """
+        ...
+
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest of each float32 row [M, V], largest first: values, int64 indices [M, k].
 

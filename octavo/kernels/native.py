@@ -23,6 +23,7 @@ from octavo.kernels.base import (
     QuantizedWeight,
 )
 from octavo.kernels.memory import Arena
+from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -35,6 +36,8 @@ _QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
 _GATES: dict[Gate | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9
+
+_REFERENCE = ReferenceOps()
 
 available_isas = _native.available_isas
 """Instruction sets that this processor has kernels for, best first."""
@@ -527,6 +530,10 @@ class NativeOps:
             x.shape[1],
         )
         return out
+
+    def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+        """By torch: it only selects."""
+        _REFERENCE.apply_bitmask_(x, bitmask, rows)
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """One pass with a heap of k."""

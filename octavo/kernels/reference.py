@@ -26,6 +26,8 @@ from octavo.kernels.base import (
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
 """What the codes of int4_levels stand for, times 16; see csrc/quant.h."""
 
+_CHUNK = 2**19  # elements that are worked on together where temporaries are large
+
 _TRIES = (0.96, 0.8, 1.04, 0.84, -0.76, 1.0)
 
 
@@ -305,6 +307,17 @@ class ReferenceOps:
         tokens = torch.searchsorted(cumulative, threshold, right=True)
         tokens = torch.where(temperature == 0.0, self.argmax(x)[:, None], tokens)
         return torch.where(largest.isfinite(), tokens, -1).squeeze(1)
+
+    def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+        """Some rows at a time, so that temporaries stay small."""
+        vocab_size = x.shape[1]
+        shifts = torch.arange(32, dtype=torch.int32, device=x.device)
+        bitmask, rows = bitmask.to(x.device), rows.to(x.device)
+        step = max(1, _CHUNK // vocab_size)
+        for at in range(0, len(rows), step):
+            words, some = bitmask[at : at + step], rows[at : at + step]
+            denied = ((words.unsqueeze(-1) >> shifts) & 1).view(len(some), -1)[:, :vocab_size] == 0
+            x[some] = x[some].masked_fill_(denied, -torch.inf)
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """By a stable sort."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.attention.base import AttentionBackend, AttentionMetadata, Rotary
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
@@ -101,9 +101,10 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.heads_(query)
             self.k_norm.heads_(key)
+        rotary = None
         if self.cos_sin_cache is not None:
-            self.rotary(positions, query, key, self.cos_sin_cache)
-        backend.write_kv(key, value, kv_cache, metadata.slot_mapping)
+            rotary = Rotary(self.rotary, positions, query, self.cos_sin_cache)
+        backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
         out = self.empty(tokens, self.num_heads, self.head_size, like=x)
         backend.forward(
             query,

@@ -47,6 +47,7 @@ def load_model(
     seed: int = 0,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    ops: Ops | None = None,
     progress: Progress | None = None,
 ) -> DecoderModel:
     """Loads a model folder.
@@ -65,20 +66,21 @@ def load_model(
         max_model_len: rows of the rotary tables; default: the model's context.
         quantization: form of the linear weights, as in `ModelConfig`; they are quantized as they
             are read.
+        ops: table of operations; default: the device's.
         progress: called as loading goes on.
 
     Raises:
         ModelError: for missing, unexpected or wrong-shaped tensors, and damaged files.
     """
-    ops = get_ops(device)
+    ops = ops or get_ops(device)
     form = get_quantization(quantization)
     weights = model_weights(spec, quantized=form is not None)
-    checkpoint = _open_checkpoint(spec, Path(path), load_format, seed)
+    checkpoint = _open_checkpoint(spec, Path(path), load_format, seed, device)
     checkpoint.check(weights)
     total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
     done = 0
     loaded: dict[str, Tensor | PackedWeight | QuantizedWeight] = {}
-    memory = _PackedMemory(weights, dtype, device, form)
+    memory = _PackedMemory(weights, dtype, ops, form)
     with torch.inference_mode():
         for weight in weights:
             loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory, form)
@@ -101,20 +103,20 @@ class _PackedMemory:
         self,
         weights: list[Weight],
         dtype: torch.dtype,
-        device: torch.device,
+        ops: Ops,
         form: Quantization | None,
     ) -> None:
         self._form = form
         self._dtype = str(dtype).removeprefix("torch.")
         sizes = [self._nbytes(weight) for weight in weights if weight.kind == "linear"]
-        self._left = map_memory(sum(sizes)) if device.type == "cpu" else None
+        self._left = map_memory(sum(sizes)) if ops.name == "native" else None
 
     def _nbytes(self, weight: Weight) -> int:
         n, k = weight.shape
         return linear_nbytes(n, k, self._dtype, self._form)
 
     def take(self, weight: Weight) -> Tensor | None:
-        """The next weight's share; None on devices that keep weights as they are."""
+        """The next weight's share; None for operations that keep weights as they are."""
         if self._left is None:
             return None
         nbytes = self._nbytes(weight)
@@ -181,11 +183,12 @@ class _Checkpoint(Protocol):
 
 
 class _DummyCheckpoint:
-    """Random weights that depend on the seed and on a tensor's name, so ties stay tied."""
+    """Random weights, made on the device: of the seed and a tensor's name, so ties stay tied."""
 
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
         self.spec = spec
         self.seed = seed
+        self.device = device
 
     def check(self, weights: list[Weight]) -> None:
         """Nothing can be wrong."""
@@ -194,9 +197,9 @@ class _DummyCheckpoint:
         """Norms are 1, the rest is uniform with standard deviation 0.02."""
         if weight.kind == "norm":
             return torch.full(source.shape, 1.0 - self.spec.norm_weight_offset)
-        generator = torch.Generator()
+        generator = torch.Generator(self.device)
         generator.manual_seed(zlib.crc32(source.name.encode(), self.seed & 0xFFFFFFFF))
-        tensor = torch.empty(source.shape)
+        tensor = torch.empty(source.shape, device=self.device)
         return tensor.uniform_(-_DUMMY_BOUND, _DUMMY_BOUND, generator=generator)
 
     def done(self, tensor: Tensor) -> None:
@@ -355,11 +358,11 @@ class _TorchCheckpoint(_FileCheckpoint):
 
 
 def _open_checkpoint(
-    spec: ModelSpec, folder: Path, load_format: LoadFormat, seed: int
+    spec: ModelSpec, folder: Path, load_format: LoadFormat, seed: int, device: torch.device
 ) -> _Checkpoint:
     match load_format:
         case "dummy":
-            return _DummyCheckpoint(spec, seed)
+            return _DummyCheckpoint(spec, seed, device)
         case "pt":
             return _TorchCheckpoint(spec, folder)
         case "auto" | "safetensors":

@@ -17,7 +17,6 @@ from octavo.sampling.metadata import (
     PenaltyEntries,
     SamplingMetadata,
 )
-from octavo.sampling.sizes import rows_per_chunk
 
 
 def apply_logits_processors(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
@@ -62,22 +61,3 @@ def apply_penalties(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
     values -= p.frequency * p.output_counts
     values -= p.presence * (p.output_counts > 0)
     logits[p.rows, p.token_ids] = values
-
-
-def apply_grammar_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """Makes impossible what a grammar does not allow.
-
-    Args:
-        logits: float32 [R, V].
-        bitmask: int32 [G, ceil(V / 32)]; bit b of word w is 1 if token 32 w + b is allowed.
-        rows: int64 [G], the row of the logits for each row of the bitmask.
-    """
-    vocab_size = logits.shape[1]
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    bitmask, rows = bitmask.to(logits.device), rows.to(logits.device)
-    step = rows_per_chunk(vocab_size)
-    for at in range(0, len(rows), step):
-        words, some = bitmask[at : at + step], rows[at : at + step]
-        bits = (words.unsqueeze(-1) >> shifts) & 1
-        denied = bits.view(len(some), -1)[:, :vocab_size] == 0
-        logits[some] = logits[some].masked_fill_(denied, -math.inf)

@@ -74,6 +74,11 @@ class SamplingMetadata:
         return len(self.params)
 
     @property
+    def plain(self) -> bool:
+        """Whether tokens are chosen from the logits as they are, and nothing else is asked for."""
+        return not self.changes_logits and bool((self.num_logprobs == NO_LOGPROBS).all())
+
+    @property
     def changes_logits(self) -> bool:
         """Whether any processor has work to do."""
         return not (

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
 from octavo.messages import LogprobsLists
-from octavo.sampling.logits_processors import apply_grammar_bitmask, apply_logits_processors
+from octavo.sampling.logits_processors import apply_logits_processors
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 from octavo.sampling.sizes import rows_per_chunk
 
@@ -79,7 +79,7 @@ class Sampler:
             self._fail_rows(logits, errors, NOT_FINITE)
         if grammar_bitmask is not None:
             assert grammar_rows is not None
-            apply_grammar_bitmask(logits, grammar_bitmask, grammar_rows)
+            self.ops.apply_bitmask_(logits, grammar_bitmask, grammar_rows)
         apply_logits_processors(logits, metadata)
         if changes:
             self._fail_rows(

@@ -121,9 +121,24 @@ class SamplingState:
             self.remove_row(row)
             raise
 
-    def append_token(self, rows: LongArray, tokens: LongArray) -> None:
-        """Records one generated token for each of `rows` (both int64 [R], no row twice)."""
+    def advance(self, rows: LongArray) -> None:
+        """Notes that each of `rows` (int64 [R], no row twice) has generated one more token."""
         self._num_output_tokens[rows] += 1
+
+    def append_token(self, rows: LongArray, tokens: LongArray) -> None:
+        """`advance` and `record` in one."""
+        self.advance(rows)
+        self.record(rows, tokens)
+
+    def needs_tokens(self, rows: LongArray) -> bool:
+        """Whether a token of these rows depends on which tokens came before."""
+        return bool(
+            self._has_penalties[rows].any()
+            or (self._bad_words and any(row in self._bad_words for row in rows.tolist()))
+        )
+
+    def record(self, rows: LongArray, tokens: LongArray) -> None:
+        """Takes in the tokens of an `advance` (both int64 [R]), in the same order."""
         penalised = self._has_penalties[rows]
         if penalised.any():
             p_rows, p_tokens = rows[penalised], tokens[penalised]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.attention.base import AttentionBackend, AttentionMetadata
@@ -22,14 +23,40 @@ from octavo.models.decoder import DecoderModel
 from octavo.worker.input_batch import StepBuffers, StepInputs
 
 
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of decode rows to capture: 1, 2, 4, then multiples of 8 up to 256, then of 32.
+
+    The last one is `max_num_seqs`.
+    """
+    sizes = [n for n in (1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32))]
+    return [n for n in sizes if n < max_num_seqs] + [max_num_seqs]
+
+
 class StepRunner(Protocol):
     """Runs the model on a step's inputs."""
 
-    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, hidden_size] and float32 logits [S, vocab] of the S sampling rows.
+    def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
+        """Where the inputs of the next step, of that size, are to be gathered."""
+        ...
 
-        Both may be overwritten by the next step.
+    def run(
+        self, inputs: StepInputs, buffers: StepBuffers, params: NDArray[np.void] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Runs a step. What it returns may be overwritten by the next one.
+
+        Args:
+            inputs: gathered into `buffers`.
+            buffers: what `buffers` returned.
+            params: `SAMPLING_ROW` [S], if tokens may be chosen from the logits as they are.
+
+        Returns:
+            Hidden states [T, hidden_size]; float32 logits [S, vocab] of the S requests that sample;
+            their tokens, int64 [S], if they have been chosen already.
         """
+        ...
+
+    def put_tokens(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> None:
+        """Takes note of tokens int64 [S] that were chosen outside; `rows` [S] are their requests'."""
         ...
 
 
@@ -42,19 +69,26 @@ class EagerSteps:
         backend: AttentionBackend,
         kv_caches: Sequence[torch.Tensor],
         layer_groups: Sequence[int],
+        buffers: StepBuffers,
     ) -> None:
+        self._buffers = buffers
         self.model = model
         self.backend = backend
         self.kv_caches = kv_caches
         self.layer_groups = layer_groups
 
-    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """See `StepRunner`."""
-        device = self.model.device
+        return self._buffers
 
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
+    def put_tokens(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> None:
+        """See `StepRunner`; the next step's inputs have them."""
 
+    def run(
+        self, inputs: StepInputs, buffers: StepBuffers, params: NDArray[np.void] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See `StepRunner`."""
+        tensor = torch.from_numpy
         query_start_loc, seq_lens = tensor(inputs.query_start_loc), tensor(inputs.seq_lens)
         groups = [
             AttentionMetadata(
@@ -76,7 +110,7 @@ class EagerSteps:
             [groups[g] for g in self.layer_groups],
             self.backend,
         )
-        return hidden, self.model.compute_logits(hidden, tensor(inputs.last_tokens))
+        return hidden, self.model.compute_logits(hidden, tensor(inputs.last_tokens)), None
 
 
 class CapturedSteps:
@@ -85,7 +119,6 @@ class CapturedSteps:
     Args:
         eager: what to record. Its model and backend must be the native ones.
         ops: the model's table of operations.
-        buffers: where the inputs of every step are.
         activation_nbytes: what the memory plan has for intermediate results.
     """
 
@@ -93,10 +126,10 @@ class CapturedSteps:
         self,
         eager: EagerSteps,
         ops: NativeOps,
-        buffers: StepBuffers,
         *,
         activation_nbytes: int,
     ) -> None:
+        buffers = eager.buffers(0, 0)
         groups = [
             AttentionMetadata(
                 num_reqs=len(buffers.seq_lens),
@@ -129,11 +162,20 @@ class CapturedSteps:
             )
         assert self._arena.peak <= activation_nbytes, "activations exceed their plan"
 
-    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
+        """See `StepRunner`."""
+        return self._buffers
+
+    def put_tokens(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> None:
+        """See `StepRunner`; the next step's inputs have them."""
+
+    def run(
+        self, inputs: StepInputs, buffers: StepBuffers, params: NDArray[np.void] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `StepRunner`."""
         num_tokens, num_reqs = len(inputs.input_ids), len(inputs.req_ids)
         num_logits = len(inputs.last_tokens)
         self._forward.run(num_tokens, num_reqs)
         if num_logits:
             self._logits.run(num_logits, num_reqs)
-        return self.hidden[:num_tokens], self.logits[:num_logits]
+        return self.hidden[:num_tokens], self.logits[:num_logits], None

@@ -19,12 +19,19 @@ from octavo.messages import NewRequestData
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 
+_ALIGNMENT = 16
+SAMPLING_ROW_WORDS = 4
+"""A `SAMPLING_ROW` as int64."""
+
+UNKNOWN = -1
+"""Id of a token that has been sampled, but has not come from the device yet."""
+
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's flattened batch of T tokens from R requests.
+    """One step's flattened batch of T tokens from R requests, S of which sample.
 
-    The arrays are views of buffers that the next step overwrites.
+    The arrays are views of buffers that a later step overwrites.
     """
 
     req_ids: list[str]
@@ -48,36 +55,84 @@ class StepInputs:
     """[S] the last token of each request that samples, as an index into the batch."""
 
 
-class StepBuffers:
-    """Memory of `StepInputs` for steps of up to T tokens from up to R requests: see there."""
+class StepLayout:
+    """Where a step's arrays are in one piece of memory, on the host and on a device alike.
 
-    def __init__(
-        self, max_num_tokens: int, max_num_reqs: int, max_num_blocks: int, num_groups: int
-    ) -> None:
-        self.input_ids: LongArray = np.zeros(max_num_tokens, np.int64)
-        self.positions: LongArray = np.zeros(max_num_tokens, np.int64)
-        self.query_start_loc: IntArray = np.zeros(max_num_reqs + 1, np.int32)
-        self.seq_lens: IntArray = np.zeros(max_num_reqs, np.int32)
-        self.samples: npt.NDArray[np.bool_] = np.zeros(max_num_reqs, np.bool_)
-        self.last_tokens: LongArray = np.zeros(max_num_reqs, np.int64)
-        self.slot_mappings: list[LongArray] = [
-            np.zeros(max_num_tokens, np.int64) for _ in range(num_groups)
-        ]
-        self.block_tables: list[IntArray] = [
-            np.zeros((max_num_reqs, max_num_blocks), np.int32) for _ in range(num_groups)
-        ]
+    Args:
+        num_tokens: of the step (T).
+        num_reqs: of the step (R).
+        blocks: of the longest request, in each KV-cache group.
+        num_groups: KV-cache groups (G).
+    """
+
+    def __init__(self, num_tokens: int, num_reqs: int, blocks: int, num_groups: int) -> None:
+        self.num_tokens, self.num_reqs, self.num_groups = num_tokens, num_reqs, num_groups
+        self.nbytes = 0
+        self.arrays = {
+            "query_start_loc": self._place("int32", num_reqs + 1),
+            "seq_lens": self._place("int32", num_reqs),
+            "samples": self._place("bool", num_reqs),
+            "last_tokens": self._place("int64", num_reqs),
+            "sampling_rows": self._place("int64", num_reqs),
+            "sampling_params": self._place("int64", num_reqs, SAMPLING_ROW_WORDS),
+            "input_ids": self._place("int64", num_tokens),
+            "positions": self._place("int64", num_tokens),
+            **{f"slot_mapping_{g}": self._place("int64", num_tokens) for g in range(num_groups)},
+            **{
+                f"block_table_{g}": self._place("int32", num_reqs, blocks)
+                for g in range(num_groups)
+            },
+        }
+        """Name -> (where it begins, its bytes, dtype, shape)."""
+
+    def _place(self, dtype: str, *shape: int) -> tuple[int, int, str, tuple[int, ...]]:
+        begin = self.nbytes
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return begin, nbytes, dtype, shape
+
+
+class StepBuffers:
+    """A step's arrays on the host: what `InputBatch.gather` writes and `StepInputs` has views of.
+
+    Args:
+        layout: where they are.
+        memory: uint8 [layout.nbytes]; default: new memory.
+    """
+
+    def __init__(self, layout: StepLayout, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        memory = np.zeros(layout.nbytes, np.uint8) if memory is None else memory
+        arrays = {
+            name: memory[begin : begin + nbytes].view(dtype).reshape(shape)
+            for name, (begin, nbytes, dtype, shape) in layout.arrays.items()
+        }
+        groups = range(layout.num_groups)
+        self.query_start_loc: IntArray = arrays["query_start_loc"]
+        self.seq_lens: IntArray = arrays["seq_lens"]
+        self.samples: npt.NDArray[np.bool_] = arrays["samples"]
+        self.last_tokens: LongArray = arrays["last_tokens"]
+        self.sampling_rows: LongArray = arrays["sampling_rows"]
+        self.sampling_params: LongArray = arrays["sampling_params"]
+        self.input_ids: LongArray = arrays["input_ids"]
+        self.positions: LongArray = arrays["positions"]
+        self.slot_mappings: list[LongArray] = [arrays[f"slot_mapping_{g}"] for g in groups]
+        self.block_tables: list[IntArray] = [arrays[f"block_table_{g}"] for g in groups]
+        self.native = _native.StepArrays(
+            self.query_start_loc.ctypes.data,
+            self.seq_lens.ctypes.data,
+            self.samples.ctypes.data,
+            self.last_tokens.ctypes.data,
+            [table.ctypes.data for table in self.block_tables],
+            self.input_ids.ctypes.data,
+            self.positions.ctypes.data,
+            [slots.ctypes.data for slots in self.slot_mappings],
+        )
 
 
 class InputBatch:
     """Rows for up to `max_num_seqs` requests of up to `max_model_len` tokens."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        kv_cache: KVCacheConfig,
-    ) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, kv_cache: KVCacheConfig) -> None:
         self.block_size = kv_cache.block_size
         blocks = -(-max_model_len // kv_cache.block_size)
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -89,34 +144,25 @@ class InputBatch:
         ]
         self.num_blocks: LongArray = np.zeros((len(kv_cache.groups), max_num_seqs), np.int64)
         self.row_of: dict[str, int] = {}
+        self.owners: LongArray = np.zeros(max_num_seqs, np.int64)
+        """How many requests each row has had."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self.buffers = StepBuffers(
-            max_num_batched_tokens, max_num_seqs, blocks, len(kv_cache.groups)
-        )
         self._rows: LongArray = np.zeros(max_num_seqs, np.int64)
         self._counts: LongArray = np.zeros(max_num_seqs, np.int64)
-        step = self.buffers
         self._gatherer = _native.InputGatherer(
             self.token_ids.ctypes.data,
             max_model_len,
             self.num_tokens.ctypes.data,
             self.num_computed_tokens.ctypes.data,
-            [
-                (by_row.ctypes.data, by_request.ctypes.data, slots.ctypes.data)
-                for by_row, by_request, slots in zip(
-                    self.block_tables, step.block_tables, step.slot_mappings, strict=True
-                )
-            ],
+            [table.ctypes.data for table in self.block_tables],
             blocks,
             kv_cache.block_size,
-            self._rows.ctypes.data,
-            self._counts.ctypes.data,
-            step.query_start_loc.ctypes.data,
-            step.seq_lens.ctypes.data,
-            step.samples.ctypes.data,
-            step.last_tokens.ctypes.data,
-            step.input_ids.ctypes.data,
-            step.positions.ctypes.data,
+        )
+
+    def layout(self, num_tokens: int, num_reqs: int) -> StepLayout:
+        """Where the arrays of a step of that size are."""
+        return StepLayout(
+            num_tokens, num_reqs, self.block_tables[0].shape[1], len(self.block_tables)
         )
 
     @staticmethod
@@ -129,13 +175,14 @@ class InputBatch:
     ) -> int:
         """Bytes of the rows and of a step's inputs, for the memory plan."""
         blocks = -(-max_model_len // block_size)
-        rows = max_num_seqs * 4 * (max_model_len + 2 * blocks * num_groups)
-        return rows + max_num_batched_tokens * 8 * (2 + num_groups)
+        rows = max_num_seqs * 4 * (max_model_len + blocks * num_groups)
+        return rows + StepLayout(max_num_batched_tokens, max_num_seqs, blocks, num_groups).nbytes
 
     def add(self, data: NewRequestData) -> int:
         """Gives a request a row; returns it."""
         row = self._free_rows.pop()
         self.row_of[data.req_id] = row
+        self.owners[row] += 1
         count = len(data.token_ids)
         self.token_ids[row, :count] = data.token_ids
         self.num_tokens[row] = count
@@ -160,36 +207,46 @@ class InputBatch:
             self._free_rows.append(row)
         return row
 
-    def append_tokens(self, rows: LongArray, tokens: LongArray) -> None:
+    def append_tokens(self, rows: LongArray, tokens: LongArray) -> LongArray:
         """Adds one sampled token to each of `rows`; a row that is full keeps what it has.
 
         A row can be full when a step in flight samples beyond a stop that the scheduler learned
         of later; that token is dropped there.
+
+        Args:
+            rows: int64 [S], no row twice.
+            tokens: int64 [S]; `UNKNOWN` for a token that is still on its way from the device.
+
+        Returns:
+            int64 [S], where in its row each token went; -1: nowhere.
         """
         fits = self.num_tokens[rows] < self.token_ids.shape[1]
+        places = np.where(fits, self.num_tokens[rows], -1)
         rows, tokens = rows[fits], tokens[fits]
         self.token_ids[rows, self.num_tokens[rows]] = tokens
         self.num_tokens[rows] += 1
+        return places
 
-    def gather(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
+    def gather(self, num_scheduled_tokens: dict[str, int], buffers: StepBuffers) -> StepInputs:
         """Puts together a step's inputs; requests keep the order of `num_scheduled_tokens`."""
         req_ids, row_of = list(num_scheduled_tokens), self.row_of
         num_reqs = len(req_ids)
         rows = self._rows[:num_reqs]
         rows[:] = [row_of[r] for r in req_ids]
         self._counts[:num_reqs] = list(num_scheduled_tokens.values())
-        step = self.buffers
-        num_logits = self._gatherer.run(num_reqs)
-        num_tokens = int(step.query_start_loc[num_reqs])
+        num_logits = self._gatherer.run(
+            num_reqs, self._rows.ctypes.data, self._counts.ctypes.data, buffers.native
+        )
+        num_tokens = int(buffers.query_start_loc[num_reqs])
         return StepInputs(
             req_ids=req_ids,
-            rows=rows,
-            input_ids=step.input_ids[:num_tokens],
-            positions=step.positions[:num_tokens],
-            query_start_loc=step.query_start_loc[: num_reqs + 1],
-            seq_lens=step.seq_lens[:num_reqs],
-            slot_mappings=[slots[:num_tokens] for slots in step.slot_mappings],
-            block_tables=[table[:num_reqs] for table in step.block_tables],
-            samples=step.samples[:num_reqs],
-            last_tokens=step.last_tokens[:num_logits],
+            rows=rows.copy(),
+            input_ids=buffers.input_ids[:num_tokens],
+            positions=buffers.positions[:num_tokens],
+            query_start_loc=buffers.query_start_loc[: num_reqs + 1],
+            seq_lens=buffers.seq_lens[:num_reqs],
+            slot_mappings=[slots[:num_tokens] for slots in buffers.slot_mappings],
+            block_tables=[table[:num_reqs] for table in buffers.block_tables],
+            samples=buffers.samples[:num_reqs],
+            last_tokens=buffers.last_tokens[:num_logits],
         )

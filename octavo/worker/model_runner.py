@@ -9,16 +9,20 @@ import numpy as np
 import torch
 
 from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
+from octavo.errors import ConfigError
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from octavo.models.loader import load_model
 from octavo.profiler import span
-from octavo.sampling.sampler import Sampler, prompt_logprobs
+from octavo.sampling.metadata import SamplingMetadata
+from octavo.sampling.sampler import NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
-from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner
-from octavo.worker.input_batch import InputBatch, StepInputs
+from octavo.sampling_params import SamplingParams
+from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner, graph_sizes
+from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
 from octavo.worker.setup import WorkerSetup
 
 # Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
@@ -31,20 +35,94 @@ class _Step:
     """What `execute_model` leaves for `sample_tokens`."""
 
     inputs: StepInputs
+    metadata: SamplingMetadata | None
+    """Of the S requests that sample; None: there are none."""
     logits: torch.Tensor
-    """float32 [S, vocab] for the S requests that sample."""
+    """float32 [S, vocab]."""
+    tokens: torch.Tensor | None
+    """int64 [S], if they have been chosen already."""
     prompt_logprobs: dict[str, LogprobsLists]
 
 
+class SampledTokens:
+    """Tokens int64 [S] on their way to the host; on a CPU they are there."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tokens = tokens
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def ready(self) -> bool:
+        """Whether `numpy` returns at once."""
+        return self._event is None or self._event.query()
+
+    def numpy(self) -> LongArray:
+        """int64 [S]; waits for them. -1: the row's logits were not finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: LongArray = self._tokens.numpy()
+        return array
+
+
+class PendingOutput:
+    """A step's result, whose tokens may still be on their way from the device."""
+
+    def __init__(
+        self, output: ModelRunnerOutput, indices: LongArray, tokens: SampledTokens | None
+    ) -> None:
+        self._output = output  # all but the tokens
+        self._indices = indices  # of the requests that they belong to
+        self._tokens = tokens
+
+    def ready(self) -> bool:
+        """Whether `get` returns at once."""
+        return self._tokens is None or self._tokens.ready()
+
+    def get(self) -> ModelRunnerOutput:
+        """The result; waits for the tokens. From any thread, once."""
+        output = self._output
+        if self._tokens is not None:
+            for i, token in zip(self._indices.tolist(), self._tokens.numpy().tolist(), strict=True):
+                req_id = output.req_ids[i]
+                if token < 0:
+                    output.errors.setdefault(req_id, NOT_FINITE)
+                if req_id not in output.errors:
+                    output.sampled_token_ids[i] = [token]
+        return output
+
+
+@dataclass(slots=True)
+class _Unknown:
+    """Tokens that the host's rows do not have yet."""
+
+    rows: LongArray
+    owners: LongArray
+    places: LongArray
+    tokens: SampledTokens
+
+
 class ModelRunner:
-    """Holds the model, the KV cache and the rows of the live requests."""
+    """Holds the model and, once `initialize_kv_cache` was called, KV cache and live requests."""
 
     def __init__(self, setup: WorkerSetup, device: torch.device) -> None:
         self.device = device
         self.spec = setup.spec
         config = setup.config
         dtype: torch.dtype = getattr(torch, setup.dtype)
-        self.backend = get_attention_backend(config.device.attention_backend, device)
+        backend, invariant = config.device.attention_backend, config.device.batch_invariant
+        ops = get_ops(device, backend, batch_invariant=invariant)
+        self.backend = get_attention_backend(
+            backend, device, setup.max_model_len, batch_invariant=invariant
+        )
+        if self.backend.name == "flashinfer" and setup.spec.alibi_slopes:
+            raise ConfigError(
+                "attention_backend=flashinfer does not do this model's ALiBi biases; use "
+                "attention_backend=triton."
+            )
         self.model = load_model(
             setup.spec,
             setup.model_path,
@@ -54,8 +132,23 @@ class ModelRunner:
             seed=config.model.seed,
             max_model_len=setup.max_model_len,
             quantization=config.model.quantization,
+            ops=ops,
         )
-        kv = setup.kv_cache
+        self.ops, self.setup = ops, setup
+        self.sampler = Sampler(ops)
+        self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, config.scheduler.max_num_seqs)
+        self._prompt_logprobs: dict[str, int] = {}
+        """Requests that asked for prompt logprobs, and how many for each position."""
+        self._failed: dict[str, str] = {}
+        """Requests whose parameters could not be set up, until the step that reports it."""
+        self._unknown: list[_Unknown] = []
+        self._step: _Step | None = None
+
+    def initialize_kv_cache(self, kv: KVCacheConfig, *, capture: bool = True) -> None:
+        """Allocates the KV cache and all that steps need; captures steps."""
+        capture = capture and not self.setup.config.model.enforce_eager
+        setup, device, ops = self.setup, self.device, self.ops
+        config, dtype = setup.config, self.model.dtype
         cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
         shape = self.backend.kv_cache_shape(
             kv.num_blocks,
@@ -67,73 +160,138 @@ class ModelRunner:
         self.kv_tensors = [_allocate(shape, cache_dtype, device) for _ in range(kv.group_size)]
         self.kv_caches = [self.kv_tensors[kv.layer_to_tensor[i]] for i in range(kv.num_layers)]
         layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
-        eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups)
-        max_num_seqs = config.scheduler.max_num_seqs
-        self.batch = InputBatch(max_num_seqs, setup.max_model_len, setup.max_num_batched_tokens, kv)
+        tokens, max_num_seqs = setup.max_num_batched_tokens, config.scheduler.max_num_seqs
+        self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
         self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
-        ops = get_ops(device)
-        self.sampler = Sampler(ops)
+        buffers = StepBuffers(self.batch.layout(tokens, max_num_seqs))
+        eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups, buffers)
         self.steps: StepRunner = eager
-        if self.backend.name == "cpu" and not config.model.enforce_eager:
+        if ops.name == "triton":
+            from octavo.worker.device_steps import DeviceSteps
+
+            self.steps = steps = DeviceSteps(
+                eager,
+                ops,
+                self.batch,
+                max_num_tokens=tokens,
+                max_num_reqs=max_num_seqs,
+                max_model_len=setup.max_model_len,
+            )
+            if self.backend.name == "triton" and device.type == "cuda" and capture:
+                steps.capture(graph_sizes(max_num_seqs))
+        elif self.backend.name == "cpu" and capture:
             assert isinstance(ops, NativeOps)
-            tokens = setup.max_num_batched_tokens
             self.steps = CapturedSteps(
                 eager,
                 ops,
-                self.batch.buffers,
                 activation_nbytes=setup.spec.activation_nbytes(tokens, setup.dtype),
             )
-        self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, max_num_seqs)
-        self._prompt_logprobs: dict[str, int] = {}
-        """Requests that asked for prompt logprobs, and how many for each position."""
-        self._failed: dict[str, str] = {}
-        """Requests whose parameters could not be set up, until the step that reports it."""
-        self._step: _Step | None = None
+
+    def run_largest_step(self) -> tuple[int, int]:
+        """Runs a step of the largest size on a KV cache that is made for it and let go again.
+
+        Returns:
+            Bytes of that cache, and how many steps `initialize_kv_cache` will capture.
+        """
+        setup = self.setup
+        scheduler, cache = setup.config.scheduler, setup.config.cache
+        tokens = setup.max_num_batched_tokens
+        num_reqs = min(scheduler.max_num_seqs, tokens)
+        count = min(setup.max_model_len, tokens // num_reqs)
+        blocks = -(-count // cache.block_size)
+        groups, group_size = make_kv_cache_groups(setup.spec.layer_windows)
+        kv = KVCacheConfig(blocks + 1, cache.block_size, groups, group_size, 0)
+        self.initialize_kv_cache(kv, capture=False)
+        params = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1)
+        # All requests write to the same blocks: what they compute means nothing.
+        block_ids = [list(range(1, blocks + 1)) for _ in groups]
+        requests = [
+            NewRequestData(str(i), [0] * count, count, params, block_ids, 0)
+            for i in range(num_reqs)
+        ]
+        self.execute_model(
+            SchedulerOutput(
+                scheduled_new_reqs=requests,
+                num_scheduled_tokens={request.req_id: count for request in requests},
+                total_num_scheduled_tokens=num_reqs * count,
+            )
+        )
+        self.sample_tokens().get()
+        nbytes = sum(tensor.nbytes for tensor in self.kv_tensors)
+        del self.kv_tensors, self.kv_caches, self.steps, self.batch, self.sampling
+        self._unknown.clear()
+        captures = self.backend.name == "triton" and not setup.config.model.enforce_eager
+        return nbytes, len(graph_sizes(scheduler.max_num_seqs)) if captures else 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Runs the forward pass of one step and keeps its logits for `sample_tokens`."""
+        """Launches the forward pass of one step and keeps its logits for `sample_tokens`."""
+        scheduled = scheduler_output.num_scheduled_tokens
         with span("prepare_inputs"):
             self._update_rows(scheduler_output)
-            if not scheduler_output.num_scheduled_tokens:
+            if not scheduled:
                 self._step = None
                 return
-            inputs = self.batch.gather(scheduler_output.num_scheduled_tokens)
+            buffers = self.steps.buffers(
+                scheduler_output.total_num_scheduled_tokens, len(scheduled)
+            )
+            inputs = self.batch.gather(scheduled, buffers)
+            metadata = params = None
+            if len(inputs.last_tokens):
+                rows = inputs.rows[inputs.samples]
+                self._collect_tokens(wait=self.sampling.needs_tokens(rows))
+                metadata = self.sampling.metadata(rows)
+                params = metadata.params if metadata.plain else None
         with span("forward") as note:
             note(rows=len(inputs.input_ids))
-            hidden, logits = self.steps.run(inputs)
-        self._step = _Step(inputs, logits, self._compute_prompt_logprobs(inputs, hidden))
+            hidden, logits, tokens = self.steps.run(inputs, buffers, params)
+        prompt_logprobs = self._compute_prompt_logprobs(inputs, hidden)
+        self._step = _Step(inputs, metadata, logits, tokens, prompt_logprobs)
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> PendingOutput:
         """Samples one token for each request whose known tokens are all computed."""
         step, self._step = self._step, None
         errors, self._failed = self._failed, {}
         if step is None:
-            return ModelRunnerOutput(errors=errors)
+            return PendingOutput(ModelRunnerOutput(errors=errors), np.empty(0, np.int64), None)
         inputs = step.inputs
-        rows = inputs.rows[inputs.samples]
-        sampled: list[list[int]] = [[] for _ in inputs.req_ids]
-        logprobs: dict[str, LogprobsLists] = {}
-        if len(rows):
-            out = self.sampler.sample(step.logits, self.sampling.metadata(rows))
-            indices = np.flatnonzero(inputs.samples)
-            tokens = out.token_ids.cpu().numpy()
-            good = np.ones(len(rows), np.bool_)
-            for i, message in out.errors.items():
-                errors[inputs.req_ids[indices[i]]] = message
-                good[i] = False
-            self.batch.append_tokens(rows[good], tokens[good])
-            self.sampling.append_token(rows[good], tokens[good])
-            for i, token in zip(indices[good].tolist(), tokens[good].tolist(), strict=True):
-                sampled[i] = [token]
-            for i, lists in out.logprobs.items():
-                logprobs[inputs.req_ids[indices[i]]] = lists
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=inputs.req_ids,
-            sampled_token_ids=sampled,
-            logprobs=logprobs,
+            sampled_token_ids=[[] for _ in inputs.req_ids],
             prompt_logprobs=step.prompt_logprobs,
             errors=errors,
         )
+        indices = np.flatnonzero(inputs.samples)
+        if step.metadata is None:
+            return PendingOutput(output, indices, None)
+        rows, tokens = inputs.rows[indices], step.tokens
+        if tokens is None:
+            sampled = self.sampler.sample(step.logits, step.metadata)
+            tokens = sampled.token_ids
+            self.steps.put_tokens(rows, tokens)
+            for i, message in sampled.errors.items():
+                errors[inputs.req_ids[indices[i]]] = message
+            for i, lists in sampled.logprobs.items():
+                output.logprobs[inputs.req_ids[indices[i]]] = lists
+        on_their_way = SampledTokens(tokens)
+        if on_their_way.ready() and not self._unknown:
+            known = np.maximum(on_their_way.numpy(), 0)  # a row that failed computes on in vain
+            self.batch.append_tokens(rows, known)
+            self.sampling.append_token(rows, known)
+        else:
+            places = self.batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
+            self.sampling.advance(rows)
+            self._unknown.append(_Unknown(rows, self.batch.owners[rows], places, on_their_way))
+        return PendingOutput(output, indices, on_their_way)
+
+    def _collect_tokens(self, *, wait: bool) -> None:
+        """Takes the tokens that have come from the device into the rows that still want them."""
+        while self._unknown and (wait or self._unknown[0].tokens.ready()):
+            step = self._unknown.pop(0)
+            tokens = np.maximum(step.tokens.numpy(), 0)
+            same = step.owners == self.batch.owners[step.rows]
+            placed = same & (step.places >= 0)
+            self.batch.token_ids[step.rows[placed], step.places[placed]] = tokens[placed]
+            self.sampling.record(step.rows[same], tokens[same])
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the persistent rows up to date with the scheduler."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import EngineConfig
-from octavo.kv_cache.groups import KVCacheConfig
 from octavo.models.spec import ModelSpec
 
 
@@ -17,7 +16,6 @@ class WorkerSetup:
     config: EngineConfig
     spec: ModelSpec
     model_path: Path
-    kv_cache: KVCacheConfig
     dtype: str
     """"float32", "float16" or "bfloat16"."""
     max_model_len: int

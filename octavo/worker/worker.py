@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from octavo.device import bind_to_numa_node, select_device, set_num_threads
-from octavo.messages import ModelRunnerOutput, SchedulerOutput
+from octavo.device import bind_to_numa_node, cuda_memory, select_device, set_num_threads
+from octavo.errors import ConfigError
+from octavo.kv_cache.groups import KVCacheConfig
+from octavo.messages import SchedulerOutput
 from octavo.profiler import drain_kernels, span
-from octavo.worker.model_runner import ModelRunner
+from octavo.worker.memory import DeviceMemory
+from octavo.worker.model_runner import ModelRunner, PendingOutput
 from octavo.worker.setup import WorkerSetup
+
+# Captured steps share one pool for what they compute, which is counted; each of them also holds its
+# launches.
+_GRAPH_NBYTES = 4 * 2**20
 
 
 class Worker:
-    """Builds the model runner and passes steps on to it."""
+    """Builds the model runner and passes steps on to it.
+
+    Raises:
+        ConfigError: if the device cannot be used, or the model does not fit it.
+    """
 
     def __init__(self, setup: WorkerSetup) -> None:
         config = setup.config.device
-        device = select_device(config.device)
+        self.device = device = select_device(config.device, setup.dtype)
         if device.type == "cpu":
             # Before the pool starts and weights are read: both inherit it from this thread.
             if config.numa_node is not None:
                 bind_to_numa_node(config.numa_node)
             set_num_threads(config.num_threads)
+        else:
+            _check_weights(setup, device)
         with torch.inference_mode():
             self._runner: ModelRunner | None = ModelRunner(setup, device)
         self._step = 0  # number of the current one: the engine core counts alike
@@ -31,6 +44,29 @@ class Worker:
         """The model runner."""
         assert self._runner is not None, "the worker has been shut down"
         return self._runner
+
+    def measure_memory(self) -> DeviceMemory:
+        """See `Executor.measure_memory`."""
+        assert self.device.type == "cuda"
+        weights = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        with torch.inference_mode():
+            kv_nbytes, graphs = self.runner.run_largest_step()
+        step = torch.cuda.max_memory_allocated(self.device) - weights - kv_nbytes
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        total, free = cuda_memory(self.device)
+        return DeviceMemory(
+            total=total,
+            foreign=total - free - torch.cuda.memory_reserved(self.device),
+            weights=weights,
+            step=step + graphs * _GRAPH_NBYTES,
+        )
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """See `Executor.initialize_kv_cache`."""
+        with torch.inference_mode():
+            self.runner.initialize_kv_cache(kv_cache)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Runs the forward pass of a step."""
@@ -43,7 +79,7 @@ class Worker:
             )
             self.runner.execute_model(scheduler_output)
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> PendingOutput:
         """Samples the tokens of the step run last."""
         with torch.inference_mode(), span("sample_tokens") as note:
             note(step=self._step)
@@ -54,3 +90,21 @@ class Worker:
     def shutdown(self) -> None:
         """Lets go of the model and the KV cache."""
         self._runner = None
+
+
+def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
+    """Refuses a model that cannot fit before it is loaded."""
+    config = setup.config
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"quantization={config.model.quantization} is not supported on CUDA yet; leave it out, or "
+            "use device=cpu."
+        )
+    weights = setup.spec.weight_nbytes(setup.dtype, setup.max_model_len, None)
+    total, free = cuda_memory(device)
+    if weights > min(free, total * config.cache.gpu_memory_utilization):
+        raise ConfigError(
+            f"{config.model.model} takes {weights / 2**20:,.0f} MiB in {setup.dtype}, and "
+            f"{torch.cuda.get_device_name(device)} has {free / 2**20:,.0f} MiB free of "
+            f"{total / 2**20:,.0f} MiB. Take a smaller model or dtype, or device=cpu."
+        )

@@ -43,7 +43,7 @@ def test_float32_doubles_the_cache_block():
 def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
     result, kv_cache = plan(kv_cache_dtype=name, kv_cache_memory_bytes="8M")
     dtype = KV_CACHE_DTYPES[name]
-    shape = get_attention_backend(backend, torch.device("cpu")).kv_cache_shape(
+    shape = get_attention_backend(backend, torch.device("cpu"), 64).kv_cache_shape(
         3, 16, SPEC.num_key_value_heads, SPEC.head_size, dtype
     )
     assert 3 * result.block_nbytes == kv_cache.group_size * math.prod(shape) * dtype.itemsize

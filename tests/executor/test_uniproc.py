@@ -15,6 +15,21 @@ from octavo.executor.uniproc import UniProcExecutor
 from octavo.messages import SchedulerOutput
 
 
+class Pending:
+    def __init__(self, output, on_its_way=False):
+        self.output, self.on_its_way = output, on_its_way
+        self.thread = None
+
+    def ready(self):
+        return not self.on_its_way
+
+    def get(self):
+        self.thread = threading.current_thread().name
+        if isinstance(self.output, Exception):
+            raise self.output
+        return self.output
+
+
 class RecordingWorker:
     def __init__(self, setup):
         self.calls = []
@@ -26,7 +41,7 @@ class RecordingWorker:
 
     def sample_tokens(self):
         self.calls.append(("sample", None))
-        return len(self.calls)
+        return Pending(len(self.calls))
 
     def shutdown(self):
         self.calls.append(("shutdown", None))
@@ -47,6 +62,42 @@ def test_steps_run_in_order_on_one_thread(monkeypatch):
     executor.shutdown()
     executor.shutdown()
     assert worker.calls[-1] == ("shutdown", None)
+
+
+def test_tokens_on_their_way_hold_up_no_step(monkeypatch):
+    arrived = threading.Event()
+
+    class Slow(Pending):
+        def get(self):
+            arrived.wait(10)
+            return super().get()
+
+    class Worker(RecordingWorker):
+        def sample_tokens(self):
+            super().sample_tokens()
+            return Slow(len(self.calls), on_its_way=True)
+
+    monkeypatch.setattr(uniproc, "Worker", Worker)
+    executor = UniProcExecutor(None)
+    first = executor.sample_tokens()
+    executor.execute_model(SchedulerOutput()).result(10)
+    assert not first.done()
+    arrived.set()
+    assert first.result(10) == 1
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("on_its_way", [False, True])
+def test_a_failure_reaches_the_caller(on_its_way, monkeypatch):
+    class Worker(RecordingWorker):
+        def sample_tokens(self):
+            return Pending(ValueError("lost"), on_its_way)
+
+    monkeypatch.setattr(uniproc, "Worker", Worker)
+    executor = UniProcExecutor(None)
+    with pytest.raises(ValueError, match="lost"):
+        executor.sample_tokens().result(10)
+    executor.shutdown()
 
 
 def test_a_worker_that_cannot_start_says_why():

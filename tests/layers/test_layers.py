@@ -123,7 +123,7 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
         clip=1.0,
     )
     x = torch.randn(tokens, 16)
-    backend = get_attention_backend("reference", torch.device("cpu"))
+    backend = get_attention_backend("reference", torch.device("cpu"), 64)
     metadata = AttentionMetadata(
         num_reqs=1,
         num_tokens=tokens,

@@ -28,7 +28,7 @@ class Runner:
         block_size: int = 16,
     ) -> None:
         self.model = model
-        self.backend = get_attention_backend(backend, CPU)
+        self.backend = get_attention_backend(backend, CPU, 1024)
         spec = model.spec
         per_req = -(-max_len // block_size)
         shape = self.backend.kv_cache_shape(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.sampling.logits_processors import apply_grammar_bitmask, apply_logits_processors
+from octavo.sampling.logits_processors import apply_logits_processors
 from octavo.sampling_params import SamplingParams
 from tests.sampling.harness import Row, make_metadata, random_row, reference_process
 
@@ -68,27 +68,3 @@ def test_random_batches():
     got = processed(logits, rows)
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(got[i], reference_process(logits[i], row))
-
-
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
-def test_grammar_bitmask(vocab_size):
-    rng = np.random.default_rng(vocab_size)
-    logits = rng.normal(size=(5, vocab_size)).astype(np.float32)
-    allowed = rng.random((2, vocab_size)) < 0.5
-    words = np.zeros((2, -(-vocab_size // 32)), np.int64)
-    for row, token in zip(*np.nonzero(allowed), strict=True):
-        words[row, token // 32] |= 1 << (token % 32)
-    bitmask = torch.from_numpy(words.astype(np.uint32).view(np.int32))
-    expected = logits.copy()
-    expected[[3, 1]] = np.where(allowed, logits[[3, 1]], -np.inf)
-    got = torch.from_numpy(logits)
-    apply_grammar_bitmask(got, bitmask, torch.tensor([3, 1]))
-    np.testing.assert_array_equal(got.numpy(), expected)
-
-
-def test_grammar_bitmask_of_more_rows_than_a_chunk(monkeypatch):
-    monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 2 * 64)
-    bitmask = torch.tensor([[1 << i, 0] for i in range(7)], dtype=torch.int32)
-    logits = torch.zeros(7, 64)
-    apply_grammar_bitmask(logits, bitmask, torch.arange(7))
-    assert torch.equal(logits.isfinite(), torch.eye(7, 64, dtype=torch.bool))

@@ -18,7 +18,7 @@ from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.graphs import CapturedSteps, EagerSteps
-from octavo.worker.input_batch import InputBatch
+from octavo.worker.input_batch import InputBatch, StepBuffers
 from tests.models.harness import CPU, make_hf
 from tests.models.test_parity import CASES, VOCAB
 
@@ -37,27 +37,28 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
     )
     groups, group_size = make_kv_cache_groups(spec.layer_windows)
     kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups, group_size, 1)
-    backend = get_attention_backend("cpu", CPU)
+    backend = get_attention_backend("cpu", CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
     )
     tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(group_size)]
     layers = range(spec.num_layers)
+    batch = InputBatch(MAX_REQS, MAX_LEN, kv)
     return EagerSteps(
         model,
         backend,
         [tensors[kv.layer_to_tensor[i]] for i in layers],
         [kv.layer_to_group[i] for i in layers],
-    ), InputBatch(MAX_REQS, MAX_LEN, MAX_TOKENS, kv)
+        StepBuffers(batch.layout(MAX_TOKENS, MAX_REQS)),
+    ), batch
 
 
-def capture(eager: EagerSteps, batch: InputBatch, dtype: str) -> CapturedSteps:
+def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
     ops = get_ops(CPU)
     assert isinstance(ops, NativeOps)
     return CapturedSteps(
         eager,
         ops,
-        batch.buffers,
         activation_nbytes=eager.model.spec.activation_nbytes(MAX_TOKENS, dtype),
     )
 
@@ -81,7 +82,7 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
     results = []
     for captured in (False, True):
         steps, batch = make_steps(tmp_path, dtype)
-        runner = capture(steps, batch, dtype) if captured else steps
+        runner = capture(steps, dtype) if captured else steps
         groups = len(batch.block_tables)
         rng = np.random.default_rng(0)
         for i, req_id in enumerate("abc"):
@@ -98,9 +99,11 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
                     row = batch.row_of[req_id]
                     end = int(batch.num_computed_tokens[row]) + count
                     batch.num_tokens[row] = end if req_id != "a" or len(seen) % 4 == 0 else MAX_LEN
-                inputs = batch.gather(scheduled)
+                buffers = runner.buffers(sum(scheduled.values()), len(scheduled))
+                inputs = batch.gather(scheduled, buffers)
                 assert len(inputs.last_tokens) in (len(scheduled), len(scheduled) - 1)
-                hidden, logits = runner.run(inputs)
+                hidden, logits, tokens = runner.run(inputs, buffers, None)
+                assert tokens is None
                 assert logits.shape == (inputs.samples.sum(), VOCAB)
                 seen += [hidden.clone(), logits.clone()]
                 batch.num_computed_tokens[inputs.rows] += list(scheduled.values())

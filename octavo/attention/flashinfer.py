@@ -1,0 +1,126 @@
+"""Attention by the FlashInfer package, for CUDA (Ye et al., "FlashInfer", MLSys 2025).
+
+Each step is planned on the host, so it waits for the device once and is not captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flashinfer
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
+from octavo.errors import ConfigError
+
+_WORKSPACE_NBYTES = 128 * 2**20
+
+
+class FlashInferAttention:
+    """`AttentionBackend` by FlashInfer; see there for meaning.
+
+    Args:
+        device: where.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, device: torch.device) -> None:
+        workspace = torch.empty(_WORKSPACE_NBYTES, dtype=torch.uint8, device=device)
+        self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self._planned: tuple[object, ...] = ()
+
+    def kv_cache_shape(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[int, ...]:
+        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
+        if dtype is not None and dtype.itemsize == 1:
+            raise ConfigError(
+                "kv_cache_dtype: a cache of bytes is not supported with attention_backend=flashinfer "
+                "yet; use auto, or attention_backend=triton."
+            )
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """By indexing."""
+        if rotary is not None:
+            rotary(key)
+        block_size = kv_cache.shape[2]
+        wanted = slot_mapping >= 0
+        slots = slot_mapping[wanted]
+        for i, x in enumerate((key, value)):
+            kv_cache[slots // block_size, i, slots % block_size] = x[wanted]
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """One call for prefill chunks and decode rows alike."""
+        assert alibi_slopes is None, "refused by the model runner"
+        # Layers of a step that attend alike share a plan.
+        key = (metadata, scale, sliding_window, logits_soft_cap)
+        if len(self._planned) != len(key) or any(
+            a is not b and a != b for a, b in zip(self._planned, key, strict=True)
+        ):
+            self._plan(query, kv_cache, metadata, scale, sliding_window, logits_soft_cap)
+            self._planned = key
+        self._wrapper.run(query.contiguous(), kv_cache, out=out)
+
+    def _plan(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+    ) -> None:
+        block_size = kv_cache.shape[2]
+        pages = (metadata.seq_lens + block_size - 1) // block_size
+        columns = torch.arange(metadata.block_table.shape[1], device=pages.device)
+        indptr = torch.zeros(len(pages) + 1, dtype=torch.int32, device=pages.device)
+        indptr[1:] = pages.cumsum(0)
+        self._wrapper.plan(
+            metadata.query_start_loc,
+            indptr,
+            metadata.block_table[columns < pages[:, None]],
+            (metadata.seq_lens - 1) % block_size + 1,
+            query.shape[1],
+            kv_cache.shape[3],
+            query.shape[2],
+            block_size,
+            causal=True,
+            sm_scale=scale,
+            window_left=-1 if sliding_window is None else sliding_window - 1,
+            logits_soft_cap=logits_soft_cap,
+            q_data_type=query.dtype,
+            kv_data_type=kv_cache.dtype,
+        )
+
+    def copy_blocks(
+        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """By indexing: the first dimension counts blocks."""
+        copy_blocks(kv_caches, src_dst_pairs)

@@ -1,0 +1,138 @@
+"""Attention by the Triton kernels in octavo/kernels/triton, for CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
+from octavo.errors import ConfigError
+from octavo.kernels.triton.attention import attention
+from octavo.kernels.triton.fp8 import E4M3, E5M2
+from octavo.kernels.triton.kv_write import write_kv
+
+MIN_SPLIT, MAX_SPLITS = 256, 64
+"""The KV is cut into splits of at least this many positions, and not into more than this many."""
+
+_FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+_MAX_HEAD_SIZE = 256
+# Rows of a program: for steps of decode rows only, and where there are prefill chunks.
+_DECODE_ROWS, _PREFILL_ROWS = 16, 64
+_PROGRAMS_PER_CORE = 4
+
+
+class TritonAttention:
+    """`AttentionBackend` for CUDA; see there for meaning.
+
+    A row's result does not depend on the other rows of a step. With `batch_invariant` it does not depend
+    either on whether the step holds prefill chunks, and a token has the same bits decoded or prefilled.
+
+    Args:
+        device: where.
+        max_model_len: longest context; sets where the KV is split.
+        batch_invariant: one tile for all steps.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self, device: torch.device, max_model_len: int, *, batch_invariant: bool = False
+    ) -> None:
+        self.split = max(MIN_SPLIT, triton.next_power_of_2(-(-max_model_len // MAX_SPLITS)))
+        self.max_model_len = max_model_len
+        self.batch_invariant = batch_invariant
+        cuda = device.type == "cuda"
+        self.cores = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self.upcast = not cuda  # Triton's interpreter has no product of bfloat16
+
+    def kv_cache_shape(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[int, ...]:
+        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
+        if head_size > _MAX_HEAD_SIZE:
+            raise ConfigError(
+                f"head_size={head_size}: Triton attention takes up to {_MAX_HEAD_SIZE}; use "
+                "attention_backend=reference."
+            )
+        if dtype == torch.int8:
+            raise ConfigError(
+                "kv_cache_dtype=int8 is not supported by Triton attention yet; use fp8_e4m3 or "
+                "fp8_e5m2."
+            )
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """One launch with the rotary embedding."""
+        format = _FORMATS.get(kv_cache.dtype, 0)
+        cells = kv_cache.view(torch.uint8) if format else kv_cache
+        if rotary is None:
+            write_kv(key, value, cells, slot_mapping, format=format)
+        else:
+            write_kv(
+                key,
+                value,
+                cells,
+                slot_mapping,
+                format=format,
+                query=rotary.query,
+                positions=rotary.positions,
+                cos_sin_cache=rotary.cos_sin_cache,
+                is_neox=rotary.is_neox,
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """One launch, and one more to merge splits where a decode row's were shared out."""
+        format = _FORMATS.get(kv_cache.dtype, 0)
+        max_splits = -(-metadata.max_seq_len // self.split)
+        pairs = metadata.num_reqs * kv_cache.shape[3]
+        decode = metadata.max_query_len == 1
+        attention(
+            query,
+            kv_cache.view(torch.uint8) if format else kv_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            out,
+            scale=scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            format=format,
+            split=self.split,
+            max_splits=max_splits,
+            programs=max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs)),
+            block_m=_DECODE_ROWS if decode and not self.batch_invariant else _PREFILL_ROWS,
+            upcast=self.upcast,
+        )
+
+    def copy_blocks(
+        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """By indexing: the first dimension counts blocks."""
+        copy_blocks(kv_caches, src_dst_pairs)

@@ -1,0 +1,66 @@
+"""Activations of the MLP: SiLU and GELU, alone or times the other half."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.base import Gate, Gelu
+
+_BLOCK = 1024
+
+
+@triton.jit
+def tanh(x):
+    """Through the exponential; the hyperbolic tangent of the math library has no interpreter."""
+    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu_tanh":
+        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@triton.jit
+def _act(x, out, up, stride, columns, MUL: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    y = _activate(tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32), KIND)
+    y = y.to(out.dtype.element_ty)
+    if MUL:
+        factor = tl.load(up + row * stride + at, mask=mask, other=0.0).to(tl.float32)
+        y = (y.to(tl.float32) * factor).to(out.dtype.element_ty)
+    tl.store(out + row * columns + at, y, mask=mask)
+
+
+def act_and_mul(gate_up: Tensor, activation: Gate) -> Tensor:
+    """See `Ops.act_and_mul`."""
+    tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, columns, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        gate, up = gate_up.chunk(2, dim=-1)
+        _act[(tokens, triton.cdiv(columns, _BLOCK))](
+            gate, out, up, gate_up.stride(0), columns, MUL=True, KIND=activation, BLOCK=_BLOCK
+        )
+    return out
+
+
+def gelu(x: Tensor, approximate: Gelu) -> Tensor:
+    """See `Ops.gelu`."""
+    out = torch.empty_like(x)
+    if x.numel():
+        kind = "gelu_tanh" if approximate == "tanh" else "gelu"
+        flat = x.view(1, -1)
+        _act[(1, triton.cdiv(x.numel(), _BLOCK))](
+            flat, out, flat, 0, x.numel(), MUL=False, KIND=kind, BLOCK=_BLOCK
+        )
+    return out

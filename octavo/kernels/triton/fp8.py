@@ -1,0 +1,44 @@
+"""Bytes of an FP8 KV cache, by integer arithmetic: the same bits on every card, and on a CPU.
+
+Formats: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), section 3.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3, E5M2 = 1, 2
+"""Values of FORMAT; 0 stands for a cache of the model's own type."""
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr):
+    """float32 to uint8: to nearest even, cut to the largest finite number, NaN kept."""
+    MANTISSA: tl.constexpr = 3 if FORMAT == 1 else 2
+    BIAS: tl.constexpr = 7 if FORMAT == 1 else 15
+    LARGEST: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(x), LARGEST)
+    exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
+    # Units of the last place: a power of two times the number, exact, then rounded to a whole number
+    # by adding 1.5 * 2^23, where float32 has none but whole numbers.
+    unit = ((MANTISSA + 127) - exponent) << 23
+    whole = (size * unit.to(tl.float32, bitcast=True) + 12582912.0) - 12582912.0
+    code = ((exponent + BIAS) << MANTISSA) + whole.to(tl.int32) - (1 << MANTISSA)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode(code, FORMAT: tl.constexpr):
+    """uint8 to float32."""
+    MANTISSA: tl.constexpr = 3 if FORMAT == 1 else 2
+    SCALE: tl.constexpr = 1.329227995784916e36 if FORMAT == 1 else 5.192296858534828e33
+    wide = code.to(tl.int32)
+    size = ((wide & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * SCALE  # 2^(127 - bias)
+    if FORMAT == 1:
+        size = tl.where((wide & 0x7F) == 0x7F, float("nan"), size)
+    else:
+        size = tl.where((wide & 0x7F) > 0x7C, float("nan"), size)
+    return tl.where(wide > 0x7F, -size, size)

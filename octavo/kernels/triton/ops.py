@@ -1,0 +1,92 @@
+"""The table of operations for CUDA: Triton kernels, and torch's own where those are as good."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.kernels.base import Gate, Gelu, PackedWeight, QuantizedWeight
+from octavo.kernels.reference import ReferenceOps
+from octavo.kernels.triton import activation as _activation
+from octavo.kernels.triton import gemm, norm, sample
+
+
+class TritonOps(ReferenceOps):
+    """`Ops` for CUDA, or for a CPU through Triton's interpreter; see there for shapes and meaning.
+
+    Args:
+        batch_invariant: a row of `linear` has the same bits whatever the number of rows.
+        upcast: multiply in float32: Triton's interpreter has no product of bfloat16.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, batch_invariant: bool = False, upcast: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+        self.upcast = upcast
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """cuBLAS, or the kernel with one tile for every number of rows."""
+        assert isinstance(weight, PackedWeight), "quantized weights are not supported on CUDA yet"
+        if self.batch_invariant:
+            return gemm.linear(x, weight.data, bias, out_dtype or x.dtype, upcast=self.upcast)
+        if out_dtype is None or out_dtype == x.dtype:
+            return F.linear(x, weight.data, bias)
+        if x.is_cuda:  # rounded once, to the wider type
+            y = torch.mm(x, weight.data.T, out_dtype=out_dtype)
+            return y if bias is None else y + bias
+        return super().linear(x, weight, bias, out_dtype)
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One program for each row."""
+        return norm.rms_norm(x, weight, eps, weight_offset, out)
+
+    def fused_add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """One program for each row."""
+        return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
+
+    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
+        """One pass."""
+        return _activation.act_and_mul(gate_up, activation)
+
+    def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
+        """One pass."""
+        return _activation.gelu(x, approximate)
+
+    def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
+        """One program for each row; nothing is sorted."""
+        rows = torch.from_numpy(params.view(np.int64).reshape(-1, 4)).to(x.device)
+        out = torch.empty(len(x), dtype=torch.int64, device=x.device)
+        sample.sample(x, rows, out)
+        return out
+
+    def sample_into(self, x: Tensor, params: Tensor, out: Tensor) -> None:
+        """`sample` with everything on the device: `SAMPLING_ROW` [M] as int64 [M, 4]; out [M]."""
+        sample.sample(x, params, out)
+
+    def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+        """One pass over the rows that have a mask."""
+        sample.apply_bitmask(x, bitmask.to(x.device), rows.to(x.device))

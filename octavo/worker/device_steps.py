@@ -1,0 +1,291 @@
+"""Steps on a GPU: one copy in, captured graphs for decode steps, sampled tokens that stay there.
+
+Nothing here waits for the device. A step's inputs go over in one copy from pinned memory; the tokens
+that it samples are read on the device by the next step, whose inputs name them `UNKNOWN`, and come to
+the host in one copy that somebody else waits for.
+
+Through Triton's interpreter all of it runs on a CPU as well, without graphs and pinned memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionMetadata
+from octavo.kernels.triton.ops import TritonOps
+from octavo.kernels.triton.tokens import take_tokens
+from octavo.worker.graphs import EagerSteps
+from octavo.worker.input_batch import InputBatch, StepBuffers, StepInputs, StepLayout
+
+logger = logging.getLogger(__name__)
+
+# Two steps are in flight at most, and a third one's inputs are gathered after the first has ended.
+_HOST_BUFFERS = 3
+_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "bool": torch.bool}
+
+
+class _DeviceArrays:
+    """The arrays of a step as tensors on the device."""
+
+    def __init__(self, layout: StepLayout, memory: Tensor) -> None:
+        arrays = {
+            name: memory[begin : begin + nbytes].view(_TORCH_DTYPES[dtype]).view(shape)
+            for name, (begin, nbytes, dtype, shape) in layout.arrays.items()
+        }
+        groups = range(layout.num_groups)
+        self.query_start_loc = arrays["query_start_loc"]
+        self.seq_lens = arrays["seq_lens"]
+        self.last_tokens = arrays["last_tokens"]
+        self.sampling_rows = arrays["sampling_rows"]
+        self.sampling_params = arrays["sampling_params"]
+        self.input_ids = arrays["input_ids"]
+        self.positions = arrays["positions"]
+        self.slot_mappings = [arrays[f"slot_mapping_{g}"] for g in groups]
+        self.block_tables = [arrays[f"block_table_{g}"] for g in groups]
+
+    def metadata(self, max_query_len: int, max_seq_len: int) -> list[AttentionMetadata]:
+        """One for each KV-cache group."""
+        return [
+            AttentionMetadata(
+                num_reqs=self.seq_lens.shape[0],
+                num_tokens=self.input_ids.shape[0],
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_start_loc=self.query_start_loc,
+                seq_lens=self.seq_lens,
+                block_table=table,
+                slot_mapping=slots,
+            )
+            for table, slots in zip(self.block_tables, self.slot_mappings, strict=True)
+        ]
+
+
+class Graph(Protocol):
+    """A function without arguments, captured: its launches, and the tensors that it returned."""
+
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        """Launches it again; the outputs get new contents."""
+        ...
+
+
+Capture = Callable[[Callable[[], tuple[Tensor, ...]]], Graph]
+
+
+class CudaGraphs:
+    """A `Capture` by CUDA graphs that share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], tuple[Tensor, ...]]) -> Graph:
+        """Captures a function on a stream of its own, after having run it once."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            step()  # compiles the kernels, lets the libraries take their workspace
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = step()
+        return _CudaGraph(graph, outputs)
+
+
+@dataclass(slots=True)
+class _CudaGraph:
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A decode step of one size, captured."""
+
+    arrays: _DeviceArrays
+    layout: StepLayout
+    graph: Graph
+
+
+class DeviceSteps:
+    """See the module.
+
+    Args:
+        eager: the model, the backend and the KV cache.
+        ops: the model's table of operations.
+        batch: the rows of the live requests.
+        max_num_tokens: of a step.
+        max_num_reqs: of a step.
+        max_model_len: longest context.
+    """
+
+    def __init__(
+        self,
+        eager: EagerSteps,
+        ops: TritonOps,
+        batch: InputBatch,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        max_model_len: int,
+    ) -> None:
+        self._eager, self._ops, self._batch = eager, ops, batch
+        self._max_model_len = max_model_len
+        self.device = eager.model.device
+        self._cuda = self.device.type == "cuda"
+        nbytes = batch.layout(max_num_tokens, max_num_reqs).nbytes
+        self._host = [
+            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+            for _ in range(_HOST_BUFFERS)
+        ]
+        self._next_host = 0
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        # Behind the rows one more, which the padding of captured steps writes: row -1.
+        self._sampled = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=self.device)
+        self._graphs: dict[int, _Graph] = {}
+        self._layout = StepLayout(0, 0, 0, 0)
+        self._current = self._host[0]
+
+    def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
+        """Where the inputs of the next step go, on the host."""
+        size = self._graph_size(num_tokens, num_reqs)
+        self._layout = (
+            self._batch.layout(num_tokens, num_reqs) if size is None else self._graphs[size].layout
+        )
+        self._current = self._host[self._next_host]
+        self._next_host = (self._next_host + 1) % _HOST_BUFFERS
+        return StepBuffers(self._layout, self._current.numpy())
+
+    def run(
+        self, inputs: StepInputs, buffers: StepBuffers, params: np.ndarray | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Launches a step.
+
+        Args:
+            inputs: what was gathered into `buffers`.
+            buffers: the last that `buffers` returned.
+            params: `SAMPLING_ROW` [S] to choose tokens by; None: they are chosen later (`put_tokens`).
+
+        Returns:
+            Hidden states [T, hidden_size], float32 logits [S, vocab], and the tokens int64 [S].
+        """
+        num_reqs, num_logits = len(inputs.req_ids), len(inputs.last_tokens)
+        size = self._graph_size(len(inputs.input_ids), num_reqs)
+        graph = None if size is None else self._graphs[size]
+        rows = inputs.rows[inputs.samples]
+        buffers.sampling_rows[:num_logits] = rows
+        if params is not None:
+            buffers.sampling_params[:num_logits] = params.view(np.int64).reshape(num_logits, -1)
+        if graph is not None:
+            _pad(buffers, inputs)
+        nbytes = self._layout.nbytes
+        self._memory[:nbytes].copy_(self._current[:nbytes], non_blocking=True)
+        if graph is not None:
+            graph.graph.replay()
+            hidden, logits, tokens = graph.graph.outputs
+            chosen = tokens[:num_logits] if params is not None else None
+            return hidden[:num_reqs], logits[:num_logits], chosen
+        arrays = _DeviceArrays(self._layout, self._memory)
+        return self._forward(
+            arrays,
+            num_logits,
+            int(np.diff(inputs.query_start_loc).max()),
+            int(inputs.seq_lens.max()),
+            sample=params is not None,
+        )
+
+    def put_tokens(self, rows: np.ndarray, tokens: Tensor) -> None:
+        """Notes tokens that were chosen elsewhere as the last ones of their rows."""
+        self._sampled[torch.from_numpy(rows).to(self.device)] = tokens
+
+    def capture(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
+        """Captures decode steps of the given numbers of rows, the largest first.
+
+        `capture` makes a graph of a function; default: `CudaGraphs`.
+        """
+        start, before = time.monotonic(), self._reserved()
+        capture = capture or CudaGraphs(self.device)
+        for size in sorted(sizes, reverse=True):
+            layout = self._batch.layout(size, size)
+            arrays = _DeviceArrays(layout, self._memory)
+            self._memory.zero_()
+            arrays.sampling_rows.fill_(-1)
+            for slots in arrays.slot_mappings:
+                slots.fill_(-1)
+
+            def step(arrays: _DeviceArrays = arrays, size: int = size) -> tuple[Tensor, ...]:
+                result = self._forward(arrays, size, 1, self._max_model_len, sample=True)
+                assert result[2] is not None
+                return result[0], result[1], result[2]
+
+            self._graphs[size] = _Graph(arrays, layout, capture(step))
+        logger.info(
+            "captured %d decode steps of up to %d requests in %.1f s, %.0f MiB",
+            len(sizes),
+            max(sizes),
+            time.monotonic() - start,
+            (self._reserved() - before) / 2**20,
+        )
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.device) if self._cuda else 0
+
+    def _graph_size(self, num_tokens: int, num_reqs: int) -> int | None:
+        """The captured step that a decode step of that size fits; None: there is none."""
+        if num_tokens != num_reqs:
+            return None
+        return min((size for size in self._graphs if size >= num_reqs), default=None)
+
+    def _forward(
+        self,
+        arrays: _DeviceArrays,
+        num_logits: int,
+        max_query_len: int,
+        max_seq_len: int,
+        *,
+        sample: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        eager, last_tokens = self._eager, arrays.last_tokens[:num_logits]
+        rows = arrays.sampling_rows[:num_logits]
+        take_tokens(arrays.input_ids, last_tokens, rows, self._sampled)
+        groups = arrays.metadata(max_query_len, max_seq_len)
+        hidden = eager.model.forward(
+            arrays.input_ids,
+            arrays.positions,
+            eager.kv_caches,
+            [groups[g] for g in eager.layer_groups],
+            eager.backend,
+        )
+        logits = eager.model.compute_logits(hidden, last_tokens)
+        tokens = None
+        if sample:
+            tokens = torch.empty(num_logits, dtype=torch.int64, device=self.device)
+            self._ops.sample_into(logits, arrays.sampling_params[:num_logits], tokens)
+            self._sampled[rows] = tokens
+        return hidden, logits, tokens
+
+
+def _pad(buffers: StepBuffers, inputs: StepInputs) -> None:
+    """Fills a captured step that is larger than the requests there are: rows that do nothing."""
+    num_reqs, num_logits = len(inputs.req_ids), len(inputs.last_tokens)
+    buffers.query_start_loc[num_reqs + 1 :] = num_reqs
+    buffers.seq_lens[num_reqs:] = 0
+    buffers.input_ids[num_reqs:] = 0
+    buffers.positions[num_reqs:] = 0
+    for slots in buffers.slot_mappings:
+        slots[num_reqs:] = -1
+    buffers.last_tokens[num_logits:] = 0
+    buffers.sampling_rows[num_logits:] = -1
+    buffers.sampling_params[num_logits:] = 0

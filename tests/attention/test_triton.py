@@ -1,0 +1,120 @@
+"""The Triton attention kernels, in the interpreter, against dense attention in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from tests.attention.cases import Case
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from octavo.attention import triton as under_test
+from octavo.attention.triton import TritonAttention
+
+CPU = torch.device("cpu")
+BYTES = [torch.float8_e4m3fn, torch.float8_e5m2]
+MIXED = ((1, 1), (70, 1), (33, 33), (150, 7), (5, 0), (130, 130), (64, 64), (65, 1), (16, 2))
+# The interpreter cuts float32 to bfloat16 instead of rounding it.
+ERROR = {torch.float32: 2e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+dtypes = pytest.mark.parametrize("dtype", list(ERROR), ids=str)
+
+
+def backend(max_model_len: int = 1024, *, batch_invariant: bool = False) -> TritonAttention:
+    return TritonAttention(CPU, max_model_len, batch_invariant=batch_invariant)
+
+
+def check(case: Case, attention: TritonAttention | None = None, *, views: bool = False) -> None:
+    got, truth = case.run(attention or backend(), views=views), case.truth()
+    error = ERROR[case.dtype]
+    torch.testing.assert_close(got.double(), truth, rtol=error, atol=error)
+
+
+@dtypes
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_prefill_and_decode_in_one_step(block_size: int, dtype: torch.dtype) -> None:
+    check(Case(MIXED, block_size=block_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_size", [8, 40, 64, 128, 256])
+def test_head_sizes(head_size: int) -> None:
+    check(Case(((70, 1), (90, 20)), head_size=head_size, scale=head_size**-0.5))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (14, 2), (40, 1)])
+def test_groups_of_heads(heads: int, kv_heads: int) -> None:
+    check(Case(((70, 1), (40, 40), (81, 5)), heads=heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("window", [1, 16, 63, 65, 1000])
+def test_sliding_window(window: int) -> None:
+    """Blocks before the window do not exist: reading one would end the process."""
+    check(Case((*MIXED, (300, 1), (300, 90)), window=window))
+
+
+@pytest.mark.parametrize(
+    ("soft_cap", "alibi", "window"), [(2.0, False, None), (None, True, None), (3.0, True, 20)]
+)
+def test_soft_cap_and_alibi(soft_cap: float | None, alibi: bool, window: int | None) -> None:
+    check(Case(MIXED, soft_cap=soft_cap, alibi=alibi, window=window))
+
+
+@pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
+@pytest.mark.parametrize("features", [{}, {"window": 50}, {"head_size": 40}], ids=str)
+def test_a_cache_in_fp8(features: dict[str, int], cache_dtype: torch.dtype) -> None:
+    check(Case(MIXED, cache_dtype=cache_dtype, **features))  # type: ignore[arg-type]
+
+
+def test_views() -> None:
+    check(Case(MIXED), views=True)
+
+
+def test_nothing_to_do() -> None:
+    assert Case(()).run(backend()).shape == (0, 4, 16)
+    assert Case(((5, 0), (7, 0))).run(backend()).shape == (0, 4, 16)
+
+
+LONG = ((900, 1), (1, 1), (256, 1), (257, 1), (600, 1), (1000, 1))
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 300}, {"soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize("cores", [1, 10, 1000])
+def test_sharing_out_splits_changes_no_bit(
+    cores: int, features: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "MIN_SPLIT", 128)
+    case = Case(LONG, **features)  # type: ignore[arg-type]
+    alone, shared = backend(), backend()
+    assert alone.split == 128
+    alone.cores, shared.cores = 0, cores
+    check(case, shared)
+    assert torch.equal(case.run(shared), case.run(alone))
+
+
+def test_others_in_the_batch_change_no_bit() -> None:
+    whole = Case(LONG).run(backend())
+    for i, request in enumerate(LONG):
+        assert torch.equal(Case((request,), seeds=(i,)).run(backend())[0], whole[i])
+
+
+@pytest.mark.parametrize("features", [{}, {"window": 50}], ids=str)
+def test_batch_invariant_chunks_change_no_bit(features: dict[str, int]) -> None:
+    attention = backend(batch_invariant=True)
+
+    def run(*requests: tuple[int, int]) -> Tensor:
+        return Case(requests, seeds=(7, 8)[: len(requests)], **features).run(attention)  # type: ignore[arg-type]
+
+    whole = run((300, 300))
+    chunks = [run((n, 60)) for n in range(60, 301, 60)]
+    assert torch.equal(torch.cat(chunks), whole)
+    for length in (1, 64, 65, 300):
+        assert torch.equal(run((length, 1), (20, 20))[0], whole[length - 1])
+
+
+def test_what_it_cannot_do() -> None:
+    with pytest.raises(ConfigError, match="head_size=512"):
+        backend().kv_cache_shape(4, 16, 2, 512)
+    with pytest.raises(ConfigError, match="int8"):
+        backend().kv_cache_shape(4, 16, 2, 64, torch.int8)

@@ -1,0 +1,99 @@
+"""The whole engine on the Triton kernels, in the interpreter: the same tokens as the CPU kernels."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.worker import model_runner
+from tests.models.harness import make_hf
+from tests.models.test_parity import CASES, VOCAB
+from tests.triton import needs_triton
+
+pytestmark = needs_triton
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+RICH = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    top_k=50,
+    seed=5,
+    max_tokens=6,
+    repetition_penalty=1.2,
+    bad_words_token_ids=[[3, 4], [7]],
+    ignore_eos=True,
+)
+PLAIN = SamplingParams(temperature=0.8, seed=6, max_tokens=6, ignore_eos=True)
+LOGPROBS = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, ignore_eos=True)
+
+
+class OnTheirWay(model_runner.SampledTokens):
+    """Tokens that seem to be on their way until somebody waits for them, as from a GPU."""
+
+    waited = False
+
+    def ready(self):
+        return self.waited
+
+    def numpy(self):
+        self.waited = True
+        return super().numpy()
+
+
+def folder(case: str, tmp_path: Path) -> str:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 9, 20, 33)]
+
+
+def tokens(model: str, params: list[SamplingParams], **settings: object) -> list[list[int]]:
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 4} | settings
+    with LLM(
+        model=model,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        num_gpu_blocks_override=40,
+        block_size=8,
+        **settings,
+    ) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "mistral", "gpt2", "mpt"])
+def test_greedy_tokens_are_the_same(case: str, tmp_path: Path) -> None:
+    model = folder(case, tmp_path)
+    params = [GREEDY] * 4
+    assert tokens(model, params, attention_backend="triton") == tokens(model, params)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_tokens_that_the_host_does_not_know_yet(
+    async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step reads them on the device; penalties and bad words wait for them."""
+    model = folder("llama", tmp_path)
+    params = [GREEDY, RICH, PLAIN, LOGPROBS]
+    expected = tokens(model, params)
+    monkeypatch.setattr(model_runner, "SampledTokens", OnTheirWay)
+    settings = {"attention_backend": "triton", "async_scheduling": async_scheduling}
+    assert tokens(model, params, **settings) == expected
+    # Too few blocks for all: requests are preempted and start over.
+    assert tokens(model, params, num_gpu_blocks_override=9, **settings) == expected
+
+
+def test_batch_invariant_products(tmp_path: Path) -> None:
+    model = folder("llama", tmp_path)
+    params = [GREEDY] * 4
+    settings = {"attention_backend": "triton", "batch_invariant": True}
+    assert tokens(model, params, **settings) == tokens(model, params)

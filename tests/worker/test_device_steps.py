@@ -1,0 +1,122 @@
+"""Captured decode steps, with a stand-in for CUDA graphs that runs the step again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.attention.base import get_attention_backend
+from octavo.kernels.base import SAMPLING_ROW
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.messages import NewRequestData
+from octavo.models.loader import load_model
+from octavo.models.spec import ModelSpec
+from octavo.sampling_params import SamplingParams
+from octavo.worker.graphs import EagerSteps, graph_sizes
+from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
+from tests.models.harness import CPU, make_hf
+from tests.models.test_parity import CASES
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from octavo.kernels.triton.ops import TritonOps
+from octavo.worker.device_steps import DeviceSteps
+
+BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS = 8, 4, 32, 4
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (24, [1, 2, 4, 8, 16, 24]),
+        (300, [1, 2, 4, *range(8, 257, 8), 288, 300]),
+    ],
+)
+def test_graph_sizes(max_num_seqs: int, expected: list[int]) -> None:
+    assert graph_sizes(max_num_seqs) == expected
+
+
+class Replayed:
+    """What torch.cuda.CUDAGraph does, as far as results are concerned."""
+
+    def __init__(self, step):
+        self.step, self.outputs = step, step()
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        for to, result in zip(self.outputs, self.step(), strict=True):
+            to.copy_(result)
+
+
+def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config).save_pretrained(folder)
+    spec, ops = ModelSpec.from_folder(folder), TritonOps(upcast=True)
+    model = load_model(
+        spec, folder, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
+    )
+    groups, group_size = make_kv_cache_groups(spec.layer_windows)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
+    backend = get_attention_backend("triton", CPU, MAX_LEN)
+    shape = backend.kv_cache_shape(
+        kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
+    )
+    caches = [torch.full(shape, torch.nan) for _ in range(spec.num_layers)]
+    batch = InputBatch(MAX_REQS, MAX_LEN, kv)
+    buffers = StepBuffers(batch.layout(MAX_LEN, MAX_REQS))
+    eager = EagerSteps(model, backend, caches, [0] * spec.num_layers, buffers)
+    steps = DeviceSteps(
+        eager, ops, batch, max_num_tokens=64, max_num_reqs=MAX_REQS, max_model_len=MAX_LEN
+    )
+    for i, req_id in enumerate("abc"):
+        blocks = list(range(1 + i * BLOCKS, 1 + (i + 1) * BLOCKS))
+        ids = list(range(3 + i, 9 + 2 * i))
+        batch.add(NewRequestData(req_id, ids, len(ids), SamplingParams(), [blocks], 0))
+    return steps, batch
+
+
+def params(count: int) -> np.ndarray:
+    result = np.zeros(count, SAMPLING_ROW)
+    result["top_p"] = 1.0
+    result["temperature"][1:] = 0.7
+    result["uniform"] = 0.3
+    return result
+
+
+def run(steps: DeviceSteps, batch: InputBatch, scheduled: dict[str, int]) -> list[torch.Tensor]:
+    """One step whose tokens the host never learns."""
+    buffers = steps.buffers(sum(scheduled.values()), len(scheduled))
+    inputs = batch.gather(scheduled, buffers)
+    hidden, logits, tokens = steps.run(inputs, buffers, params(len(inputs.last_tokens)))
+    assert tokens is not None
+    result = [hidden.clone(), logits.clone(), tokens.clone()]
+    rows = inputs.rows[inputs.samples]
+    batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
+    batch.num_computed_tokens[inputs.rows] += list(scheduled.values())
+    return result
+
+
+def test_captured_steps_of_any_number_of_requests(tmp_path: Path) -> None:
+    results, graphs = [], []
+    for captured in (False, True):
+        steps, batch = make_steps(tmp_path)
+        if captured:
+            steps.capture(
+                [2, MAX_REQS], capture=lambda step: graphs.append(Replayed(step)) or graphs[-1]
+            )
+        seen = run(steps, batch, {"a": 6, "b": 8, "c": 4})
+        seen += run(steps, batch, {"a": 1, "b": 1})
+        seen += run(steps, batch, {"b": 1, "c": 6, "a": 1})
+        seen += run(steps, batch, {"c": 1, "b": 1, "a": 1})
+        seen += run(steps, batch, {"c": 1})
+        results.append(seen)
+    for eager, captured_result in zip(*results, strict=True):
+        assert eager.isfinite().all()
+        torch.testing.assert_close(captured_result, eager)
+    assert {graph.replays for graph in graphs} == {1, 2}, "two steps fit two requests, one four"
