@@ -300,7 +300,8 @@ def measure_kernels(report: Report, card: Card) -> None:
         fixed = gpu_seconds(lambda x=x, w=packed: invariant.linear(x, w))
         report.add(
             f"kernel: batch-invariant product, {rows} x 4096 x 4096",
-            f"{fixed / plain:.2f} of cuBLAS' time ({2 * rows * 4096**2 / fixed / card.peak:.0%} of the peak)",
+            f"{fixed / plain:.2f} of cuBLAS' time, "
+            f"{2 * rows * 4096**2 / fixed / card.peak:.0%} of the peak",
         )
 
 
@@ -308,7 +309,7 @@ def measure_kernels(report: Report, card: Card) -> None:
 
 
 def measure_model(report: Report, card: Card, name: str, *, quick: bool) -> None:
-    """Decode and prefill of a shape with random weights, graphs on and off, and a mix of requests."""
+    """Decode and prefill of a shape, random weights; graphs on and off; a mix of requests."""
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(folder, shape)
@@ -321,8 +322,8 @@ def measure_model(report: Report, card: Card, name: str, *, quick: bool) -> None
                 aim = 1.35 if batch == 1 else None
                 report.add(
                     f"{name}: decode, batch {batch}",
-                    f"{seconds * 1e3:.2f} ms a token, {seconds / floor:.2f} of the time of reading the "
-                    f"weights; GPU idle {max(0.0, 1 - busy / seconds):.0%}",
+                    f"{seconds * 1e3:.2f} ms a token, {seconds / floor:.2f} of the time of reading "
+                    f"the weights; GPU idle {max(0.0, 1 - busy / seconds):.0%}",
                     "1.35" if batch == 1 else "idle 5%" if batch == 64 else "",
                     seconds <= aim * floor
                     if aim

@@ -158,8 +158,8 @@ class DeviceConfig(_Section, frozen=True):
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "flashinfer", "reference"],
         Meta(
-            description="Attention kernels; auto: cpu on a CPU, triton on CUDA; flashinfer needs that"
-            " package; reference is slow, plain torch."
+            description="Attention kernels; auto: cpu on a CPU, triton on CUDA; flashinfer needs"
+            " that package; reference is slow, plain torch."
         ),
     ] = "auto"
     batch_invariant: Annotated[

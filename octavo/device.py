@@ -178,8 +178,8 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
         return "cpu"
     if num_cuda_devices() == 0:
         raise ConfigError(
-            "device=cuda: the NVIDIA driver shows no GPU to this process (nvidia-smi should list one, "
-            "and CUDA_VISIBLE_DEVICES must not hide it). Use device=cpu, or auto."
+            "device=cuda: the NVIDIA driver shows no GPU to this process (nvidia-smi should list "
+            "one, and CUDA_VISIBLE_DEVICES must not hide it). Use device=cpu, or auto."
         )
     return "cuda"
 
@@ -197,21 +197,21 @@ def select_device(name: str, dtype: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device=cuda: torch {torch.__version__} cannot use the GPU; it was built without CUDA, or "
-            "for a newer driver. Install a build for CUDA, or use device=cpu."
+            f"device=cuda: torch {torch.__version__} cannot use the GPU; it was built without CUDA, "
+            "or for a newer driver. Install a build for CUDA, or use device=cpu."
         )
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     if (major, minor) < (7, 0):
         raise ConfigError(
-            f"device=cuda: {name} has compute capability {major}.{minor}, and the kernels need 7.0. "
-            "Use device=cpu."
+            f"device=cuda: {name} has compute capability {major}.{minor}, and the kernels need "
+            "7.0. Use device=cpu."
         )
     if dtype == "bfloat16" and major < 8:
         raise ConfigError(
-            f"dtype=bfloat16: {name} has compute capability {major}.{minor}, and bfloat16 needs 8.0. "
-            "Use dtype=float16."
+            f"dtype=bfloat16: {name} has compute capability {major}.{minor}, and bfloat16 needs "
+            "8.0. Use dtype=float16."
         )
     return device
 
@@ -237,8 +237,8 @@ def require_triton(device: torch.device) -> None:
         )
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu, or set "
-            "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter (for tests: very slow)."
+            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu, or "
+            "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter (for tests: very slow)."
         )
 
 

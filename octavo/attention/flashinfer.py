@@ -43,7 +43,7 @@ class FlashInferAttention:
         """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
         if dtype is not None and dtype.itemsize == 1:
             raise ConfigError(
-                "kv_cache_dtype: a cache of bytes is not supported with attention_backend=flashinfer "
+                "kv_cache_dtype: attention_backend=flashinfer does not support a cache of bytes "
                 "yet; use auto, or attention_backend=triton."
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)

@@ -27,8 +27,9 @@ _PROGRAMS_PER_CORE = 4
 class TritonAttention:
     """`AttentionBackend` for CUDA; see there for meaning.
 
-    A row's result does not depend on the other rows of a step. With `batch_invariant` it does not depend
-    either on whether the step holds prefill chunks, and a token has the same bits decoded or prefilled.
+    A row's result does not depend on the other rows of a step. With `batch_invariant` it does not
+    depend either on whether the step holds prefill chunks, and a token has the same bits decoded or
+    prefilled.
 
     Args:
         device: where.

@@ -12,7 +12,6 @@ from pathlib import Path
 from octavo.config import EngineConfig
 from octavo.device import resident_memory, resolve_device
 from octavo.engine.memory_plan import (
-    MemoryPlan,
     make_memory_plan,
     resolve_dtype,
     resolve_max_model_len,

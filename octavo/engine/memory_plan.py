@@ -153,7 +153,9 @@ def make_memory_plan(
     max_num_batched_tokens: int,
     device: DeviceMemory | None = None,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
-    """Plans the memory of an engine: all of it computed on a CPU, measured but for the KV cache on CUDA.
+    """Plans the memory of an engine.
+
+    On a CPU all of it is computed beforehand; on CUDA all but the KV cache has been measured.
 
     Args:
         config: the settings.
@@ -201,8 +203,8 @@ def make_memory_plan(
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
             f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
-            f"{'what is free' if device is None else 'the GPU'}). Take a smaller model or dtype, or lower max_num_batched_tokens or "
-            "max_num_seqs."
+            f"{'what is free' if device is None else 'the GPU'}). Take a smaller model or dtype, or "
+            "lower max_num_batched_tokens or max_num_seqs."
         )
     most_useful = max_num_seqs * blocks_for(max_model_len) + 1
     if cache.num_gpu_blocks_override is not None:

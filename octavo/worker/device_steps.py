@@ -1,8 +1,8 @@
 """Steps on a GPU: one copy in, captured graphs for decode steps, sampled tokens that stay there.
 
-Nothing here waits for the device. A step's inputs go over in one copy from pinned memory; the tokens
-that it samples are read on the device by the next step, whose inputs name them `UNKNOWN`, and come to
-the host in one copy that somebody else waits for.
+Nothing here waits for the device. A step's inputs go over in one copy from pinned memory; the
+tokens that it samples are read on the device by the next step, whose inputs name them `UNKNOWN`,
+and come to the host in one copy that somebody else waits for.
 
 Through Triton's interpreter all of it runs on a CPU as well, without graphs and pinned memory.
 """
@@ -176,7 +176,7 @@ class DeviceSteps:
         Args:
             inputs: what was gathered into `buffers`.
             buffers: the last that `buffers` returned.
-            params: `SAMPLING_ROW` [S] to choose tokens by; None: they are chosen later (`put_tokens`).
+            params: `SAMPLING_ROW` [S] to choose tokens by; None: that is done outside.
 
         Returns:
             Hidden states [T, hidden_size], float32 logits [S, vocab], and the tokens int64 [S].

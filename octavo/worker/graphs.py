@@ -28,7 +28,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
     The last one is `max_num_seqs`.
     """
-    sizes = [n for n in (1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32))]
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32)]
     return [n for n in sizes if n < max_num_seqs] + [max_num_seqs]
 
 
@@ -56,7 +56,7 @@ class StepRunner(Protocol):
         ...
 
     def put_tokens(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> None:
-        """Takes note of tokens int64 [S] that were chosen outside; `rows` [S] are their requests'."""
+        """Takes note of tokens int64 [S] that were chosen outside, for the rows [S]."""
         ...
 
 

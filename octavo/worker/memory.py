@@ -14,8 +14,8 @@ class DeviceMemory:
         foreign: in use that the engine did not allocate itself: the CUDA context, libraries, other
             processes.
         weights: held once the model is loaded.
-        step: what a step of the largest size takes beside weights and KV cache, at its peak, with what
-            captured graphs will hold.
+        step: what a step of the largest size takes beside weights and KV cache, at its peak, with
+            what captured graphs will hold.
     """
 
     total: int

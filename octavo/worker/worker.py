@@ -97,8 +97,8 @@ def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
     config = setup.config
     if config.model.quantization is not None:
         raise ConfigError(
-            f"quantization={config.model.quantization} is not supported on CUDA yet; leave it out, or "
-            "use device=cpu."
+            f"quantization={config.model.quantization} is not supported on CUDA yet; leave it out, "
+            "or use device=cpu."
         )
     weights = setup.spec.weight_nbytes(setup.dtype, setup.max_model_len, None)
     total, free = cuda_memory(device)

@@ -1,8 +1,9 @@
-"""The FlashInfer backend hands over what the package expects; a stand-in computes by the reference."""
+"""The FlashInfer backend hands over what the package expects; a stand-in does the computing."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import types
 
@@ -48,7 +49,7 @@ class StandIn:
         assert causal
         pages = paged_kv_indptr.diff()
         table = torch.full((len(pages), max(1, int(pages.max()))), -1, dtype=torch.int32)
-        for r, (begin, end) in enumerate(zip(paged_kv_indptr, paged_kv_indptr[1:], strict=False)):
+        for r, (begin, end) in enumerate(itertools.pairwise(paged_kv_indptr)):
             table[r, : end - begin] = paged_kv_indices[begin:end]
         seq_lens = (pages - 1) * page_size + paged_kv_last_page_len
         self.metadata = AttentionMetadata(
@@ -91,7 +92,7 @@ def test_same_as_the_reference(backend, features):
 
 
 def test_it_needs_the_package_and_a_gpu():
-    with pytest.raises(ConfigError, match="flashinfer-python|does not work on cpu"):
+    with pytest.raises(ConfigError, match=r"flashinfer-python|does not work on cpu"):
         get_attention_backend("flashinfer", CPU, 1024)
 
 

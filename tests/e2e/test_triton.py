@@ -1,4 +1,4 @@
-"""The whole engine on the Triton kernels, in the interpreter: the same tokens as the CPU kernels."""
+"""The whole engine on interpreted Triton kernels: the same tokens as the CPU kernels."""
 
 from __future__ import annotations
 

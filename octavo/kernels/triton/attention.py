@@ -1,11 +1,12 @@
 """Causal attention over a paged KV cache, for prefill chunks and decode rows in one launch.
 
 Online softmax over tiles of the KV (Dao et al., "FlashAttention", algorithm 1; Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018), the tiles at absolute positions. The KV
-is cut into splits at absolute positions, too, and a row's result is that of its splits, merged from
-first to last: by the program that computed them one after the other, or, where a decode row's splits
-were shared out so that one long context fills the card (Flash-Decoding), by a second kernel with the same
-arithmetic. So a row's bits depend neither on the other rows nor on how its splits were shared out.
+Gimelshein, "Online normalizer calculation for softmax", 2018), the tiles at absolute positions. The
+KV is cut into splits at absolute positions, too, and a row's result is that of its splits, merged
+from first to last: by the program that computed them one after the other, or, where a decode row's
+splits were shared out so that one long context fills the card (Flash-Decoding), by a second kernel
+with the same arithmetic. So a row's bits depend neither on the other rows nor on how its splits were
+shared out.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def _attention(
 ):
     """A tile of queries of one request, with all query heads of one KV head.
 
-    Grid: (tiles, KV heads, programs that share the splits of a decode row). Request r's tiles begin at
-    query_start_loc[r] // QUERIES + r, which leaves room for a tile that is not full in each request.
+    Grid: (tiles, KV heads, programs that share the splits of a decode row). Request r's tiles begin
+    at query_start_loc[r] // QUERIES + r: that leaves room for one that is not full in each request.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0)
@@ -290,7 +291,7 @@ def attention(
         format: of the cache, see `octavo.kernels.triton.fp8`.
         split: positions of a split, a multiple of every tile.
         max_splits: of the longest context in the step.
-        programs: that share the splits of a decode row and KV head; 1: one does it all. Changes no bit.
+        programs: that share the splits of a decode row and KV head. Changes no bit.
         block_m: rows (queries times query heads of a KV head) that a program does together.
         upcast: multiply in float32. Triton's interpreter has no product of bfloat16.
     """

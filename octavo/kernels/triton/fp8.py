@@ -21,8 +21,8 @@ def encode(x, FORMAT: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.abs(x), LARGEST)
     exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
-    # Units of the last place: a power of two times the number, exact, then rounded to a whole number
-    # by adding 1.5 * 2^23, where float32 has none but whole numbers.
+    # Units of the last place: a power of two times the number, exact, then rounded to a whole
+    # number by adding 1.5 * 2^23, where float32 has none but whole numbers.
     unit = ((MANTISSA + 127) - exponent) << 23
     whole = (size * unit.to(tl.float32, bitcast=True) + 12582912.0) - 12582912.0
     code = ((exponent + BIAS) << MANTISSA) + whole.to(tl.int32) - (1 << MANTISSA)

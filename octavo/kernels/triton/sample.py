@@ -48,8 +48,8 @@ def _sample(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    """`temperatures`, `top_ps` and `top_ks` are `SAMPLING_ROW`s [R], read as floats of 4 and 8 bytes
-    and as integers of 8."""
+    """`temperatures`, `top_ps` and `top_ks` are `SAMPLING_ROW`s [R], read as floats of 4 and 8
+    bytes and as integers of 8."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
     columns = tl.arange(0, BLOCK)
