@@ -197,8 +197,8 @@ def select_device(name: str, dtype: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device=cuda: torch {torch.__version__} cannot use the GPU; it was built without CUDA, "
-            "or for a newer driver. Install a build for CUDA, or use device=cpu."
+            f"device=cuda: torch {torch.__version__} cannot use the GPU; it was built without "
+            "CUDA, or for a newer driver. Install a build for CUDA, or use device=cpu."
         )
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
@@ -237,8 +237,8 @@ def require_triton(device: torch.device) -> None:
         )
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
-            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu, or "
-            "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter (for tests: very slow)."
+            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu; "
+            "for tests TRITON_INTERPRET=1 runs the kernels in Triton's interpreter, very slowly."
         )
 
 

@@ -203,8 +203,8 @@ def make_memory_plan(
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
             f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
-            f"{'what is free' if device is None else 'the GPU'}). Take a smaller model or dtype, or "
-            "lower max_num_batched_tokens or max_num_seqs."
+            f"{'what is free' if device is None else 'the GPU'}). Take a smaller model or dtype, "
+            "or lower max_num_batched_tokens or max_num_seqs."
         )
     most_useful = max_num_seqs * blocks_for(max_model_len) + 1
     if cache.num_gpu_blocks_override is not None:

@@ -5,8 +5,8 @@ Gimelshein, "Online normalizer calculation for softmax", 2018), the tiles at abs
 KV is cut into splits at absolute positions, too, and a row's result is that of its splits, merged
 from first to last: by the program that computed them one after the other, or, where a decode row's
 splits were shared out so that one long context fills the card (Flash-Decoding), by a second kernel
-with the same arithmetic. So a row's bits depend neither on the other rows nor on how its splits were
-shared out.
+with the same arithmetic. So a row's bits depend neither on the other rows nor on how its splits
+were shared out.
 """
 
 from __future__ import annotations
