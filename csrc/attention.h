@@ -496,16 +496,24 @@ struct Attention {
                                               key_stride, a.head_size, s);
       }
     }
+    // In three passes over the rows, so that no row waits for the maximum and the sum of another.
+    constexpr int some = (kTileRows + W - 1) / W * W;
+    alignas(64) float old_max[some] = {}, new_max[some] = {};
     for (int i = 0; i < t.count; i++) {
       Row& row = t.rows[i];
       const int64_t from = a.window ? row.position - a.window + 1 : 0;
       row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
       row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
       if (next) fetch_values(*next, i * kFetchedEarly / t.count, (i + 1) * kFetchedEarly / t.count);
-      if (row.first < row.last)
-        softmax_step(row, t.wide, tile, t.scores + i * kTile, t.probs + i * kTile,
-                     t.acc + i * acc_stride);
+      if (row.first >= row.last) continue;
+      old_max[i] = row.max;
+      row.max = new_max[i] = max(row.max, finish_scores(row, t.wide, tile, t.scores + i * kTile));
     }
+    for (int i = 0; i < t.count; i += W) store(old_max + i, exp(load(old_max + i) - load(new_max + i)));
+    for (int i = 0; i < t.count; i++)
+      if (t.rows[i].first < t.rows[i].last)
+        softmax_step(t.rows[i], t.wide, t.scores + i * kTile, old_max[i], t.probs + i * kTile,
+                     t.acc + i * acc_stride);
     const T* const* ahead = next ? next->values : nullptr;
     for (int i = 0; i < t.count; i += Values<T>::kRows, ahead = nullptr)
       add_values<Values<T>::kRows>(t, min(Values<T>::kRows, t.count - i), i, here.values, ahead);
@@ -518,48 +526,55 @@ struct Attention {
         __builtin_prefetch(next.values[key] + d);
   }
 
-  // scores -> probabilities relative to the new maximum; what was summed before is rescaled.
+  static constexpr int kTileVectors = kTile / W;
+
+  // v where the row sees a position of the tile, elsewhere `instead`.
+  static INLINE void hide(const Row& row, vf (&v)[kTileVectors], float instead) {
+    for (int i = 0; i < kTileVectors; i++) {
+      const vf key = lanes() + float(i * W);
+      v[i] = key >= float(row.first) ? v[i] : splat(instead);
+      v[i] = key < float(row.last) ? v[i] : splat(instead);
+    }
+  }
+  static bool sees_all(const Row& row) { return row.first == 0 && row.last == kTile; }
+
+  // Dot products -> logits, -inf where the row sees nothing; returns the largest.
   // `wide`: where the scales of the positions lie, if they have any.
   template <class Wide>
-  INLINE void softmax_step(Row& row, const Wide& wide, int64_t tile, float* s, P* probs,
-                           float* acc) const {
-    constexpr int V = kTile / W;
-    const bool whole = row.first == 0 && row.last == kTile;
-    vf v[V], m = splat(row.max);
+  INLINE float finish_scores(const Row& row, const Wide& wide, int64_t tile, float* s) const {
+    constexpr int V = kTileVectors;
+    vf v[V];
     UNROLL for (int i = 0; i < V; i++) {
       v[i] = load(s + i * W);
       if constexpr (kScales) v[i] *= load(wide.key_scales + i * W);
       v[i] *= a.scale;
     }
-    auto hide = [&](float instead) {  // where the row sees nothing
-      for (int i = 0; i < V; i++) {
-        const vf key = lanes() + float(i * W);
-        v[i] = key >= float(row.first) ? v[i] : splat(instead);
-        v[i] = key < float(row.last) ? v[i] : splat(instead);
-      }
-    };
     if (a.soft_cap != 0.0f)
       for (int i = 0; i < V; i++) v[i] = soft_cap(v[i], a.soft_cap);
     if (a.alibi_slopes)
       for (int i = 0; i < V; i++)
         v[i] = fma(row.slope, lanes() + float(tile + i * W - row.position), v[i]);
-    if (!whole) hide(-INFINITY);
-    UNROLL for (int i = 0; i < V; i++) m = vmax(v[i], m);
-    const float new_max = reduce_max(m);
-    vf sum{};
-    UNROLL for (int i = 0; i < V; i++) sum += v[i] = Values<T>::exponential(v[i] - new_max);
+    if (!sees_all(row)) hide(row, v, -INFINITY);
+    vf m = v[0];
+    UNROLL for (int i = 0; i < V; i++) m = vmax(v[i], m), store(s + i * W, v[i]);
+    return reduce_max(m);
+  }
+
+  // Logits -> probabilities relative to the maximum; what was summed before shrinks by `old`.
+  template <class Wide>
+  INLINE void softmax_step(Row& row, const Wide& wide, const float* s, float old, P* probs,
+                           float* acc) const {
+    constexpr int V = kTileVectors;
+    vf v[V], sum{};
+    UNROLL for (int i = 0; i < V; i++)
+      sum += v[i] = Values<T>::exponential(load(s + i * W) - row.max);
     if constexpr (kScales) {
       UNROLL for (int i = 0; i < V; i++) v[i] *= load(wide.value_scales + i * W);
-      if (!whole) hide(0.0f);  // a scale there may be NaN
+      if (!sees_all(row)) hide(row, v, 0.0f);  // a scale there may be NaN
     }
     UNROLL for (int i = 0; i < V; i += 2) Values<T>::keep(probs + i * W, v[i], v[i + 1]);
-    if (new_max == row.max) {
-      row.sum += reduce_sum(sum);
-      return;
-    }
-    const float old = exp(splat(row.max - new_max))[0];
     row.sum = row.sum * old + reduce_sum(sum);
-    row.max = new_max;
+    if (old == 1.0f) return;
     for (int64_t d = 0; d < acc_stride; d += W) store(acc + d, load(acc + d) * old);
   }
 
