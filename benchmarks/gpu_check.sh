@@ -26,10 +26,12 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
   exit 3
 fi
 environment=build/gpu_check
-if [ ! -x $environment/bin/python ]; then
-  "$python" -m venv --system-site-packages $environment
-  $environment/bin/python -m pip install --quiet "${wheels[@]}" --no-deps . ||
-    $environment/bin/python -m pip install --quiet "${wheels[@]}" .
-  $environment/bin/python -m pip install --quiet "${wheels[@]}" octavo transformers
+if [ ! -e $environment/ready ]; then
+  "$python" -m venv --clear $environment
+  # The packages of $python, an environment itself perhaps, are seen from the new one.
+  "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    > "$(echo $environment/lib/python*/site-packages)/parent.pth"
+  $environment/bin/python -m pip install --quiet "${wheels[@]}" . transformers
+  touch $environment/ready
 fi
 exec $environment/bin/python benchmarks/gpu_check.py "${arguments[@]}"
