@@ -6,7 +6,6 @@ Nothing here imports torch at module level: the control plane uses the memory an
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import logging
 import os
 import platform
@@ -222,41 +221,6 @@ def cuda_memory(device: torch.device) -> tuple[int, int]:
 
     free, total = torch.cuda.mem_get_info(device)
     return total, free
-
-
-def require_triton(device: torch.device) -> None:
-    """Checks that Triton kernels can run.
-
-    Raises:
-        ConfigError: if the package is missing, or the device is a CPU and the interpreter is off.
-    """
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            "attention_backend=triton needs the package triton, which is not installed: "
-            "pip install triton."
-        )
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError(
-            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu; "
-            "for tests TRITON_INTERPRET=1 runs the kernels in Triton's interpreter, very slowly."
-        )
-
-
-def require_flashinfer(device: torch.device) -> None:
-    """Checks that FlashInfer can run.
-
-    Raises:
-        ConfigError: if the package is missing, or the device is not CUDA.
-    """
-    if importlib.util.find_spec("flashinfer") is None:
-        raise ConfigError(
-            "attention_backend=flashinfer needs the package flashinfer, which is not installed: "
-            "pip install flashinfer-python, or use attention_backend=triton."
-        )
-    if device.type != "cuda":
-        raise ConfigError(
-            f"attention_backend=flashinfer does not work on {device}; use attention_backend=auto."
-        )
 
 
 def set_num_threads(num_threads: int | None) -> int:

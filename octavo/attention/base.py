@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.device import require_flashinfer, require_triton
 from octavo.errors import ConfigError
+from octavo.kernels.ops import require_triton
 
 KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
@@ -224,7 +225,7 @@ def get_attention_backend(
 
         return TritonAttention(device, max_model_len, batch_invariant=batch_invariant)
     if name == "flashinfer":
-        require_flashinfer(device)
+        _require_flashinfer(device)
         from octavo.attention.flashinfer import FlashInferAttention
 
         return FlashInferAttention(device)
@@ -235,3 +236,20 @@ def get_attention_backend(
     raise ConfigError(
         f"attention_backend={name!r} is unknown; choose auto, cpu, triton, flashinfer or reference."
     )
+
+
+def _require_flashinfer(device: torch.device) -> None:
+    """Checks that FlashInfer can run.
+
+    Raises:
+        ConfigError: if the package is missing, or the device is not CUDA.
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "attention_backend=flashinfer needs the package flashinfer, which is not installed: "
+            "pip install flashinfer-python, or use attention_backend=triton."
+        )
+    if device.type != "cuda":
+        raise ConfigError(
+            f"attention_backend=flashinfer does not work on {device}; use attention_backend=auto."
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from functools import cache
 
 import torch
 
-from octavo.device import require_triton
+from octavo.errors import ConfigError
 from octavo.kernels.base import Ops
 
 
@@ -32,3 +34,21 @@ def get_ops(
     from octavo.kernels.triton.ops import TritonOps
 
     return TritonOps(batch_invariant=batch_invariant, upcast=device.type == "cpu")
+
+
+def require_triton(device: torch.device) -> None:
+    """Checks that Triton kernels can run.
+
+    Raises:
+        ConfigError: if the package is missing, or the device is a CPU and the interpreter is off.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "attention_backend=triton needs the package triton, which is not installed: "
+            "pip install triton."
+        )
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu; "
+            "for tests TRITON_INTERPRET=1 runs the kernels in Triton's interpreter, very slowly."
+        )

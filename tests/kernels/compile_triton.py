@@ -38,7 +38,9 @@ def type_of(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compile_instead(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+def compile_instead(
+    self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any
+) -> None:
     options = {k: kwargs.pop(k) for k in list(kwargs) if k not in self.arg_names}
     given = dict(zip(self.arg_names, args, strict=False)) | kwargs
     constants = {p.name: given[p.name] for p in self.params if p.is_constexpr}
@@ -50,7 +52,10 @@ def compile_instead(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool,
         compiled.add(key)
         source = ASTSource(self, signature, constexprs=constants)
         kernel = triton.compile(source, target=target, options=options)
-        print(f"{self.__name__} {list(constants.values())}: {len(kernel.asm['cubin'])} bytes", flush=True)
+        print(
+            f"{self.__name__} {list(constants.values())}: {len(kernel.asm['cubin'])} bytes",
+            flush=True,
+        )
 
 
 JITFunction.run = compile_instead  # type: ignore[method-assign]

@@ -198,7 +198,8 @@ def _attention(
                     largest, total, acc, split_largest, split_total, split_acc
                 )
         if (not shared) & (tl.program_id(2) == 0):
-            result = acc / total[:, None]
+            # Rows of no query have seen nothing.
+            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
             tl.store(
                 out
                 + tokens[:, None] * out_token_stride
