@@ -109,6 +109,8 @@ class TritonAttention:
         alibi_slopes: Tensor | None = None,
     ) -> None:
         """One launch, and one more to merge splits where a decode row's were shared out."""
+        if metadata.num_tokens == 0:
+            return
         format = _FORMATS.get(kv_cache.dtype, 0)
         max_splits = -(-metadata.max_seq_len // self.split)
         pairs = metadata.num_reqs * kv_cache.shape[3]

@@ -23,7 +23,13 @@ from octavo.attention.base import AttentionMetadata
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
 from octavo.worker.graphs import EagerSteps
-from octavo.worker.input_batch import InputBatch, StepBuffers, StepInputs, StepLayout
+from octavo.worker.input_batch import (
+    SAMPLING_ROW_WORDS,
+    InputBatch,
+    StepBuffers,
+    StepInputs,
+    StepLayout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +193,9 @@ class DeviceSteps:
         rows = inputs.rows[inputs.samples]
         buffers.sampling_rows[:num_logits] = rows
         if params is not None:
-            buffers.sampling_params[:num_logits] = params.view(np.int64).reshape(num_logits, -1)
+            buffers.sampling_params[:num_logits] = params.view(np.int64).reshape(
+                num_logits, SAMPLING_ROW_WORDS
+            )
         if graph is not None:
             _pad(buffers, inputs)
         nbytes = self._layout.nbytes

@@ -15,13 +15,16 @@ _BLOCK = 1024
 @triton.jit
 def tanh(x):
     """Through the exponential; the hyperbolic tangent of the math library has no interpreter."""
-    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+    e = tl.exp(-2.0 * tl.abs(x))
+    y = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0.0, -y, y)
 
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
     if KIND == "silu":
-        y = x / (1.0 + tl.exp(-x))
+        e = tl.exp(-tl.abs(x))
+        y = x * tl.where(x < 0.0, e, 1.0) / (1.0 + e)
     elif KIND == "gelu_tanh":
         y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     else:

@@ -19,7 +19,7 @@ def encode(x, FORMAT: tl.constexpr):
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 15
     LARGEST: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0
     bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(tl.abs(x), LARGEST)
+    size = tl.minimum(tl.abs(tl.where(x == x, x, 0.0)), LARGEST)
     exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
     # Units of the last place: a power of two times the number, exact, then rounded to a whole
     # number by adding 1.5 * 2^23, where float32 has none but whole numbers.

@@ -78,7 +78,7 @@ class TritonOps(ReferenceOps):
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """One program for each row; nothing is sorted."""
-        rows = torch.from_numpy(params.view(np.int64).reshape(-1, 4)).to(x.device)
+        rows = torch.from_numpy(params.view(np.int64).reshape(len(params), 4)).to(x.device)
         out = torch.empty(len(x), dtype=torch.int64, device=x.device)
         sample.sample(x, rows, out)
         return out
