@@ -96,7 +96,7 @@ class CudaGraphs:
 
     def __call__(self, step: Callable[[], tuple[Tensor, ...]]) -> Graph:
         """Captures a function on a stream of its own, after having run it once."""
-        stream = torch.cuda.Stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             step()  # compiles the kernels, lets the libraries take their workspace

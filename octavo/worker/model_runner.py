@@ -53,12 +53,12 @@ class SampledTokens:
         if tokens.is_cuda:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def ready(self) -> bool:
         """Whether `numpy` returns at once."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def numpy(self) -> LongArray:
         """int64 [S]; waits for them. -1: the row's logits were not finite."""
@@ -167,7 +167,10 @@ class ModelRunner:
         eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups, buffers)
         self.steps: StepRunner = eager
         if ops.name == "triton":
+            from octavo.kernels.triton.ops import TritonOps
             from octavo.worker.device_steps import DeviceSteps
+
+            assert isinstance(ops, TritonOps)
 
             self.steps = steps = DeviceSteps(
                 eager,

@@ -54,15 +54,14 @@ def prompts() -> list[list[int]]:
 
 
 def tokens(model: str, params: list[SamplingParams], **settings: object) -> list[list[int]]:
-    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 4} | settings
+    defaults = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
     with LLM(
         model=model,
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=64,
-        num_gpu_blocks_override=40,
         block_size=8,
-        **settings,
+        **defaults | settings,
     ) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False
