@@ -234,7 +234,7 @@ def _preface(data: dict[str, Any]) -> str:
         f" {machine['memory_gib']} GiB, {machine['system']}, Python {machine['python']}."
     ]
     if times:
-        lines.append(f"Measured {times[0][:10]} in {turns} rounds.")
+        lines.append(f"Measured {times[0][:10]} in {turns} round{'s' * (turns > 1)}.")
     bandwidth, peak = limits(data, "bandwidth_gb_s"), limits(data, "peak_gflop_s")
     if bandwidth is not None and peak is not None:
         lines.append(
