@@ -15,7 +15,7 @@ OCTAVO_BEGIN
 constexpr int kVectors = 4;  // accumulators side by side
 constexpr int kPanel = kVectors * W;
 constexpr int kRows = W == 16 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
-constexpr int kStreamed = 2;  // rows that compute so little that weights go by as fast as memory gives them
+constexpr int kStreamed = 2;  // rows so few that weights go by as fast as memory gives them
 constexpr int kStreamAhead = 2048;  // bytes
 constexpr int kRowBlock = 96;  // rows of x that go through one panel together
 
@@ -78,7 +78,7 @@ struct Fetch {
   static constexpr int lines = Lines, locality = Locality;
 };
 
-// c[R][kPanel] += x[R][k] * w[k][kPanel], while F is done from `ahead` on.
+// c[R][kPanel] += x[R][k] * w[k][kPanel]; meanwhile F says what is fetched of the weights from `ahead`.
 template <class T, int R, class F>
 void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, float* c,
                   const T* ahead) {
@@ -128,7 +128,7 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
       const int n = int(min(some, rows - i));
       auto pass = [&](auto fetched) {
         micro_kernels<T, decltype(fetched), kRows>(n, x + i * stride + from, stride, block, depth,
-                                         c + i * kPanel, ahead);
+                                                   c + i * kPanel, ahead);
       };
       constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
       if (rows <= kStreamed) {

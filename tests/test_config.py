@@ -88,6 +88,7 @@ BAD = {
     "async_scheduling": [None],
     "device": ["tpu", None],
     "attention_backend": ["fast"],
+    "batch_invariant": [1, "yes", None],
     "num_threads": [0, -1, 1.5],
     "numa_node": [-1, 0.5, "auto"],
     "profiler_dir": [5],

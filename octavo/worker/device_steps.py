@@ -230,6 +230,7 @@ class DeviceSteps:
             arrays = _DeviceArrays(layout, self._memory)
             self._memory.zero_()
             arrays.sampling_rows.fill_(-1)
+            torch.arange(size + 1, out=arrays.query_start_loc)
             for slots in arrays.slot_mappings:
                 slots.fill_(-1)
 
@@ -288,7 +289,9 @@ class DeviceSteps:
 def _pad(buffers: StepBuffers, inputs: StepInputs) -> None:
     """Fills a captured step that is larger than the requests there are: rows that do nothing."""
     num_reqs, num_logits = len(inputs.req_ids), len(inputs.last_tokens)
-    buffers.query_start_loc[num_reqs + 1 :] = num_reqs
+    size = len(buffers.seq_lens)
+    # One query each, which sees nothing: attention makes it 0.
+    buffers.query_start_loc[num_reqs + 1 :] = np.arange(num_reqs + 1, size + 1)
     buffers.seq_lens[num_reqs:] = 0
     buffers.input_ids[num_reqs:] = 0
     buffers.positions[num_reqs:] = 0

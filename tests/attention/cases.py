@@ -51,6 +51,9 @@ class Case:
     soft_cap: float | None = None
     alibi: bool = False
     seeds: tuple[int, ...] = ()  # of each request; its place if not given
+    history: AttentionBackend | None = (
+        None  # who writes it, in the layout of the backend; if not it
+    )
 
     def kwargs(self) -> dict[str, object]:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
@@ -121,7 +124,7 @@ class Case:
                 table[r, : needed // self.block_size] = NOWHERE
             # The history as one chunk, this step's tokens as views of a fused tensor
             old = context - new
-            backend.write_kv(
+            (self.history or backend).write_kv(
                 key[:old].contiguous(), value[:old].contiguous(), kv_cache, slots[:old]
             )
             backend.write_kv(key[old:], value[old:], kv_cache, slots[old:])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
-from tests.attention.cases import Case
+from tests.attention import cases
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -16,26 +19,35 @@ from octavo.attention.triton import TritonAttention
 
 CPU = torch.device("cpu")
 BYTES = [torch.float8_e4m3fn, torch.float8_e5m2]
-MIXED = ((1, 1), (70, 1), (33, 33), (150, 7), (5, 0), (130, 130), (64, 64), (65, 1), (16, 2))
+MIXED = ((1, 1), (70, 1), (33, 33), (90, 7), (5, 0), (64, 64), (65, 1), (16, 2))
 # The interpreter cuts float32 to bfloat16 instead of rounding it.
 ERROR = {torch.float32: 2e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-dtypes = pytest.mark.parametrize("dtype", list(ERROR), ids=str)
+
+
+# The interpreter takes a millisecond for every head that it writes.
+Case = partial(cases.Case, history=ReferenceAttention())
 
 
 def backend(max_model_len: int = 1024, *, batch_invariant: bool = False) -> TritonAttention:
     return TritonAttention(CPU, max_model_len, batch_invariant=batch_invariant)
 
 
-def check(case: Case, attention: TritonAttention | None = None, *, views: bool = False) -> None:
+def check(
+    case: cases.Case, attention: TritonAttention | None = None, *, views: bool = False
+) -> None:
     got, truth = case.run(attention or backend(), views=views), case.truth()
     error = ERROR[case.dtype]
     torch.testing.assert_close(got.double(), truth, rtol=error, atol=error)
 
 
-@dtypes
 @pytest.mark.parametrize("block_size", [8, 16, 128])
-def test_prefill_and_decode_in_one_step(block_size: int, dtype: torch.dtype) -> None:
-    check(Case(MIXED, block_size=block_size, dtype=dtype))
+def test_prefill_and_decode_in_one_step(block_size: int) -> None:
+    check(Case(MIXED, block_size=block_size))
+
+
+@pytest.mark.parametrize("dtype", list(ERROR), ids=str)
+def test_types(dtype: torch.dtype) -> None:
+    check(Case(((70, 1), (90, 40)), dtype=dtype))
 
 
 @pytest.mark.parametrize("head_size", [8, 40, 64, 128, 256])
@@ -51,7 +63,7 @@ def test_groups_of_heads(heads: int, kv_heads: int) -> None:
 @pytest.mark.parametrize("window", [1, 16, 63, 65, 1000])
 def test_sliding_window(window: int) -> None:
     """Blocks before the window do not exist: reading one would end the process."""
-    check(Case((*MIXED, (300, 1), (300, 90)), window=window))
+    check(Case(((1, 1), (70, 1), (90, 40), (200, 1), (200, 50)), window=window))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +76,7 @@ def test_soft_cap_and_alibi(soft_cap: float | None, alibi: bool, window: int | N
 @pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
 @pytest.mark.parametrize("features", [{}, {"window": 50}, {"head_size": 40}], ids=str)
 def test_a_cache_in_fp8(features: dict[str, int], cache_dtype: torch.dtype) -> None:
-    check(Case(MIXED, cache_dtype=cache_dtype, **features))  # type: ignore[arg-type]
+    check(Case(((70, 1), (90, 20)), cache_dtype=cache_dtype, **features))  # type: ignore[arg-type]
 
 
 def test_views() -> None:
@@ -76,21 +88,21 @@ def test_nothing_to_do() -> None:
     assert Case(((5, 0), (7, 0))).run(backend()).shape == (0, 4, 16)
 
 
-LONG = ((400, 1), (1, 1), (128, 1), (257, 1))
+LONG = ((300, 1), (1, 1), (128, 1), (257, 1))
 
 
-@pytest.mark.parametrize("features", [{}, {"window": 200}], ids=str)
-@pytest.mark.parametrize("cores", [4, 1000])
+@pytest.mark.parametrize(("cores", "features"), [(1000, {}), (4, {}), (1000, {"window": 200})])
 def test_sharing_out_splits_changes_no_bit(
     cores: int, features: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(under_test, "MIN_SPLIT", 128)
-    case = Case(LONG, **features)  # type: ignore[arg-type]
+    case = Case(LONG, heads=2, kv_heads=1, **features)  # type: ignore[arg-type]
     alone, shared = backend(), backend()
     assert alone.split == 128
     alone.cores, shared.cores = 0, cores
-    check(case, shared)
-    assert torch.equal(case.run(shared), case.run(alone))
+    result = case.run(shared)
+    torch.testing.assert_close(result.double(), case.truth(), rtol=2e-5, atol=2e-5)
+    assert torch.equal(result, case.run(alone))
 
 
 def test_others_in_the_batch_change_no_bit() -> None:
@@ -108,10 +120,10 @@ def test_batch_invariant_chunks_change_nothing(features: dict[str, int]) -> None
 
     # Nearly: the interpreter's products, unlike a GPU's, may depend on a row's place in a tile.
     # benchmarks/gpu_check.sh compares bits.
-    whole = run((300, 300))
-    chunks = [run((n, 60)) for n in range(60, 301, 60)]
+    whole = run((150, 150))
+    chunks = [run((n, 50)) for n in range(50, 151, 50)]
     torch.testing.assert_close(torch.cat(chunks), whole, rtol=1e-6, atol=1e-6)
-    for length in (1, 64, 65, 300):
+    for length in (1, 64, 65, 150):
         alone = run((length, 1), (20, 20))[0]
         torch.testing.assert_close(alone, whole[length - 1], rtol=1e-6, atol=1e-6)
 

@@ -33,8 +33,11 @@ class FakeWorkerExecutor:
         self.calls = []
         self.fail_forward = False
         self.interrupt = False
-        self._worker = FakeExecutor(setup.kv_cache, setup.config.scheduler.max_num_seqs)
+        self._max_num_seqs = setup.config.scheduler.max_num_seqs
         self._step = None
+
+    def initialize_kv_cache(self, kv_cache):
+        self._worker = FakeExecutor(kv_cache, self._max_num_seqs)
 
     def execute_model(self, scheduler_output):
         self.calls.append("execute")

@@ -73,14 +73,14 @@ def kernels(dtype: torch.dtype) -> None:
         gemm.linear(x, torch.zeros(64, 64, dtype=dtype), bias, torch.float32, upcast=False)
 
     heads, kv_heads, page = 8, 2, 16
-    for head_size, format, features in (
-        (64, 0, {}),
+    cases: list[tuple[int, int, dict[str, Any]]] = [
         (128, 0, {"sliding_window": 100}),
         (256, 0, {"logits_soft_cap": 30.0}),
         (80, 0, {"alibi_slopes": torch.zeros(heads)}),
-        (128, 1, {}),
-        (128, 2, {}),
-    ):
+        (64, 1, {}),
+        (64, 2, {}),
+    ]
+    for head_size, format, features in cases if dtype == torch.bfloat16 else cases[2:3]:
         qkv = torch.zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from octavo.sampling.philox import uniform
@@ -63,14 +65,19 @@ def test_rows_are_independent():
     assert philox4x32(counters, keys).tolist() == [e for _, _, e in KNOWN_ANSWERS]
 
 
-def test_uniform_reads_the_words_of_its_counter():
-    seed, position, stream = 0xFEDCBA9876543210, 0x1234567890, 7
-    got = uniform(np.array([seed], np.uint64), np.array([position]), stream)[0]
+@given(
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)), min_size=1),
+    st.integers(0, 2**32 - 1),
+)
+def test_uniform_reads_the_words_of_its_counter(rows, stream):
+    seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
+    parts = [positions & LOW, positions >> SHIFT, np.full(len(rows), stream), np.zeros(len(rows))]
     words = philox4x32(
-        np.array([[0x34567890, 0x12, stream, 0]], np.uint32),
-        np.array([[0x76543210, 0xFEDCBA98]], np.uint32),
-    )[0]
-    assert got == (((int(words[1]) << 32) | int(words[0])) >> 11) / 2**53
+        np.stack(parts, axis=1).astype(np.uint32),
+        np.stack([seeds & LOW, seeds >> SHIFT], axis=1).astype(np.uint32),
+    ).astype(np.uint64)
+    expected = (((words[:, 1] << SHIFT) | words[:, 0]) >> np.uint64(11)).astype(np.float64) / 2**53
+    assert uniform(seeds, positions.astype(np.int64), stream).tolist() == expected.tolist()
 
 
 def test_uniform_is_uniform_and_below_one():

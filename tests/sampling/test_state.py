@@ -111,8 +111,9 @@ def test_rows_follow_the_order_asked_for():
 
 def test_append_counts_and_moves_on():
     state = SamplingState(4, VOCAB)
+    other = SamplingParams(seed=9)
     state.add_row(0, RICH, [10], 1)
-    state.add_row(2, PLAIN, [10], 1)
+    state.add_row(2, other, [10], 1)
     rows = np.array([2, 0])
     for tokens in ([5, 10], [5, 20], [5, 20]):
         state.append_token(rows, np.array(tokens))
@@ -121,6 +122,7 @@ def test_append_counts_and_moves_on():
     counts = {token: values[0] for (_, token), values in entries(meta.penalties).items()}
     assert counts == {10: 1.0, 20: 2.0}
     assert set(entries(meta.banned)) == {(0, 9)}  # min_tokens is reached
+    assert state.metadata(np.array([2])).params["uniform"][0] == drawn(other, 3)
 
 
 def test_bad_word_is_banned_only_after_its_beginning():

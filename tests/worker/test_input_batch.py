@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.kv_cache.groups import KVCacheConfig, KVCacheGroup
 from octavo.messages import NewRequestData
@@ -72,3 +74,46 @@ def test_a_full_row_keeps_what_it_has(batch):
     batch.append_tokens(np.array([row]), np.array([99]))
     assert batch.num_tokens[row] == 16
     assert batch.token_ids[row].tolist() == list(range(16))
+
+
+@given(st.data())
+def test_gathered_as_in_python(data):
+    """Any chunks of any requests, in any order, into buffers that held another step."""
+    batch = InputBatch(max_num_seqs=5, max_model_len=16, kv_cache=KV)
+    lengths = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=5))
+    expected, scheduled = {}, {}
+    for i, length in enumerate(lengths):
+        tokens = data.draw(st.lists(st.integers(0, 999), min_size=length, max_size=length))
+        blocks = [data.draw(st.permutations(range(1, 100)))[: -(-length // 4)] for _ in range(2)]
+        computed = data.draw(st.integers(0, length - 1))
+        count = data.draw(st.integers(1, length - computed))
+        batch.add(new(str(i), tokens, blocks, computed))
+        expected[str(i)] = tokens, blocks, computed, count
+    for name in data.draw(st.permutations(list(expected))):
+        scheduled[name] = expected[name][3]
+    buffers = StepBuffers(batch.layout(80, 5))
+    for array in (buffers.input_ids, buffers.positions, *buffers.slot_mappings):
+        array[:] = -7
+    inputs = batch.gather(scheduled, buffers)
+    places = [(expected[r], p) for r in scheduled for p in range(*_chunk(expected[r]))]
+    assert inputs.input_ids.tolist() == [tokens[p] for (tokens, *_), p in places]
+    assert inputs.positions.tolist() == [p for _, p in places]
+    for group in range(2):
+        slots = [blocks[group][p // 4] * 4 + p % 4 for (_, blocks, *_), p in places]
+        assert inputs.slot_mappings[group].tolist() == slots
+    starts = np.cumsum([0, *scheduled.values()])
+    assert inputs.query_start_loc.tolist() == starts.tolist()
+    ends = [_chunk(expected[r])[1] for r in scheduled]
+    assert inputs.seq_lens.tolist() == ends
+    for i, (r, end) in enumerate(zip(scheduled, ends, strict=True)):
+        for group, table in enumerate(inputs.block_tables):
+            used = -(-end // 4)
+            assert table[i, :used].tolist() == list(expected[r][1][group][:used])
+    samples = [end == len(expected[r][0]) for r, end in zip(scheduled, ends, strict=True)]
+    assert inputs.samples.tolist() == samples
+    assert inputs.last_tokens.tolist() == (starts[1:][samples] - 1).tolist()
+
+
+def _chunk(request):
+    _, _, computed, count = request
+    return computed, computed + count

@@ -2,8 +2,8 @@
 
 The same choice as csrc/sample.h makes: a token's weight is the integer
 floor(2^40 * exp((logit - max) / temperature)), so that sums are exact in any order. Where a filter
-ends is found without sorting: the value of the last token that stays is searched for bit by bit,
-each bit with one pass over the row; among equals the lower id ranks first.
+ends is found without sorting: the value of the last token that stays is searched for, and each pass
+over the row leaves a quarter of the values that it may be; among equals the lower id ranks first.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ def _key(x):
 
 
 @triton.jit
+def _load(row, start, vocab_size, BLOCK: tl.constexpr):
+    """Ids of a block of a row, their logits, and which of them exist."""
+    ids = start + tl.arange(0, BLOCK)
+    mask = ids < vocab_size
+    return ids, tl.load(row + ids, mask=mask, other=float("-inf")), mask
+
+
+@triton.jit
 def _weight(x, largest, temperature, min_p, mask):
     p = tl.exp((x - largest) / temperature)
     p = tl.where(mask & (p >= min_p), p, 0.0)
@@ -35,6 +43,94 @@ def _weight(x, largest, temperature, min_p, mask):
 def _kept(key, ids, last_key, last_id):
     """Whether a token ranks no later than the last one that stays."""
     return (key > last_key) | ((key == last_key) & (ids <= last_id))
+
+
+@triton.jit
+def _total(row, vocab_size, last_key, last_id, largest, temperature, min_p, BLOCK: tl.constexpr):
+    """Weight of the tokens that stay."""
+    total = tl.full([], 0, tl.int64)
+    for start in range(0, vocab_size, BLOCK):
+        ids, v, mask = _load(row, start, vocab_size, BLOCK)
+        mask = mask & _kept(_key(v), ids, last_key, last_id)
+        total += tl.sum(_weight(v, largest, temperature, min_p, mask), axis=0)
+    return total
+
+
+@triton.jit
+def _cut(
+    row,
+    vocab_size,
+    last_key,
+    last_id,
+    limit,
+    largest,
+    temperature,
+    min_p,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Key and id of the last token that has less than `limit` (float64) ranked before it.
+
+    What is ranked: the tokens up to `last_key`, `last_id`; measured in tokens (COUNT) or weights.
+    """
+    # The greatest key that `limit` is reached with is looked for in quarters of low..high, which
+    # shrink to the keys that there are.
+    low = tl.full([], 0, tl.int64)
+    high = _key(largest)
+    before = tl.full([], 0, tl.int64)  # measure of the keys above `high`
+    while low < high:
+        quarter = (high - low + 3) // 4
+        first = low + quarter
+        second = tl.minimum(first + quarter, high)
+        third = tl.minimum(second + quarter, high)
+        from_first = tl.full([], 0, tl.int64)
+        from_second = tl.full([], 0, tl.int64)
+        from_third = tl.full([], 0, tl.int64)
+        lowest = high
+        highest = low
+        for start in range(0, vocab_size, BLOCK):
+            ids, v, mask = _load(row, start, vocab_size, BLOCK)
+            key = _key(v)
+            mask = mask & _kept(key, ids, last_key, last_id)
+            if COUNT:
+                m = mask.to(tl.int64)
+            else:
+                m = _weight(v, largest, temperature, min_p, mask)
+            from_first += tl.sum(tl.where(key >= first, m, 0), axis=0)
+            from_second += tl.sum(tl.where(key >= second, m, 0), axis=0)
+            from_third += tl.sum(tl.where(key >= third, m, 0), axis=0)
+            inside = mask & (key >= low) & (key <= high)
+            lowest = tl.minimum(lowest, tl.min(tl.where(inside, key, high), axis=0))
+            highest = tl.maximum(highest, tl.max(tl.where(inside, key, low), axis=0))
+        low = tl.maximum(low, lowest)
+        high = tl.minimum(high, highest)
+        if from_third.to(tl.float64) >= limit:
+            low = tl.maximum(low, third)
+        elif from_second.to(tl.float64) >= limit:
+            low = tl.maximum(low, second)
+            high = tl.minimum(high, third - 1)
+            before = from_third
+        elif from_first.to(tl.float64) >= limit:
+            low = tl.maximum(low, first)
+            high = tl.minimum(high, second - 1)
+            before = from_second
+        else:
+            high = tl.minimum(high, first - 1)
+            before = from_first
+    end = tl.full([], -1, tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        ids, v, mask = _load(row, start, vocab_size, BLOCK)
+        mask = mask & (_key(v) == low) & _kept(low, ids, last_key, last_id)
+        if tl.max(mask.to(tl.int32), axis=0) > 0:
+            if COUNT:
+                m = mask.to(tl.int64)
+            else:
+                m = _weight(v, largest, temperature, min_p, mask)
+            ahead = before + tl.cumsum(m, axis=0) - m
+            stays = mask & (ahead.to(tl.float64) < limit)
+            end = tl.maximum(end, tl.max(tl.where(stays, ids, -1), axis=0))
+            before += tl.sum(m, axis=0)
+    return low, end
 
 
 @triton.jit
@@ -52,119 +148,54 @@ def _sample(
     bytes and as integers of 8."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
-    columns = tl.arange(0, BLOCK)
     temperature = tl.load(temperatures + row * 8)
     min_p = tl.load(temperatures + row * 8 + 1)
     top_p = tl.load(top_ps + row * 4 + 1)
     uniform = tl.load(top_ps + row * 4 + 2)
     top_k = tl.load(top_ks + row * 4 + 3)
 
-    largest = float("-inf")
-    first = vocab_size
-    broken = 0
+    largest = tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    broken = tl.full([], 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):
-        ids = start + columns
-        v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
+        ids, v, _ = _load(x, start, vocab_size, BLOCK)
         broken += tl.sum((v != v).to(tl.int32), axis=0)
         block_largest = tl.max(tl.where(v == v, v, float("-inf")), axis=0)
-        block_first = tl.min(tl.where(v == block_largest, ids, vocab_size), axis=0)
-        first = tl.where(block_largest > largest, block_first, first)
+        block_first = tl.min(tl.where(v == block_largest, ids, 2147483647), axis=0)
+        token = tl.where(block_largest > largest, block_first, token)
         largest = tl.maximum(largest, block_largest)
     good = (broken == 0) & (largest > float("-inf")) & (largest < float("inf"))
 
     if good & (temperature > 0.0):
-        last_key = tl.full([], 0, tl.int64)
-        last_id = vocab_size
+        key = tl.full([], 0, tl.int64)
+        end = tl.full([], 2147483647, tl.int32)
         if (top_k > 0) & (top_k < vocab_size):
-            # The largest key that at least top_k tokens reach.
-            for bit in range(32):
-                candidate = last_key + (tl.full([], 1, tl.int64) << (31 - bit))
-                count = tl.full([], 0, tl.int64)
-                for start in range(0, vocab_size, BLOCK):
-                    ids = start + columns
-                    v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-                    reach = (_key(v) >= candidate) & (ids < vocab_size)
-                    count += tl.sum(reach.to(tl.int64), axis=0)
-                last_key = tl.where(count >= top_k, candidate, last_key)
-            above = tl.full([], 0, tl.int64)
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + columns
-                v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-                above += tl.sum(((_key(v) > last_key) & (ids < vocab_size)).to(tl.int64), axis=0)
-            last_id = -1
-            seen = tl.full([], 0, tl.int64)
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + columns
-                v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-                equal = ((_key(v) == last_key) & (ids < vocab_size)).to(tl.int64)
-                rank = above + seen + tl.cumsum(equal, axis=0)  # from 1
-                stays = (equal > 0) & (rank <= top_k)
-                last_id = tl.maximum(last_id, tl.max(tl.where(stays, ids, -1), axis=0))
-                seen += tl.sum(equal, axis=0)
-        total = tl.full([], 0, tl.int64)
-        for start in range(0, vocab_size, BLOCK):
-            ids = start + columns
-            v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-            kept = _kept(_key(v), ids, last_key, last_id)
-            w = _weight(v, largest, temperature, min_p, (ids < vocab_size) & kept)
-            total += tl.sum(w, axis=0)
+            limit = top_k.to(tl.float64)
+            key, end = _cut(
+                x, vocab_size, key, end, limit, largest, temperature, min_p, True, BLOCK
+            )
+        total = _total(x, vocab_size, key, end, largest, temperature, min_p, BLOCK)
         if top_p < 1.0:
-            # A token stays while the weights before it are below the limit: the largest key whose
-            # tokens and those above them reach the limit is the last one that any token has.
             limit = top_p * total.to(tl.float64)
-            found = tl.full([], 0, tl.int64)
-            for bit in range(32):
-                candidate = found + (tl.full([], 1, tl.int64) << (31 - bit))
-                weights = tl.full([], 0, tl.int64)
-                for start in range(0, vocab_size, BLOCK):
-                    ids = start + columns
-                    v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-                    key = _key(v)
-                    kept = _kept(key, ids, last_key, last_id) & (key >= candidate)
-                    w = _weight(v, largest, temperature, min_p, (ids < vocab_size) & kept)
-                    weights += tl.sum(w, axis=0)
-                found = tl.where(weights.to(tl.float64) >= limit, candidate, found)
-            before = tl.full([], 0, tl.int64)
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + columns
-                v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-                key = _key(v)
-                kept = _kept(key, ids, last_key, last_id) & (key > found)
-                w = _weight(v, largest, temperature, min_p, (ids < vocab_size) & kept)
-                before += tl.sum(w, axis=0)
-            end = -1
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + columns
-                v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-                key = _key(v)
-                equal = _kept(key, ids, last_key, last_id) & (key == found) & (ids < vocab_size)
-                w = _weight(v, largest, temperature, min_p, equal)
-                ahead = before + tl.cumsum(w, axis=0) - w
-                stays = equal & (ahead.to(tl.float64) < limit)
-                end = tl.maximum(end, tl.max(tl.where(stays, ids, -1), axis=0))
-                before += tl.sum(w, axis=0)
-            last_key = found
-            last_id = end
-            total = tl.full([], 0, tl.int64)
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + columns
-                v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-                kept = _kept(_key(v), ids, last_key, last_id)
-                w = _weight(v, largest, temperature, min_p, (ids < vocab_size) & kept)
-                total += tl.sum(w, axis=0)
+            key, end = _cut(
+                x, vocab_size, key, end, limit, largest, temperature, min_p, False, BLOCK
+            )
+            total = _total(x, vocab_size, key, end, largest, temperature, min_p, BLOCK)
         # The product may round up to the total itself, which no sum exceeds.
         threshold = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-        first = vocab_size
-        sum_before = tl.full([], 0, tl.int64)
-        for start in range(0, vocab_size, BLOCK):
-            ids = start + columns
-            v = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf"))
-            kept = _kept(_key(v), ids, last_key, last_id)
-            w = _weight(v, largest, temperature, min_p, (ids < vocab_size) & kept)
-            beyond = sum_before + tl.cumsum(w, axis=0) > threshold
-            first = tl.minimum(first, tl.min(tl.where(beyond, ids, vocab_size), axis=0))
-            sum_before += tl.sum(w, axis=0)
-    tl.store(out + row, tl.where(good, first, -1).to(tl.int64))
+        before = tl.full([], 0, tl.int64)
+        start = tl.full([], 0, tl.int32)
+        while (before <= threshold) & (start < vocab_size):
+            ids, v, mask = _load(x, start, vocab_size, BLOCK)
+            mask = mask & _kept(_key(v), ids, key, end)
+            w = _weight(v, largest, temperature, min_p, mask)
+            sum_here = tl.sum(w, axis=0)
+            if before + sum_here > threshold:
+                beyond = before + tl.cumsum(w, axis=0) > threshold
+                token = tl.min(tl.where(beyond, ids, 2147483647), axis=0)
+            before += sum_here
+            start += BLOCK
+    tl.store(out + row, tl.where(good, token, -1).to(tl.int64))
 
 
 def sample(logits: Tensor, params: Tensor, out: Tensor) -> None:
