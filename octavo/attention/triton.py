@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
 from octavo.errors import ConfigError
-from octavo.kernels.triton.attention import attention
+from octavo.kernels.triton.attention import attention, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv
 
@@ -22,6 +22,9 @@ _MAX_HEAD_SIZE = 256
 # Rows of a program: for steps of decode rows only, and where there are prefill chunks.
 _DECODE_ROWS, _PREFILL_ROWS = 16, 64
 _PROGRAMS_PER_CORE = 4
+# For the results of splits that were shared out: 64 MiB. The largest steps, which fill the card
+# anyway, share out nothing.
+_WORKSPACE_FLOATS = 16 * 2**20
 
 
 class TritonAttention:
@@ -48,6 +51,7 @@ class TritonAttention:
         cuda = device.type == "cuda"
         self.cores = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self.upcast = not cuda  # Triton's interpreter has no product of bfloat16
+        self._workspace = torch.empty(_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
 
     def kv_cache_shape(
         self,
@@ -114,6 +118,9 @@ class TritonAttention:
         format = _FORMATS.get(kv_cache.dtype, 0)
         max_splits = -(-metadata.max_seq_len // self.split)
         pairs = metadata.num_reqs * kv_cache.shape[3]
+        programs = max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs))
+        if splits_floats(query, metadata.num_reqs, max_splits) > _WORKSPACE_FLOATS:
+            programs = 1
         decode = metadata.max_query_len == 1
         attention(
             query,
@@ -129,7 +136,8 @@ class TritonAttention:
             format=format,
             split=self.split,
             max_splits=max_splits,
-            programs=max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs)),
+            programs=programs,
+            workspace=self._workspace,
             block_m=_DECODE_ROWS if decode and not self.batch_invariant else _PREFILL_ROWS,
             upcast=self.upcast,
         )

@@ -75,26 +75,24 @@ class _DeviceArrays:
 
 
 class Graph(Protocol):
-    """A function without arguments, captured: its launches, and the tensors that it returned."""
-
-    outputs: tuple[Tensor, ...]
+    """The launches of a function without arguments and result, captured."""
 
     def replay(self) -> None:
-        """Launches it again; the outputs get new contents."""
+        """Launches them again."""
         ...
 
 
-Capture = Callable[[Callable[[], tuple[Tensor, ...]]], Graph]
+Capture = Callable[[Callable[[], None]], Graph]
 
 
 class CudaGraphs:
-    """A `Capture` by CUDA graphs that share one pool of memory."""
+    """A `Capture` by CUDA graphs that share one pool of memory: no two may be under way at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, step: Callable[[], tuple[Tensor, ...]]) -> Graph:
+    def __call__(self, step: Callable[[], None]) -> Graph:
         """Captures a function on a stream of its own, after having run it once."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -103,17 +101,8 @@ class CudaGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            outputs = step()
-        return _CudaGraph(graph, outputs)
-
-
-@dataclass(slots=True)
-class _CudaGraph:
-    graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, ...]
-
-    def replay(self) -> None:
-        self.graph.replay()
+            step()
+        return graph
 
 
 @dataclass(slots=True)
@@ -160,6 +149,12 @@ class DeviceSteps:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         # Behind the rows one more, which the padding of captured steps writes: row -1.
         self._sampled = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=self.device)
+        self._rows = self._sampled[:0]  # those that sample in the step run last
+        # What captured steps of all sizes return, so that each of them holds no memory of its own.
+        spec, rows = eager.model.spec, (max_num_reqs,)
+        self._hidden = self._sampled.new_empty((*rows, spec.hidden_size), dtype=eager.model.dtype)
+        self._logits = self._sampled.new_empty((*rows, spec.vocab_size), dtype=torch.float32)
+        self._tokens = self._sampled.new_empty(rows)
         self._graphs: dict[int, _Graph] = {}
         self._layout = StepLayout(0, 0, 0, 0)
         self._current = self._host[0]
@@ -200,12 +195,12 @@ class DeviceSteps:
             _pad(buffers, inputs)
         nbytes = self._layout.nbytes
         self._memory[:nbytes].copy_(self._current[:nbytes], non_blocking=True)
+        arrays = _DeviceArrays(self._layout, self._memory) if graph is None else graph.arrays
+        self._rows = arrays.sampling_rows[:num_logits]
         if graph is not None:
             graph.graph.replay()
-            hidden, logits, tokens = graph.graph.outputs
-            chosen = tokens[:num_logits] if params is not None else None
-            return hidden[:num_reqs], logits[:num_logits], chosen
-        arrays = _DeviceArrays(self._layout, self._memory)
+            tokens = self._tokens[:num_logits] if params is not None else None
+            return self._hidden[:num_reqs], self._logits[:num_logits], tokens
         return self._forward(
             arrays,
             num_logits,
@@ -214,9 +209,9 @@ class DeviceSteps:
             sample=params is not None,
         )
 
-    def put_tokens(self, rows: np.ndarray, tokens: Tensor) -> None:
-        """Notes tokens that were chosen elsewhere as the last ones of their rows."""
-        self._sampled[torch.from_numpy(rows).to(self.device)] = tokens
+    def put_tokens(self, tokens: Tensor) -> None:
+        """Notes tokens that were chosen elsewhere as the last ones of the step's rows."""
+        self._sampled[self._rows] = tokens
 
     def capture(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
         """Captures decode steps of the given numbers of rows, the largest first.
@@ -234,10 +229,13 @@ class DeviceSteps:
             for slots in arrays.slot_mappings:
                 slots.fill_(-1)
 
-            def step(arrays: _DeviceArrays = arrays, size: int = size) -> tuple[Tensor, ...]:
-                result = self._forward(arrays, size, 1, self._max_model_len, sample=True)
-                assert result[2] is not None
-                return result[0], result[1], result[2]
+            def step(arrays: _DeviceArrays = arrays, size: int = size) -> None:
+                hidden, logits, tokens = self._forward(
+                    arrays, size, 1, self._max_model_len, sample=True
+                )
+                assert tokens is not None
+                self._hidden[:size], self._logits[:size] = hidden, logits
+                self._tokens[:size] = tokens
 
             self._graphs[size] = _Graph(arrays, layout, capture(step))
         logger.info(

@@ -55,8 +55,8 @@ class StepRunner(Protocol):
         """
         ...
 
-    def put_tokens(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> None:
-        """Takes note of tokens int64 [S] that were chosen outside, for the rows [S]."""
+    def put_tokens(self, tokens: torch.Tensor) -> None:
+        """Takes note of tokens int64 [S] that were chosen outside for the step run last."""
         ...
 
 
@@ -81,7 +81,7 @@ class EagerSteps:
         """See `StepRunner`."""
         return self._buffers
 
-    def put_tokens(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> None:
+    def put_tokens(self, tokens: torch.Tensor) -> None:
         """See `StepRunner`; the next step's inputs have them."""
 
     def run(
@@ -166,7 +166,7 @@ class CapturedSteps:
         """See `StepRunner`."""
         return self._buffers
 
-    def put_tokens(self, rows: NDArray[np.int64], tokens: torch.Tensor) -> None:
+    def put_tokens(self, tokens: torch.Tensor) -> None:
         """See `StepRunner`; the next step's inputs have them."""
 
     def run(

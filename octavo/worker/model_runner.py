@@ -270,7 +270,7 @@ class ModelRunner:
         if tokens is None:
             sampled = self.sampler.sample(step.logits, step.metadata)
             tokens = sampled.token_ids
-            self.steps.put_tokens(rows, tokens)
+            self.steps.put_tokens(tokens)
             for i, message in sampled.errors.items():
                 errors[inputs.req_ids[indices[i]]] = message
             for i, lists in sampled.logprobs.items():

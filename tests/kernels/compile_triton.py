@@ -116,6 +116,7 @@ def kernels(dtype: torch.dtype) -> None:
                 split=256,
                 max_splits=8,
                 programs=programs,
+                workspace=torch.zeros(2**20),
                 block_m=block_m,
                 upcast=False,
                 **given | features,

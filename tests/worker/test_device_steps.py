@@ -45,13 +45,12 @@ class Replayed:
     """What torch.cuda.CUDAGraph does, as far as results are concerned."""
 
     def __init__(self, step):
-        self.step, self.outputs = step, step()
-        self.replays = 0
+        step()
+        self.step, self.replays = step, 0
 
     def replay(self):
         self.replays += 1
-        for to, result in zip(self.outputs, self.step(), strict=True):
-            to.copy_(result)
+        self.step()
 
 
 def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:

@@ -11,7 +11,6 @@ were shared out.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,7 +41,7 @@ def _load_kv(at, mask, FP8: tl.constexpr, UPCAST: tl.constexpr, DTYPE: tl.conste
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "max_splits"])  # they change from step to step
 def _attention(
     out,
     query,
@@ -210,7 +209,7 @@ def _attention(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits"])
 def _merge_splits(
     out,
     query_start_loc,
@@ -257,6 +256,16 @@ def _merge_splits(
         )
 
 
+def _block_d(head_size: int) -> int:
+    return int(max(16, triton.next_power_of_2(head_size)))
+
+
+def splits_floats(query: Tensor, num_reqs: int, max_splits: int) -> int:
+    """Numbers that the splits of a step's decode rows amount to. `query` is [T, H, D]."""
+    _, heads, head_size = query.shape
+    return num_reqs * heads * max_splits * (_block_d(head_size) + 2)
+
+
 def attention(
     query: Tensor,
     kv_cache: Tensor,
@@ -273,6 +282,7 @@ def attention(
     split: int,
     max_splits: int,
     programs: int,
+    workspace: Tensor,
     block_m: int,
     upcast: bool,
 ) -> None:
@@ -293,6 +303,7 @@ def attention(
         split: positions of a split, a multiple of every tile.
         max_splits: of the longest context in the step.
         programs: that share the splits of a decode row and KV head. Changes no bit.
+        workspace: float32, of `splits_floats` at least if there is more than one program.
         block_m: rows (queries times query heads of a KV head) that a program does together.
         upcast: multiply in float32. Triton's interpreter has no product of bfloat16.
     """
@@ -302,17 +313,13 @@ def attention(
     num_reqs, kv_heads, page = seq_lens.shape[0], kv_cache.shape[3], kv_cache.shape[2]
     group = heads // kv_heads
     block_m = max(block_m, triton.next_power_of_2(group))
-    block_d = max(16, triton.next_power_of_2(head_size))
+    block_d = _block_d(head_size)
     block_n = 64 if block_d <= 128 and query.element_size() == 2 else 32
     assert split % block_n == 0
-    partial_out = partial_stats = out
+    partial_out = partial_stats = workspace
     if programs > 1:
-        partial_out = torch.empty(
-            num_reqs * heads * max_splits * block_d, dtype=torch.float32, device=out.device
-        )
-        partial_stats = torch.empty(
-            num_reqs * heads * max_splits * 2, dtype=torch.float32, device=out.device
-        )
+        assert len(workspace) >= splits_floats(query, num_reqs, max_splits)
+        partial_stats = workspace[num_reqs * heads * max_splits * block_d :]
     window = sliding_window or 0
     _attention[(tokens // (block_m // group) + num_reqs, kv_heads, programs)](
         out,

@@ -15,7 +15,7 @@ _TILE_M, _TILE_N, _TILE_K = 64, 128, 64
 _GROUP = 8  # tiles of rows that share the columns they read in the L2 cache
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # they change from step to step
 def _linear(
     x,
     weight,
