@@ -121,7 +121,7 @@ class DeadlineError(RequestError):
 
 
 class EngineDeadError(OctavoError):
-    """The engine process ended; the message is the root cause."""
+    """The engine cannot go on, or its process has ended; the message is the root cause."""
 
 
 class BenchError(OctavoError):

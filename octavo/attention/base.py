@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
+from octavo.kernels.memory import to_device
 from octavo.kernels.ops import require_triton
 
 KV_CACHE_DTYPES = {
@@ -191,10 +193,10 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, 
     """`AttentionBackend.copy_blocks` for caches whose first dimension counts blocks."""
     if not src_dst_pairs:
         return
-    src, dst = torch.tensor(src_dst_pairs).unbind(1)
+    src, dst = to_device(np.array(src_dst_pairs), kv_caches[0].device).unbind(1)
     for kv_cache in kv_caches:
         blocks = kv_cache.view(torch.uint8)  # torch indexes no float8
-        blocks[dst.to(kv_cache.device)] = blocks[src.to(kv_cache.device)]
+        blocks[dst] = blocks[src]
 
 
 def get_attention_backend(

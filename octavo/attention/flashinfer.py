@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
+from octavo.attention.triton import write_rotated_kv
 from octavo.errors import ConfigError
 
 _WORKSPACE_NBYTES = 128 * 2**20
@@ -30,7 +31,8 @@ class FlashInferAttention:
     def __init__(self, device: torch.device) -> None:
         workspace = torch.empty(_WORKSPACE_NBYTES, dtype=torch.uint8, device=device)
         self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        self._planned: tuple[object, ...] = ()
+        self._planned_for: AttentionMetadata | None = None
+        self._features: tuple[float | None, ...] = ()
 
     def kv_cache_shape(
         self,
@@ -56,14 +58,8 @@ class FlashInferAttention:
         slot_mapping: Tensor,
         rotary: Rotary | None = None,
     ) -> None:
-        """By indexing."""
-        if rotary is not None:
-            rotary(key)
-        block_size = kv_cache.shape[2]
-        wanted = slot_mapping >= 0
-        slots = slot_mapping[wanted]
-        for i, x in enumerate((key, value)):
-            kv_cache[slots // block_size, i, slots % block_size] = x[wanted]
+        """As for Triton attention, whose cache has the same layout."""
+        write_rotated_kv(key, value, kv_cache, slot_mapping, rotary)
 
     def forward(
         self,
@@ -80,12 +76,10 @@ class FlashInferAttention:
         """One call for prefill chunks and decode rows alike."""
         assert alibi_slopes is None, "refused by the model runner"
         # Layers of a step that attend alike share a plan.
-        key = (metadata, scale, sliding_window, logits_soft_cap)
-        if len(self._planned) != len(key) or any(
-            a is not b and a != b for a, b in zip(self._planned, key, strict=True)
-        ):
-            self._plan(query, kv_cache, metadata, scale, sliding_window, logits_soft_cap)
-            self._planned = key
+        features = (scale, sliding_window, logits_soft_cap)
+        if self._planned_for is not metadata or self._features != features:
+            self._plan(query, kv_cache, metadata, *features)
+            self._planned_for, self._features = metadata, features
         self._wrapper.run(query.contiguous(), kv_cache, out=out)
 
     def _plan(

@@ -14,17 +14,40 @@ from octavo.kernels.triton.attention import attention, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv
 
-MIN_SPLIT, MAX_SPLITS = 256, 64
+MIN_SPLIT, MAX_SPLITS = 256, 256
 """The KV is cut into splits of at least this many positions, and not into more than this many."""
 
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 _MAX_HEAD_SIZE = 256
 # Rows of a program: for steps of decode rows only, and where there are prefill chunks.
-_DECODE_ROWS, _PREFILL_ROWS = 16, 64
+_DECODE_ROWS, _PREFILL_ROWS, _HOPPER_PREFILL_ROWS = 16, 64, 128
 _PROGRAMS_PER_CORE = 4
-# For the results of splits that were shared out: 64 MiB. The largest steps, which fill the card
-# anyway, share out nothing.
-_WORKSPACE_FLOATS = 16 * 2**20
+_MIXED_PROGRAMS = 4  # in a step with prefill chunks, each of whose tiles has as many, most idle
+# For the results of splits that were shared out, for each core: 1 MiB. Steps that need more have
+# rows enough to fill the card.
+_WORKSPACE_FLOATS = 2**18
+
+
+def write_rotated_kv(
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotary: Rotary | None
+) -> None:
+    """`AttentionBackend.write_kv` for caches [blocks, 2, block_size, KVH, D]."""
+    format = _FORMATS.get(kv_cache.dtype, 0)
+    cells = kv_cache.view(torch.uint8) if format else kv_cache
+    if rotary is None:
+        write_kv(key, value, cells, slot_mapping, format=format)
+    else:
+        write_kv(
+            key,
+            value,
+            cells,
+            slot_mapping,
+            format=format,
+            query=rotary.query,
+            positions=rotary.positions,
+            cos_sin_cache=rotary.cos_sin_cache,
+            is_neox=rotary.is_neox,
+        )
 
 
 class TritonAttention:
@@ -49,9 +72,14 @@ class TritonAttention:
         self.max_model_len = max_model_len
         self.batch_invariant = batch_invariant
         cuda = device.type == "cuda"
-        self.cores = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self.cores, self.prefill_rows = 4, _PREFILL_ROWS
+        if cuda:
+            card = torch.cuda.get_device_properties(device)
+            self.cores = card.multi_processor_count
+            if card.major >= 9 and not batch_invariant:
+                self.prefill_rows = _HOPPER_PREFILL_ROWS
         self.upcast = not cuda  # Triton's interpreter has no product of bfloat16
-        self._workspace = torch.empty(_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
+        self._workspace = torch.empty(_WORKSPACE_FLOATS * self.cores, device=device)
 
     def kv_cache_shape(
         self,
@@ -83,22 +111,7 @@ class TritonAttention:
         rotary: Rotary | None = None,
     ) -> None:
         """One launch with the rotary embedding."""
-        format = _FORMATS.get(kv_cache.dtype, 0)
-        cells = kv_cache.view(torch.uint8) if format else kv_cache
-        if rotary is None:
-            write_kv(key, value, cells, slot_mapping, format=format)
-        else:
-            write_kv(
-                key,
-                value,
-                cells,
-                slot_mapping,
-                format=format,
-                query=rotary.query,
-                positions=rotary.positions,
-                cos_sin_cache=rotary.cos_sin_cache,
-                is_neox=rotary.is_neox,
-            )
+        write_rotated_kv(key, value, kv_cache, slot_mapping, rotary)
 
     def forward(
         self,
@@ -119,7 +132,9 @@ class TritonAttention:
         max_splits = -(-metadata.max_seq_len // self.split)
         pairs = metadata.num_reqs * kv_cache.shape[3]
         programs = max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs))
-        if splits_floats(query, metadata.num_reqs, max_splits) > _WORKSPACE_FLOATS:
+        if metadata.max_query_len > 1:  # tiles of prefill chunks are not shared out
+            programs = 1 if metadata.num_reqs == 1 else min(programs, _MIXED_PROGRAMS)
+        if splits_floats(query, metadata.num_reqs, max_splits) > len(self._workspace):
             programs = 1
         decode = metadata.max_query_len == 1
         attention(
@@ -138,7 +153,7 @@ class TritonAttention:
             max_splits=max_splits,
             programs=programs,
             workspace=self._workspace,
-            block_m=_DECODE_ROWS if decode and not self.batch_invariant else _PREFILL_ROWS,
+            block_m=_DECODE_ROWS if decode and not self.batch_invariant else self.prefill_rows,
             upcast=self.upcast,
         )
 

@@ -17,7 +17,7 @@ from octavo.engine.memory_plan import (
     resolve_max_model_len,
     resolve_max_num_batched_tokens,
 )
-from octavo.errors import ProfilerError, RequestError
+from octavo.errors import EngineDeadError, ProfilerError, RequestError
 from octavo.executor.base import get_executor_class
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.messages import (
@@ -170,6 +170,8 @@ class EngineCore:
                     sampled.exception()  # waits for the whole step: one wake-up, not two
                     forward.result()  # its failure is the cause of what sampling would report
                     result = sampled.result()
+            except EngineDeadError:
+                raise
             except Exception as error:
                 logger.exception("a step failed, and its requests with it")
                 message = f"The step failed: {type(error).__name__}: {error}"

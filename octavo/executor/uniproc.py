@@ -39,7 +39,16 @@ class UniProcExecutor(Executor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[None]:
         """See `Executor`."""
-        return self._thread.submit(self._worker.execute_model, scheduler_output)
+        return self._thread.submit(self._execute_model, scheduler_output)
+
+    def _execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        try:
+            self._worker.execute_model(scheduler_output)
+        except Exception as error:
+            cause = self._worker.cause(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def sample_tokens(self) -> Future[ModelRunnerOutput]:
         """See `Executor`."""
@@ -52,17 +61,17 @@ class UniProcExecutor(Executor):
             try:
                 future.set_result(pending.get())
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(self._worker.cause(error))
 
         try:
             pending = self._worker.sample_tokens()
+            if not pending.ready():
+                self._results.submit(resolve)
+                return
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(self._worker.cause(error))
             return
-        if pending.ready():
-            resolve()
-        else:
-            self._results.submit(resolve)
+        resolve()
 
     def shutdown(self) -> None:
         """See `Executor`."""

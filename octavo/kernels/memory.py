@@ -1,4 +1,4 @@
-"""Memory of the native kernels: mapped pages, and the buffers of a recorded step."""
+"""Memory: mapped pages, the way to a device, and the buffers of a recorded step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 import mmap
 import weakref
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 64  # a cache line
@@ -36,6 +38,12 @@ def map_memory(nbytes: int) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
         memory.madvise(mmap.MADV_NOHUGEPAGE, end)
     return tensor[start : start + nbytes]
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """An array as a tensor on a device; nobody waits for what the device still has to do."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Arena:

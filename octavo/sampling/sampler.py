@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
+from octavo.kernels.memory import to_device
 from octavo.messages import LogprobsLists
 from octavo.sampling.logits_processors import apply_logits_processors
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
@@ -73,7 +74,7 @@ class Sampler:
         asking = np.flatnonzero(metadata.num_logprobs != NO_LOGPROBS)
         raw, raw_rows = logits, asking
         if changes and len(asking):
-            raw, raw_rows = logits[_tensor(asking, logits)], np.arange(len(asking))
+            raw, raw_rows = logits[to_device(asking, logits.device)], np.arange(len(asking))
 
         if changes:
             self._fail_rows(logits, errors, NOT_FINITE)
@@ -119,8 +120,9 @@ class Sampler:
         asked = metadata.num_logprobs[rows]
         for k in np.unique(asked).tolist():
             for some in _chunks(np.flatnonzero(asked == k), raw.shape[1]):
-                chosen = output.token_ids[_tensor(rows[some], raw)]
-                lists = _gather_logprobs(self.ops, raw[_tensor(raw_rows[some], raw)], chosen, k)
+                chosen = output.token_ids[to_device(rows[some], raw.device)]
+                logits = raw[to_device(raw_rows[some], raw.device)]
+                lists = _gather_logprobs(self.ops, logits, chosen, k)
                 for i, row in enumerate(rows[some].tolist()):
                     output.logprobs[row] = LogprobsLists(
                         [lists.token_ids[i]], [lists.logprobs[i]], [lists.ranks[i]]
@@ -212,7 +214,3 @@ def _chunks(rows: LongArray, vocab_size: int) -> Iterator[LongArray]:
     step = rows_per_chunk(vocab_size)
     for at in range(0, len(rows), step):
         yield rows[at : at + step]
-
-
-def _tensor(array: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(array).to(like.device)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.memory import to_device
 from octavo.sampling import philox
 from octavo.sampling.metadata import (
     NO_LOGPROBS,
@@ -289,7 +290,7 @@ class SamplingState:
         return LogitEntries(self._tensor(logits_rows), self._tensor(token_ids))
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ from octavo.worker.input_batch import (
 
 logger = logging.getLogger(__name__)
 
-# Two steps are in flight at most, and a third one's inputs are gathered after the first has ended.
+# Two steps are in flight, and the inputs of a third are gathered. Steps that sample nothing are
+# waited for by nobody, so a buffer is taken again only when its copy has been made.
 _HOST_BUFFERS = 3
 _TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "bool": torch.bool}
 
@@ -91,17 +92,21 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace for every stream that it has seen.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: Callable[[], None]) -> Graph:
         """Captures a function on a stream of its own, after having run it once."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             step()  # compiles the kernels, lets the libraries take their workspace
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of this process may have a GPU of their own to talk to meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             step()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph
 
 
@@ -145,7 +150,8 @@ class DeviceSteps:
             torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
             for _ in range(_HOST_BUFFERS)
         ]
-        self._next_host = 0
+        self._copied = [torch.cuda.Event() if self._cuda else None for _ in self._host]  # type: ignore[no-untyped-call]
+        self._at = 0
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         # Behind the rows one more, which the padding of captured steps writes: row -1.
         self._sampled = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=self.device)
@@ -157,7 +163,6 @@ class DeviceSteps:
         self._tokens = self._sampled.new_empty(rows)
         self._graphs: dict[int, _Graph] = {}
         self._layout = StepLayout(0, 0, 0, 0)
-        self._current = self._host[0]
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """Where the inputs of the next step go, on the host."""
@@ -165,9 +170,11 @@ class DeviceSteps:
         self._layout = (
             self._batch.layout(num_tokens, num_reqs) if size is None else self._graphs[size].layout
         )
-        self._current = self._host[self._next_host]
-        self._next_host = (self._next_host + 1) % _HOST_BUFFERS
-        return StepBuffers(self._layout, self._current.numpy())
+        self._at = (self._at + 1) % _HOST_BUFFERS
+        copied = self._copied[self._at]
+        if copied is not None:
+            copied.synchronize()
+        return StepBuffers(self._layout, self._host[self._at].numpy())
 
     def run(
         self, inputs: StepInputs, buffers: StepBuffers, params: np.ndarray | None
@@ -187,14 +194,16 @@ class DeviceSteps:
         graph = None if size is None else self._graphs[size]
         rows = inputs.rows[inputs.samples]
         buffers.sampling_rows[:num_logits] = rows
-        if params is not None:
-            buffers.sampling_params[:num_logits] = params.view(np.int64).reshape(
-                num_logits, SAMPLING_ROW_WORDS
-            )
+        # A captured step chooses tokens even if nobody wants them: greedily, which is quick.
+        words = 0 if params is None else params.view(np.int64).reshape(-1, SAMPLING_ROW_WORDS)
+        buffers.sampling_params[:num_logits] = words
         if graph is not None:
             _pad(buffers, inputs)
         nbytes = self._layout.nbytes
-        self._memory[:nbytes].copy_(self._current[:nbytes], non_blocking=True)
+        self._memory[:nbytes].copy_(self._host[self._at][:nbytes], non_blocking=True)
+        copied = self._copied[self._at]
+        if copied is not None:
+            copied.record()
         arrays = _DeviceArrays(self._layout, self._memory) if graph is None else graph.arrays
         self._rows = arrays.sampling_rows[:num_logits]
         if graph is not None:
@@ -275,6 +284,8 @@ class DeviceSteps:
             [groups[g] for g in eager.layer_groups],
             eager.backend,
         )
+        if num_logits == 0:
+            return hidden, self._logits[:0], self._tokens[:0]
         logits = eager.model.compute_logits(hidden, last_tokens)
         tokens = None
         if sample:

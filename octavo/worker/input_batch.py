@@ -185,6 +185,7 @@ class InputBatch:
         self.owners[row] += 1
         count = len(data.token_ids)
         self.token_ids[row, :count] = data.token_ids
+        self.token_ids[row, count : self.num_tokens[row]] = 0  # no `UNKNOWN` that nobody collects
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = data.num_prompt_tokens
         self.num_computed_tokens[row] = data.num_computed_tokens

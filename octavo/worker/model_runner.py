@@ -10,7 +10,7 @@ import torch
 
 from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
 from octavo.errors import ConfigError
-from octavo.kernels.memory import map_memory
+from octavo.kernels.memory import map_memory, to_device
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
@@ -18,7 +18,7 @@ from octavo.messages import LogprobsLists, ModelRunnerOutput, NewRequestData, Sc
 from octavo.models.loader import load_model
 from octavo.profiler import span
 from octavo.sampling.metadata import SamplingMetadata
-from octavo.sampling.sampler import NOT_FINITE, Sampler, prompt_logprobs
+from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
 from octavo.sampling_params import SamplingParams
 from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner, graph_sizes
@@ -118,9 +118,10 @@ class ModelRunner:
         self.backend = get_attention_backend(
             backend, device, setup.max_model_len, batch_invariant=invariant
         )
-        if self.backend.name == "flashinfer" and setup.spec.alibi_slopes:
+        too_much = setup.spec.alibi_slopes or dtype == torch.float32
+        if self.backend.name == "flashinfer" and too_much:
             raise ConfigError(
-                "attention_backend=flashinfer does not do this model's ALiBi biases; use "
+                "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
                 "attention_backend=triton."
             )
         self.model = load_model(
@@ -205,7 +206,15 @@ class ModelRunner:
         groups, group_size = make_kv_cache_groups(setup.spec.layer_windows)
         kv = KVCacheConfig(blocks + 1, cache.block_size, groups, group_size, 0)
         self.initialize_kv_cache(kv, capture=False)
-        params = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1)
+        # What takes most: logits that are changed beside a copy of them, and more candidates than
+        # can be found without sorting.
+        params = SamplingParams(
+            temperature=1.0,
+            top_p=0.9,
+            seed=0,
+            logprobs=min(FEW_CANDIDATES + 1, setup.spec.vocab_size),
+            logit_bias={0: 1.0},
+        )
         # All requests write to the same blocks: what they compute means nothing.
         block_ids = [list(range(1, blocks + 1)) for _ in groups]
         requests = [
@@ -351,7 +360,7 @@ class ModelRunner:
                 part = prompt_logprobs(
                     self.sampler.ops,
                     logits,
-                    torch.from_numpy(targets.astype(np.int64)).to(self.device),
+                    to_device(targets.astype(np.int64), self.device),
                     k,
                 )
                 lists.token_ids += part.token_ids

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+
 import torch
 
 from octavo.device import bind_to_numa_node, cuda_memory, select_device, set_num_threads
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import SchedulerOutput
 from octavo.profiler import drain_kernels, span
@@ -16,6 +20,7 @@ from octavo.worker.setup import WorkerSetup
 # Captured steps share one pool for what they compute, which is counted; each of them also holds its
 # launches.
 _GRAPH_NBYTES = 4 * 2**20
+_SWITCH_INTERVAL = 0.0002  # seconds
 
 
 class Worker:
@@ -34,9 +39,13 @@ class Worker:
                 bind_to_numa_node(config.numa_node)
             set_num_threads(config.num_threads)
         else:
+            # The thread that launches steps must not wait long for those that run Python meanwhile.
+            sys.setswitchinterval(_SWITCH_INTERVAL)
             _check_weights(setup, device)
-        with torch.inference_mode():
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        with torch.inference_mode(), _out_of_memory("loading the model"):
             self._runner: ModelRunner | None = ModelRunner(setup, device)
+        self._others = before  # bytes that this process had on the device already
         self._step = 0  # number of the current one: the engine core counts alike
 
     @property
@@ -47,25 +56,24 @@ class Worker:
 
     def measure_memory(self) -> DeviceMemory:
         """See `Executor.measure_memory`."""
-        assert self.device.type == "cuda"
-        weights = torch.cuda.memory_allocated(self.device)
+        loaded = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), _out_of_memory("running the largest step"):
             kv_nbytes, graphs = self.runner.run_largest_step()
-        step = torch.cuda.max_memory_allocated(self.device) - weights - kv_nbytes
+        step = torch.cuda.max_memory_allocated(self.device) - loaded - kv_nbytes
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         total, free = cuda_memory(self.device)
         return DeviceMemory(
             total=total,
-            foreign=total - free - torch.cuda.memory_reserved(self.device),
-            weights=weights,
+            foreign=total - free - torch.cuda.memory_reserved(self.device) + self._others,
+            weights=loaded - self._others,
             step=step + graphs * _GRAPH_NBYTES,
         )
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """See `Executor.initialize_kv_cache`."""
-        with torch.inference_mode():
+        with torch.inference_mode(), _out_of_memory("allocating the KV cache and capturing steps"):
             self.runner.initialize_kv_cache(kv_cache)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -87,9 +95,31 @@ class Worker:
         drain_kernels()
         return output
 
+    def cause(self, error: BaseException) -> BaseException:
+        """What a step's failure means: on a GPU that cannot be used any more, `EngineDeadError`."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except Exception as lost:
+                return EngineDeadError(f"The GPU failed, and the engine with it: {lost}")
+        return error
+
     def shutdown(self) -> None:
         """Lets go of the model and the KV cache."""
         self._runner = None
+
+
+@contextlib.contextmanager
+def _out_of_memory(what: str) -> Iterator[None]:
+    """Says what helps where the device's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The GPU's memory ran out while {what}: {error}. Lower gpu_memory_utilization (other "
+            "processes need their share), max_num_batched_tokens or max_num_seqs, or take a "
+            "smaller model."
+        ) from error
 
 
 def _check_weights(setup: WorkerSetup, device: torch.device) -> None:

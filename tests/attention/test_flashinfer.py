@@ -15,6 +15,8 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from tests.attention.cases import Case
 
+pytest.importorskip("triton", reason="the package triton is not installed")
+
 CPU = torch.device("cpu")
 
 
@@ -89,6 +91,13 @@ def test_same_as_the_reference(backend, features):
     case = Case(((1, 1), (70, 1), (33, 33), (150, 7)), **features)
     torch.testing.assert_close(case.run(backend).double(), case.truth(), rtol=1e-5, atol=1e-5)
     assert StandIn.plans == 1
+
+
+def test_steps_of_the_same_size_have_plans_of_their_own(backend):
+    for seeds in ((1, 2), (3, 4)):
+        case = Case(((5, 5), (20, 1)), seeds=seeds)
+        torch.testing.assert_close(case.run(backend).double(), case.truth(), rtol=1e-5, atol=1e-5)
+    assert StandIn.plans == 2
 
 
 def test_it_needs_the_package_and_a_gpu():

@@ -8,7 +8,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.executor import uniproc
 from octavo.executor.base import get_executor_class
 from octavo.executor.uniproc import UniProcExecutor
@@ -42,6 +42,9 @@ class RecordingWorker:
     def sample_tokens(self):
         self.calls.append(("sample", None))
         return Pending(len(self.calls))
+
+    def cause(self, error):
+        return EngineDeadError("no GPU") if "illegal" in str(error) else error
 
     def shutdown(self):
         self.calls.append(("shutdown", None))
@@ -97,6 +100,27 @@ def test_a_failure_reaches_the_caller(on_its_way, monkeypatch):
     executor = UniProcExecutor(None)
     with pytest.raises(ValueError, match="lost"):
         executor.sample_tokens().result(10)
+    executor.shutdown()
+
+
+def test_a_failure_to_ask_whether_tokens_have_come_reaches_the_caller(monkeypatch):
+    class Broken(Pending):
+        def ready(self):
+            raise RuntimeError("illegal memory access")
+
+    class Worker(RecordingWorker):
+        def sample_tokens(self):
+            return Broken(None)
+
+        def execute_model(self, scheduler_output):
+            raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(uniproc, "Worker", Worker)
+    executor = UniProcExecutor(None)
+    with pytest.raises(EngineDeadError, match="no GPU"):
+        executor.sample_tokens().result(10)
+    with pytest.raises(EngineDeadError, match="no GPU"):
+        executor.execute_model(SchedulerOutput()).result(10)
     executor.shutdown()
 
 

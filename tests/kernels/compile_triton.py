@@ -2,7 +2,8 @@
 
     python -m tests.kernels.compile_triton CAPABILITY
 
-Prints a line for each. The interpreter knows no types: what it runs need not compile.
+Prints a line for each: its shared memory, name, and constants. The interpreter knows no types: what
+it runs need not compile.
 """
 
 from __future__ import annotations
@@ -13,56 +14,44 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from octavo.kernels.triton import activation, gemm, kv_write, norm, sample, tokens
 from octavo.kernels.triton.attention import attention
 
-TYPES = {
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
+backend = make_backend(target)
 compiled: set[str] = set()
 
 
-def type_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "*" + TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of which nothing but its address is looked at."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def compile_instead(
     self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any
 ) -> None:
-    options = {k: kwargs.pop(k) for k in list(kwargs) if k not in self.arg_names}
-    given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr}
-    signature = {
-        name: "constexpr" if name in constants else type_of(given[name]) for name in self.arg_names
-    }
-    key = f"{self.__name__} {list(signature.values())} {list(constants.values())}"
+    kwargs["debug"] = False
+    binder = create_function_from_signature(self.signature, self.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constants, attributes = self._pack_args(
+        backend, kwargs, bound, specialization, options
+    )
+    key = f"{self.__name__} {signature} {constants} {attributes}"
     if key not in compiled:
         compiled.add(key)
-        source = ASTSource(self, signature, constexprs=constants)
-        kernel = triton.compile(source, target=target, options=options)
-        print(
-            f"{self.__name__} {list(constants.values())}: {len(kernel.asm['cubin'])} bytes",
-            flush=True,
-        )
+        source = ASTSource(self, signature, constants, attributes)
+        kernel = triton.compile(source, target=target, options=options.__dict__)
+        print(kernel.metadata.shared, self.__name__, list(constants.values()), flush=True)
 
 
 JITFunction.run = compile_instead  # type: ignore[method-assign]
 
 
 def kernels(dtype: torch.dtype) -> None:
-    x, weight = torch.zeros(4, 64, dtype=dtype), torch.zeros(64, dtype=dtype)
+    x, weight = zeros(4, 4096, dtype=dtype), zeros(4096, dtype=dtype)
     norm.rms_norm(x, weight, 1e-5, 0.0, None)
     norm.rms_norm(x, weight, 1e-5, 1.0, None)
     norm.fused_add_rms_norm(x, x, weight, 1e-5, 0.0)
@@ -70,22 +59,22 @@ def kernels(dtype: torch.dtype) -> None:
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
     for bias in (None, weight):
-        gemm.linear(x, torch.zeros(64, 64, dtype=dtype), bias, torch.float32, upcast=False)
+        gemm.linear(x, zeros(4096, 4096, dtype=dtype), bias, torch.float32, upcast=False)
 
     heads, kv_heads, page = 8, 2, 16
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (128, 0, {"sliding_window": 100}),
         (256, 0, {"logits_soft_cap": 30.0}),
-        (80, 0, {"alibi_slopes": torch.zeros(heads)}),
-        (64, 1, {}),
-        (64, 2, {}),
+        (80, 0, {"alibi_slopes": zeros(heads)}),
+        (128, 1, {}),
+        (128, 2, {}),
     ]
-    for head_size, format, features in cases if dtype == torch.bfloat16 else cases[2:3]:
-        qkv = torch.zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
+    for head_size, format, features in cases if dtype == torch.bfloat16 else cases[1:3]:
+        qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype
-        cache = torch.zeros(8, 2, page, kv_heads, head_size, dtype=cache_dtype)
-        slots, ints = torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
+        cache = zeros(8, 2, page, kv_heads, head_size, dtype=cache_dtype)
+        slots, ints = zeros(4, dtype=torch.int64), zeros(5, dtype=torch.int32)
         kv_write.write_kv(key, value, cache, slots, format=format)
         kv_write.write_kv(
             key,
@@ -95,10 +84,10 @@ def kernels(dtype: torch.dtype) -> None:
             format=format,
             query=query,
             positions=slots,
-            cos_sin_cache=torch.zeros(32, head_size),
+            cos_sin_cache=zeros(32, head_size),
             is_neox=head_size != 80,
         )
-        for block_m, programs in ((16, 4), (64, 1)):
+        for block_m, programs in ((16, 4), (128 if target.arch >= 90 else 64, 1)):
             given: dict[str, Any] = {
                 "sliding_window": None,
                 "logits_soft_cap": None,
@@ -109,14 +98,14 @@ def kernels(dtype: torch.dtype) -> None:
                 cache,
                 ints,
                 ints[:4],
-                torch.zeros(4, 8, dtype=torch.int32),
+                zeros(4, 8, dtype=torch.int32),
                 torch.empty_like(query),
                 scale=0.1,
                 format=format,
                 split=256,
                 max_splits=8,
                 programs=programs,
-                workspace=torch.zeros(2**20),
+                workspace=zeros(2**20),
                 block_m=block_m,
                 upcast=False,
                 **given | features,
@@ -126,7 +115,7 @@ def kernels(dtype: torch.dtype) -> None:
 kernels(torch.bfloat16)
 if target.arch >= 90:
     kernels(torch.float32)
-logits, ids = torch.zeros(3, 5000), torch.zeros(3, dtype=torch.int64)
-sample.sample(logits, torch.zeros(3, 4, dtype=torch.int64), ids)
-sample.apply_bitmask(logits, torch.zeros(3, 157, dtype=torch.int32), ids)
+logits, ids = zeros(3, 128256), zeros(3, dtype=torch.int64)
+sample.sample(logits, zeros(3, 4, dtype=torch.int64), ids)
+sample.apply_bitmask(logits, zeros(3, 4008, dtype=torch.int32), ids)
 tokens.take_tokens(ids, ids, ids, ids)

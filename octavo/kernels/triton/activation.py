@@ -62,8 +62,9 @@ def gelu(x: Tensor, approximate: Gelu) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
         kind = "gelu_tanh" if approximate == "tanh" else "gelu"
-        flat = x.view(1, -1)
-        _act[(1, triton.cdiv(x.numel(), _BLOCK))](
-            flat, out, flat, 0, x.numel(), MUL=False, KIND=kind, BLOCK=_BLOCK
+        rows = x.view(-1, x.shape[-1])
+        columns = rows.shape[1]
+        _act[(len(rows), triton.cdiv(columns, _BLOCK))](
+            rows, out, rows, columns, columns, MUL=False, KIND=kind, BLOCK=_BLOCK
         )
     return out

@@ -3,10 +3,10 @@
 Online softmax over tiles of the KV (Dao et al., "FlashAttention", algorithm 1; Milakov and
 Gimelshein, "Online normalizer calculation for softmax", 2018), the tiles at absolute positions. The
 KV is cut into splits at absolute positions, too, and a row's result is that of its splits, merged
-from first to last: by the program that computed them one after the other, or, where a decode row's
-splits were shared out so that one long context fills the card (Flash-Decoding), by a second kernel
-with the same arithmetic. So a row's bits depend neither on the other rows nor on how its splits
-were shared out.
+from first to last: by the program that computed them one after the other, or, where a step has few
+rows and their splits were shared out to fill the card (Flash-Decoding), by a second kernel with the
+same arithmetic. So a row's bits depend neither on the other rows nor on how its splits were shared
+out.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ def _load_kv(at, mask, FP8: tl.constexpr, UPCAST: tl.constexpr, DTYPE: tl.conste
     x = tl.load(at, mask=mask, other=0)
     if FP8:
         x = fp8.decode(x, FP8)
-        if not UPCAST:
-            x = x.to(DTYPE)
-    elif UPCAST:
-        x = x.to(tl.float32)
-    return x
+    return x.to(tl.float32 if UPCAST else DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_splits"])  # they change from step to step
@@ -242,7 +238,7 @@ def _merge_splits(
         acc = tl.zeros([1, BLOCK_D], tl.float32)
         row = (req.to(tl.int64) * HEADS + head) * max_splits
         one = tl.arange(0, 1)
-        for split in range(first_split, end_split):
+        for split in tl.range(first_split, end_split, num_stages=4):
             at = row + split + one
             split_largest = tl.load(partial_stats + at * 2)
             split_total = tl.load(partial_stats + at * 2 + 1)
@@ -304,7 +300,8 @@ def attention(
         max_splits: of the longest context in the step.
         programs: that share the splits of a decode row and KV head. Changes no bit.
         workspace: float32, of `splits_floats` at least if there is more than one program.
-        block_m: rows (queries times query heads of a KV head) that a program does together.
+        block_m: rows (queries times query heads of a KV head) that a program does together, or as
+            many as fit.
         upcast: multiply in float32. Triton's interpreter has no product of bfloat16.
     """
     tokens, heads, head_size = query.shape
@@ -312,9 +309,16 @@ def attention(
         return
     num_reqs, kv_heads, page = seq_lens.shape[0], kv_cache.shape[3], kv_cache.shape[2]
     group = heads // kv_heads
-    block_m = max(block_m, triton.next_power_of_2(group))
     block_d = _block_d(head_size)
-    block_n = 64 if block_d <= 128 and query.element_size() == 2 else 32
+    # What the registers and 99 KiB of shared memory hold.
+    match query.element_size() == 4, block_d > 128:
+        case False, False:
+            most_rows, block_n = 128, 64
+        case True, True:
+            most_rows, block_n = 32, 16
+        case _:
+            most_rows, block_n = 64, 32
+    block_m = max(min(block_m, most_rows), triton.next_power_of_2(group))
     assert split % block_n == 0
     partial_out = partial_stats = workspace
     if programs > 1:
@@ -353,7 +357,7 @@ def attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=4 if block_m <= 64 else 8,
+        num_warps=8 if block_m > 16 or format else 4,
         num_stages=2,
         enable_fp_fusion=False,
     )

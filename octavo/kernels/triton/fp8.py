@@ -32,13 +32,12 @@ def encode(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode(code, FORMAT: tl.constexpr):
-    """uint8 to float32."""
-    MANTISSA: tl.constexpr = 3 if FORMAT == 1 else 2
-    SCALE: tl.constexpr = 1.329227995784916e36 if FORMAT == 1 else 5.192296858534828e33
-    wide = code.to(tl.int32)
-    size = ((wide & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * SCALE  # 2^(127 - bias)
+    """uint8 to float16, which has every number of both formats."""
+    wide = code.to(tl.uint16)
     if FORMAT == 1:
-        size = tl.where((wide & 0x7F) == 0x7F, float("nan"), size)
+        bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
+        x = bits.to(tl.float16, bitcast=True) * 256.0  # 2^(15 - 7): the difference of the biases
+        x = tl.where((wide & 0x7F) == 0x7F, float("nan"), x)
     else:
-        size = tl.where((wide & 0x7F) > 0x7C, float("nan"), size)
-    return tl.where(wide > 0x7F, -size, size)
+        x = (wide << 8).to(tl.float16, bitcast=True)
+    return x

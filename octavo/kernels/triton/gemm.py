@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE_M, _TILE_N, _TILE_K = 64, 128, 64
+_TILE_M, _TILE_N, _TILE_K = 64, 64, 64
 _GROUP = 8  # tiles of rows that share the columns they read in the L2 cache
 
 
@@ -94,6 +94,6 @@ def linear(
             TILE_K=_TILE_K if x.element_size() == 2 else _TILE_K // 2,
             GROUP=_GROUP,
             num_warps=4,
-            num_stages=3,
+            num_stages=4,
         )
     return out

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.kernels.base import Gate, Gelu, PackedWeight, QuantizedWeight
+from octavo.kernels.memory import to_device
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.triton import activation as _activation
 from octavo.kernels.triton import gemm, norm, sample
@@ -27,6 +28,9 @@ class TritonOps(ReferenceOps):
     def __init__(self, *, batch_invariant: bool = False, upcast: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self.upcast = upcast
+        # Parts of a sum are added in float32, too, where cuBLAS splits one.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def linear(
         self,
@@ -78,7 +82,7 @@ class TritonOps(ReferenceOps):
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """One program for each row; nothing is sorted."""
-        rows = torch.from_numpy(params.view(np.int64).reshape(len(params), 4)).to(x.device)
+        rows = to_device(params.view(np.int64).reshape(len(params), 4), x.device)
         out = torch.empty(len(x), dtype=torch.int64, device=x.device)
         sample.sample(x, rows, out)
         return out

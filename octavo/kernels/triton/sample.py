@@ -18,10 +18,9 @@ _BLOCK = 4096
 
 @triton.jit
 def _key(x):
-    """float32 to an int64 that sorts like it, from 0 to 2^32 - 1; -0 like 0."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return bits.to(tl.int64) + 2147483648
+    """float32 to a uint32 that sorts like it; -0 like 0."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -36,7 +35,13 @@ def _load(row, start, vocab_size, BLOCK: tl.constexpr):
 def _weight(x, largest, temperature, min_p, mask):
     p = tl.exp((x - largest) / temperature)
     p = tl.where(mask & (p >= min_p), p, 0.0)
-    return (p * 1099511627776.0).to(tl.int64)  # 2^40
+    # floor(2^40 * p) from the bits: few cards are quick at making integers of 64 bits of floats.
+    bits = p.to(tl.int32, bitcast=True)
+    whole = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
+    shift = (bits >> 23) - 110
+    return tl.where(
+        shift >= 0, whole << tl.maximum(shift, 0), whole >> tl.minimum(tl.maximum(-shift, 0), 63)
+    )
 
 
 @triton.jit
@@ -48,12 +53,12 @@ def _kept(key, ids, last_key, last_id):
 @triton.jit
 def _total(row, vocab_size, last_key, last_id, largest, temperature, min_p, BLOCK: tl.constexpr):
     """Weight of the tokens that stay."""
-    total = tl.full([], 0, tl.int64)
+    total = tl.zeros([BLOCK], tl.int64)  # summed across lanes once, not in every block
     for start in range(0, vocab_size, BLOCK):
         ids, v, mask = _load(row, start, vocab_size, BLOCK)
         mask = mask & _kept(_key(v), ids, last_key, last_id)
-        total += tl.sum(_weight(v, largest, temperature, min_p, mask), axis=0)
-    return total
+        total += _weight(v, largest, temperature, min_p, mask)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -75,19 +80,20 @@ def _cut(
     """
     # The greatest key that `limit` is reached with is looked for in quarters of low..high, which
     # shrink to the keys that there are.
-    low = tl.full([], 0, tl.int64)
+    low = tl.full([], 0, tl.uint32)
     high = _key(largest)
     before = tl.full([], 0, tl.int64)  # measure of the keys above `high`
     while low < high:
-        quarter = (high - low + 3) // 4
-        first = low + quarter
+        quarter = (high - low) // 4 + 1
+        first = tl.minimum(low + quarter, high)
         second = tl.minimum(first + quarter, high)
         third = tl.minimum(second + quarter, high)
-        from_first = tl.full([], 0, tl.int64)
-        from_second = tl.full([], 0, tl.int64)
-        from_third = tl.full([], 0, tl.int64)
-        lowest = high
-        highest = low
+        # Lane by lane; across lanes once, behind the loop.
+        from_first = tl.zeros([BLOCK], tl.int64)
+        from_second = tl.zeros([BLOCK], tl.int64)
+        from_third = tl.zeros([BLOCK], tl.int64)
+        lowest = tl.zeros([BLOCK], tl.uint32) + high
+        highest = tl.zeros([BLOCK], tl.uint32) + low
         for start in range(0, vocab_size, BLOCK):
             ids, v, mask = _load(row, start, vocab_size, BLOCK)
             key = _key(v)
@@ -96,14 +102,17 @@ def _cut(
                 m = mask.to(tl.int64)
             else:
                 m = _weight(v, largest, temperature, min_p, mask)
-            from_first += tl.sum(tl.where(key >= first, m, 0), axis=0)
-            from_second += tl.sum(tl.where(key >= second, m, 0), axis=0)
-            from_third += tl.sum(tl.where(key >= third, m, 0), axis=0)
+            from_first += tl.where(key >= first, m, 0)
+            from_second += tl.where(key >= second, m, 0)
+            from_third += tl.where(key >= third, m, 0)
             inside = mask & (key >= low) & (key <= high)
-            lowest = tl.minimum(lowest, tl.min(tl.where(inside, key, high), axis=0))
-            highest = tl.maximum(highest, tl.max(tl.where(inside, key, low), axis=0))
-        low = tl.maximum(low, lowest)
-        high = tl.minimum(high, highest)
+            lowest = tl.minimum(lowest, tl.where(inside, key, high))
+            highest = tl.maximum(highest, tl.where(inside, key, low))
+        from_first = tl.sum(from_first, axis=0)
+        from_second = tl.sum(from_second, axis=0)
+        from_third = tl.sum(from_third, axis=0)
+        low = tl.maximum(low, tl.min(lowest, axis=0))
+        high = tl.minimum(high, tl.max(highest, axis=0))
         if from_third.to(tl.float64) >= limit:
             low = tl.maximum(low, third)
         elif from_second.to(tl.float64) >= limit:
@@ -154,20 +163,20 @@ def _sample(
     uniform = tl.load(top_ps + row * 4 + 2)
     top_k = tl.load(top_ks + row * 4 + 3)
 
-    largest = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], 0, tl.int32)
-    broken = tl.full([], 0, tl.int32)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    at = tl.zeros([BLOCK], tl.int32)
+    broken = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab_size, BLOCK):
         ids, v, _ = _load(x, start, vocab_size, BLOCK)
-        broken += tl.sum((v != v).to(tl.int32), axis=0)
-        block_largest = tl.max(tl.where(v == v, v, float("-inf")), axis=0)
-        block_first = tl.min(tl.where(v == block_largest, ids, 2147483647), axis=0)
-        token = tl.where(block_largest > largest, block_first, token)
-        largest = tl.maximum(largest, block_largest)
-    good = (broken == 0) & (largest > float("-inf")) & (largest < float("inf"))
+        broken |= (v != v).to(tl.int32)
+        at = tl.where(v > most, ids, at)
+        most = tl.where(v > most, v, most)
+    largest = tl.max(most, axis=0)
+    token = tl.min(tl.where(most == largest, at, 2147483647), axis=0)
+    good = (tl.max(broken, axis=0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
 
     if good & (temperature > 0.0):
-        key = tl.full([], 0, tl.int64)
+        key = tl.full([], 0, tl.uint32)
         end = tl.full([], 2147483647, tl.int32)
         if (top_k > 0) & (top_k < vocab_size):
             limit = top_k.to(tl.float64)
@@ -219,7 +228,7 @@ def sample(logits: Tensor, params: Tensor, out: Tensor) -> None:
             out,
             vocab_size,
             BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
-            num_warps=8,
+            num_warps=32,
         )
 
 
