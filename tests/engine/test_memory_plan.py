@@ -10,6 +10,7 @@ from octavo.engine.memory_plan import make_memory_plan, resolve_max_num_batched_
 from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
 from octavo.models.spec import ModelSpec
+from octavo.worker.memory import DeviceMemory
 
 SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
 
@@ -80,3 +81,37 @@ def test_budget_is_raised_to_what_other_settings_need():
     assert budget(max_num_seqs=4000) == 4000
     assert budget(enable_chunked_prefill=False) == 5000
     assert budget(max_num_batched_tokens=300) == 300
+
+
+GPU = DeviceMemory(total=2000 * 2**20, foreign=300 * 2**20, weights=100 * 2**20, step=50 * 2**20)
+
+
+def gpu_plan(memory=GPU, **kwargs):
+    return make_memory_plan(
+        EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048, device=memory
+    )
+
+
+def test_on_a_gpu_the_cache_takes_what_was_measured_to_be_left():
+    result, kv_cache = gpu_plan(gpu_memory_utilization=0.5, max_num_seqs=4096)
+    left = (1000 - 300 - 100 - 50) * 2**20
+    assert result.num_blocks == kv_cache.num_blocks == left // result.block_nbytes
+    assert result.total <= result.limit == 1000 * 2**20
+    assert f"{result.num_blocks:,} blocks" in result.report()
+
+
+def test_on_a_gpu_no_more_than_all_requests_can_use():
+    assert gpu_plan(max_num_seqs=2, max_model_len=64)[0].num_blocks == 2 * 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("utilization", "settings", "message"),
+    [
+        (0.2, {}, "needs 450 MiB before the KV cache, and 400 MiB may be used.*of the GPU"),
+        (0.5, {"kv_cache_memory_bytes": "600M"}, "does not fit: 550 MiB are left"),
+        (0.2253, {}, "Set max_model_len="),
+    ],
+)
+def test_on_a_gpu_too_little_memory_names_the_fix(utilization, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        gpu_plan(gpu_memory_utilization=utilization, **settings)

@@ -1,0 +1,147 @@
+"""A worker's memory on a GPU, with stand-ins for what torch says of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.config import EngineConfig
+from octavo.engine.memory_plan import make_memory_plan
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.messages import NewRequestData, SchedulerOutput
+from octavo.models.spec import ModelSpec
+from octavo.sampling_params import SamplingParams
+from octavo.worker import worker as under_test
+from octavo.worker.setup import WorkerSetup
+from octavo.worker.worker import Worker
+from tests.models.harness import make_hf
+from tests.models.test_parity import CASES
+from tests.triton import needs_triton
+
+pytestmark = needs_triton
+MIB = 2**20
+
+
+def make_worker(folder: Path, **settings: object) -> tuple[Worker, WorkerSetup]:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config).save_pretrained(folder)
+    setup = WorkerSetup(
+        config=EngineConfig.from_kwargs(
+            model=str(folder),
+            attention_backend="triton",
+            max_num_seqs=3,
+            block_size=8,
+            **settings,
+        ),
+        spec=ModelSpec.from_folder(folder),
+        model_path=folder,
+        dtype="float32",
+        max_model_len=64,
+        max_num_batched_tokens=20,
+    )
+    return Worker(setup), setup
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 1000 MiB with 20 MiB of weights and a step that takes 50 MiB at its peak."""
+    for name, value in {
+        "memory_allocated": 20 * MIB,
+        "max_memory_allocated": 70 * MIB,
+        "memory_reserved": 30 * MIB,
+        "mem_get_info": (900 * MIB, 1000 * MIB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+
+
+def run_step(worker: Worker) -> list[list[int]]:
+    request = NewRequestData("a", [5, 6, 7], 3, SamplingParams(temperature=0.0), [[1]], 0)
+    worker.execute_model(
+        SchedulerOutput(
+            scheduled_new_reqs=[request],
+            num_scheduled_tokens={"a": 3},
+            total_num_scheduled_tokens=3,
+        )
+    )
+    return worker.sample_tokens().get().sampled_token_ids
+
+
+def test_measured_then_planned_then_run(gpu: None, tmp_path: Path) -> None:
+    worker, setup = make_worker(tmp_path)
+    memory = worker.measure_memory()
+    # 3 requests of 6 tokens each fit the 20 tokens of a step: one block, and the one kept free.
+    kv_nbytes = 2 * setup.spec.num_layers * 2 * 8 * setup.spec.num_key_value_heads
+    kv_nbytes *= setup.spec.head_size * 4
+    assert memory.weights == 20 * MIB
+    assert memory.step == 50 * MIB - kv_nbytes + 3 * under_test._GRAPH_NBYTES
+    assert memory.foreign == (100 - 30) * MIB
+    plan, kv_cache = make_memory_plan(
+        setup.config, setup.spec, max_num_batched_tokens=20, device=memory
+    )
+    assert plan.total <= plan.limit
+    worker.initialize_kv_cache(kv_cache)
+    [[token]] = run_step(worker)
+    other, _ = make_worker(tmp_path)
+    other.initialize_kv_cache(kv_cache)
+    assert run_step(other) == [[token]], "measuring leaves nothing behind"
+
+
+def test_what_the_process_had_on_the_card_before_is_not_the_model_s(
+    gpu: None, tmp_path: Path
+) -> None:
+    worker, _ = make_worker(tmp_path)
+    worker._others = 5 * MIB
+    memory = worker.measure_memory()
+    assert memory.weights == 15 * MIB
+    assert memory.foreign == (100 - 30 + 5) * MIB
+
+
+def test_memory_that_runs_out_names_what_to_lower(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = make_worker(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    for name in ("run_largest_step", "initialize_kv_cache"):
+        monkeypatch.setattr(worker.runner, name, fail)
+    with pytest.raises(ConfigError, match=r"running the largest step.*max_num_batched_tokens"):
+        worker.measure_memory()
+    with pytest.raises(ConfigError, match=r"KV cache.*Lower gpu_memory_utilization"):
+        worker.initialize_kv_cache(None)  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_fit_is_not_loaded(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, setup = make_worker(tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (MIB // 8, 1000 * MIB))
+    with pytest.raises(ConfigError, match="a card has 0 MiB free of 1,000 MiB"):
+        under_test._check_weights(setup, torch.device("cuda"))
+    _, setup = make_worker(tmp_path, quantization="int8")
+    with pytest.raises(ConfigError, match="quantization=int8 is not supported on CUDA"):
+        under_test._check_weights(setup, torch.device("cuda"))
+
+
+def test_a_gpu_that_answers_no_more_ends_the_engine(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = make_worker(tmp_path)
+    error = ValueError("broken")
+    assert worker.cause(error) is error
+    worker.device = torch.device("cuda")
+    assert worker.cause(error) is error, "the card is well: only this step failed"
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    cause = worker.cause(error)
+    assert isinstance(cause, EngineDeadError)
+    assert "illegal memory access" in str(cause)
