@@ -36,7 +36,7 @@ from octavo.bench.sweep import (
     shown_number,
 )
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields
-from octavo.engine.async_llm import SERVER_BATCHED_TOKENS
+from octavo.engine.async_llm import server_batched_tokens
 from octavo.errors import BenchError, ConfigError, DatasetError
 
 SPACE: dict[str, tuple[Any, ...]] = {
@@ -47,8 +47,6 @@ SPACE: dict[str, tuple[Any, ...]] = {
 """The settings that are searched, and their values."""
 
 _SERVE = (sys.executable, "-m", "octavo", "serve")
-# The config's own default is None.
-_SERVER_DEFAULTS = {"max_num_batched_tokens": SERVER_BATCHED_TOKENS}
 _NUM_PROMPTS = 180
 _NUM_WARMUPS = 8
 _TOLERANCE = 0.1
@@ -467,8 +465,8 @@ def _given(config: Config) -> dict[str, Any]:
 
 def _default(name: str) -> Any:
     """A server's own value of a setting."""
-    if name in _SERVER_DEFAULTS:
-        return _SERVER_DEFAULTS[name]
+    if name == "max_num_batched_tokens":  # the config's own default is None
+        return server_batched_tokens("auto")
     return next(f.default for f in config_fields() if f.name == name)
 
 
