@@ -39,6 +39,12 @@ class Worker:
                 bind_to_numa_node(config.numa_node)
             set_num_threads(config.num_threads)
         else:
+            for name in ("num_threads", "numa_node"):
+                if getattr(config, name) is not None:
+                    raise ConfigError(
+                        f"{name}={getattr(config, name)} is for device=cpu, and this is "
+                        f"{device}; leave it out, or set device=cpu."
+                    )
             # The thread that launches steps must not wait long for those that run Python meanwhile.
             sys.setswitchinterval(_SWITCH_INTERVAL)
             _check_weights(setup, device)

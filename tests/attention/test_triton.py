@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.attention.reference import ReferenceAttention
@@ -83,6 +85,32 @@ def test_the_tile_of_a_larger_card() -> None:
     attention = backend()
     attention.prefill_rows = 128
     case = Case(MIXED)
+    torch.testing.assert_close(case.run(attention).double(), case.truth(), rtol=2e-5, atol=2e-5)
+
+
+@st.composite
+def cases_of_all_kinds(draw: st.DrawFn) -> tuple[cases.Case, int]:
+    lengths = draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1), (1, 17)]))
+    case = Case(
+        tuple((n, draw(st.integers(0, n))) for n in lengths),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_size=draw(st.sampled_from([8, 16, 20])),
+        block_size=draw(st.sampled_from([1, 8, 24])),
+        cache_dtype=draw(st.sampled_from([None, *BYTES])),
+        window=draw(st.sampled_from([None, 1, 7, 40])),
+        soft_cap=draw(st.sampled_from([None, 2.0])),
+        alibi=draw(st.booleans()),
+    )
+    return case, draw(st.sampled_from([0, 4, 100]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases_of_all_kinds())
+def test_anything_at_once(case_and_cores: tuple[cases.Case, int]) -> None:
+    case, attention = case_and_cores[0], backend()
+    attention.split, attention.cores = 32, case_and_cores[1]
     torch.testing.assert_close(case.run(attention).double(), case.truth(), rtol=2e-5, atol=2e-5)
 
 

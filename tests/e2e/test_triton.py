@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 from pathlib import Path
 
+import openai
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.worker import model_runner
+from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
 from tests.triton import needs_triton
@@ -96,3 +99,26 @@ def test_batch_invariant_products(tmp_path: Path) -> None:
     params = [GREEDY] * 4
     settings = {"attention_backend": "triton", "batch_invariant": True}
     assert tokens(model, params, **settings) == tokens(model, params)
+
+
+def test_served_to_several_clients_at_once(tmp_path: Path) -> None:
+    """The built-in model behind the real server, streamed through OpenAI's client."""
+    texts = ["One day, a little", "Tom had a red", "The cat"]
+    with LLM(dtype="float32", max_model_len=64) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6)
+        expected = [o.outputs[0].text for o in llm.generate(texts, params, use_tqdm=False)]
+    flags = ["--dtype", "float32", "--attention-backend", "triton", "--max-model-len", "64"]
+    with (
+        serve(tmp_path, *flags, "--max-num-seqs", "4") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+
+        def ask(text: str) -> str:
+            chunks = client.completions.create(
+                model="octavo/stories", prompt=text, temperature=0.0, max_tokens=6, stream=True
+            )
+            return "".join(chunk.choices[0].text for chunk in chunks)
+
+        assert list(pool.map(ask, texts)) == expected
+        assert server.metric("octavo:generation_tokens_total") == 18

@@ -11,6 +11,7 @@ from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
 from octavo.models.spec import ModelSpec
 from octavo.worker.memory import DeviceMemory
+from tests.triton import needs_triton
 
 SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
 
@@ -40,10 +41,14 @@ def test_float32_doubles_the_cache_block():
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "backend", ["cpu", "reference", pytest.param("triton", marks=needs_triton)]
+)
 def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
     result, kv_cache = plan(kv_cache_dtype=name, kv_cache_memory_bytes="8M")
     dtype = KV_CACHE_DTYPES[name]
+    if (backend, name) == ("triton", "int8"):
+        pytest.skip("refused by Triton attention")
     shape = get_attention_backend(backend, torch.device("cpu"), 64).kv_cache_shape(
         3, 16, SPEC.num_key_value_heads, SPEC.head_size, dtype
     )

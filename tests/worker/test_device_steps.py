@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from tests.models.test_parity import CASES
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from octavo.kernels.triton.ops import TritonOps
-from octavo.worker.device_steps import DeviceSteps
+from octavo.worker.device_steps import CudaGraphs, DeviceSteps
 
 BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS = 8, 4, 32, 4
 
@@ -99,6 +101,48 @@ def run(steps: DeviceSteps, batch: InputBatch, scheduled: dict[str, int]) -> lis
     batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
     batch.num_computed_tokens[inputs.rows] += list(scheduled.values())
     return result
+
+
+class Event:
+    """What torch.cuda.Event is asked to do."""
+
+    def __init__(self, log, number):
+        self.log, self.number = log, number
+
+    def record(self):
+        self.log.append(("record", self.number))
+
+    def synchronize(self):
+        self.log.append(("wait", self.number))
+
+
+def test_a_host_buffer_is_taken_again_when_its_copy_has_been_made(tmp_path: Path) -> None:
+    """Even if nobody waits for a step, as for a chunk of a prompt that samples nothing."""
+    steps, batch = make_steps(tmp_path)
+    log = []
+    steps._copied = [Event(log, i) for i in range(3)]
+    for _ in range(6):
+        run(steps, batch, {"a": 1})
+    order = [number for kind, number in log if kind == "record"]
+    assert order == order[:3] * 2
+    assert sorted(order[:3]) == [0, 1, 2]
+    assert log == [(kind, number) for number in order for kind in ("wait", "record")]
+
+
+def test_a_cuda_graph_is_warmed_up_and_captured_on_one_stream(monkeypatch) -> None:
+    """With torch's own signatures; what they do needs a GPU."""
+    for name in ("Stream", "CUDAGraph", "graph", "graph_pool_handle", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, create_autospec(getattr(torch.cuda, name)))
+    graphs, launched = CudaGraphs(torch.device("cuda")), []
+    for size in (8, 4):
+        graph = graphs(partial(launched.append, size))
+        assert graph is torch.cuda.CUDAGraph.return_value
+    assert launched == [8, 8, 4, 4]
+    torch.cuda.Stream.assert_called_once()
+    torch.cuda.graph_pool_handle.assert_called_once()
+    for call in torch.cuda.graph.call_args_list:
+        assert call.kwargs["pool"] is torch.cuda.graph_pool_handle.return_value
+        assert call.kwargs["stream"] is torch.cuda.Stream.return_value
 
 
 def test_captured_steps_of_any_number_of_requests(tmp_path: Path) -> None:

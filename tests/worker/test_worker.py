@@ -129,6 +129,15 @@ def test_a_model_that_cannot_fit_is_not_loaded(
         under_test._check_weights(setup, torch.device("cuda"))
 
 
+@pytest.mark.parametrize("setting", ["num_threads", "numa_node"])
+def test_settings_of_the_cpu_are_refused(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "select_device", lambda *_: torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=f"{setting}=1 is for device=cpu"):
+        make_worker(tmp_path, **{setting: 1})
+
+
 def test_a_gpu_that_answers_no_more_ends_the_engine(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
