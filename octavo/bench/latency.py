@@ -18,6 +18,7 @@ from rich.console import Console
 from octavo.arguments import add_engine_settings
 from octavo.bench import results
 from octavo.bench.metrics import RequestRecord, summarize
+from octavo.device import resolve_device
 from octavo.errors import BenchError, ConfigError
 from octavo.sampling_params import SamplingParams
 
@@ -99,6 +100,11 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         if not args.breakdown:
             raise ConfigError(f"--plot {args.plot} draws the breakdown; add --breakdown.")
         _plots().check(args.plot)
+    if args.breakdown and resolve_device(kwargs.get("device", "auto")) == "cuda":
+        raise ConfigError(
+            "--breakdown looks into the CPU kernels, and this engine runs on a GPU; use device=cpu, "
+            "or benchmarks/gpu_check.sh for the GPU's kernels."
+        )
     if args.profile is not None:
         kwargs["profiler_dir"] = args.profile
     rng = np.random.default_rng(getattr(args, "seed", 0))

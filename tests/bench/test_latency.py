@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from octavo import device
 from octavo.bench import latency
 from octavo.bench import machine as machine_module
 from octavo.bench.machine import Machine
@@ -115,6 +116,12 @@ def test_a_failed_batch_counts_for_nothing(monkeypatch, tmp_path):
     with pytest.raises(BenchError, match="A batch failed: it broke"):
         latency.run(parse("--output-json", tmp_path / "result.json"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_breakdown_of_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(device, "num_cuda_devices", lambda: 1)
+    with pytest.raises(ConfigError, match="gpu_check"):
+        latency.run(parse("--breakdown"))
 
 
 def test_breakdown(monkeypatch, capsys):
