@@ -102,7 +102,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         _plots().check(args.plot)
     if args.breakdown and resolve_device(kwargs.get("device", "auto")) == "cuda":
         raise ConfigError(
-            "--breakdown looks into the CPU kernels, and this engine runs on a GPU; use device=cpu, "
+            "--breakdown looks into the CPU kernels, and this engine runs on a GPU; use device=cpu "
             "or benchmarks/gpu_check.sh for the GPU's kernels."
         )
     if args.profile is not None:
