@@ -3,35 +3,70 @@
 #
 #   benchmarks/gpu_check.sh [--wheels FOLDER] [--out FILE] [--quick]
 #
-# Needs this repository, a Python with torch (for CUDA) and Triton (PYTHON names it; default: python3), and a
-# C++ compiler. What else the Python lacks is installed beside it, in an environment of its own: from the
-# package index, or, on a machine without a network, from the wheels in FOLDER, which
+# Needs this repository and a Python (PYTHON names it; default: python3) that has torch for CUDA, Triton
+# and transformers. Octavo itself is built from the source, which takes a C++ compiler and, in that
+# Python, scikit-build-core, nanobind, cmake and ninja; or it comes from FOLDER, with whatever else the
+# Python lacks: of the packages that Octavo needs here, transformers brings all but msgspec. All of it is
+# installed into build/gpu_check; the Python stays as it is, and nothing is fetched from a network.
 #
-#   python -m pip wheel -w FOLDER . scikit-build-core nanobind cmake ninja transformers
+# FOLDER is made elsewhere, by a Python of the same version on the same kind of machine:
 #
-# collects elsewhere with the same version of Python. Exit status: 0 all well, 1 a check failed, 3 no GPU.
+#   python -m pip wheel --no-deps -w FOLDER .
+#   python -m pip wheel --no-deps -w FOLDER msgspec
+#
+# (--no-deps: without it torch and all of CUDA come along.) Where the versions differ, the second is
+# `pip download --no-deps -d FOLDER --only-binary :all: --python-version 3.12 msgspec`, and octavo's wheel
+# is left out and built on the machine.
+#
+# Exit status: 0 all well, 1 a check failed, 3 no GPU, 4 something that is needed is missing.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-wheels=()
+folder=
 arguments=()
 while (($#)); do
   case $1 in
-    --wheels) wheels=(--no-index --find-links "$(realpath "$2")"); shift 2 ;;
+    --wheels) folder=$(realpath -m "$2"); shift 2 ;;
+    --out) arguments+=(--out "$(realpath -m "$2")"); shift 2 ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+cd "$(dirname "$0")/.."
+
+missing() {
+  echo "gpu_check: $1; see the head of benchmarks/gpu_check.sh. Nothing was checked." >&2
+  exit 4
+}
+
+sees_gpu='
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(4)
+sys.exit(0 if torch.cuda.is_available() else 3)'
+status=0
+"$python" -c "$sees_gpu" 2>/dev/null || status=$?
+if ((status == 3)); then
   echo "gpu_check: no GPU: torch of $python finds no CUDA device here; nothing was checked." >&2
   exit 3
 fi
-environment=build/gpu_check
-if [ ! -e $environment/ready ]; then
-  "$python" -m venv --clear $environment
-  # The packages of $python, an environment itself perhaps, are seen from the new one.
-  "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-    > "$(echo $environment/lib/python*/site-packages)/parent.pth"
-  $environment/bin/python -m pip install --quiet "${wheels[@]}" . transformers
-  touch $environment/ready
+((status == 0)) || missing "$python has no torch that can be imported"
+target=build/gpu_check
+rm -rf $target
+mkdir -p $target
+export PYTHONPATH=$PWD/$target${PYTHONPATH:+:$PYTHONPATH}
+install=("$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target $target)
+shopt -s nullglob
+wheels=(${folder:+"$folder"/*.whl})
+if [[ -n $folder ]]; then
+  ((${#wheels[@]})) || missing "there is no wheel in $folder"
+  "${install[@]}" "${wheels[@]}" || missing "the wheels in $folder cannot be installed in $python"
 fi
-exec $environment/bin/python benchmarks/gpu_check.py "${arguments[@]}"
+if [[ ! -d $target/octavo ]]; then
+  "${install[@]}" --no-build-isolation . || missing "octavo cannot be built by $python, and no wheel was given"
+fi
+# -P: octavo as installed, not the folder of that name here.
+if ! error=$("$python" -P -c 'import octavo._native, octavo.llm, triton, transformers' 2>&1); then
+  missing "$(tail -n 1 <<<"$error"); give its wheel with --wheels"
+fi
+exec "$python" benchmarks/gpu_check.py "${arguments[@]}"
