@@ -509,6 +509,7 @@ def measure_model(bench: Bench, name: str) -> None:
     """Decode, with and without graphs, prefill, and a mix of requests; random weights."""
     gpu, sizes, card = bench.gpu, bench.sizes, bench.card
     shape = LLAMA | sizes.models[name]
+    start = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
         engine(
@@ -520,6 +521,9 @@ def measure_model(bench: Bench, name: str) -> None:
             max_num_batched_tokens=max(*sizes.prefills, max(sizes.batches) * sizes.decode_prompt),
         ) as llm,
     ):
+        ready = time.perf_counter() - start
+        count = len(device_steps(llm)._graphs)
+        bench.add(f"{name}: ready, {count} decode steps captured", f"{ready:.1f} s")
         floor = read_nbytes(shape) / card.bandwidth
         for batch in sizes.batches:
             seconds = decode_seconds(llm, sizes, batch)
