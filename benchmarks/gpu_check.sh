@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu_check.sh [--wheels FOLDER] [--out FILE] [--quick]
 #
-# Needs this repository and a Python (PYTHON names it; default: python3) that has torch for CUDA, Triton
-# and transformers. Octavo itself is built from the source, which takes a C++ compiler and, in that
+# Needs this repository and a Python (PYTHON names it; default: .venv's if there is one, or python3) that
+# has torch for CUDA, Triton and transformers. Octavo itself is built from the source, which takes a C++ compiler and, in that
 # Python, scikit-build-core, nanobind, cmake and ninja; or it comes from FOLDER, with whatever else the
 # Python lacks: of the packages that Octavo needs here, transformers brings all but msgspec. All of it is
 # installed into build/gpu_check; the Python stays as it is, and nothing is fetched from a network.
@@ -20,7 +20,6 @@
 #
 # Exit status: 0 all well, 1 a check failed, 3 no GPU, 4 something that is needed is missing.
 set -euo pipefail
-python=${PYTHON:-python3}
 folder=
 arguments=()
 while (($#)); do
@@ -31,6 +30,9 @@ while (($#)); do
   esac
 done
 cd "$(dirname "$0")/.."
+python=python3
+[[ ! -x .venv/bin/python ]] || python=.venv/bin/python
+python=${PYTHON:-$python}
 
 missing() {
   echo "gpu_check: $1; see the head of benchmarks/gpu_check.sh. Nothing was checked." >&2
@@ -38,24 +40,32 @@ missing() {
 }
 
 sees_gpu='
-import sys
+import ctypes, sys
 try:
     import torch
+    if torch.cuda.is_available():
+        sys.exit(0)
 except ImportError:
-    sys.exit(4)
-sys.exit(0 if torch.cuda.is_available() else 3)'
+    pass
+try:
+    count, driver = ctypes.c_int(0), ctypes.CDLL("libcuda.so.1")
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+except OSError:
+    failed = True
+sys.exit(3 if failed or count.value == 0 else 4)'
 status=0
 "$python" -c "$sees_gpu" 2>/dev/null || status=$?
 if ((status == 3)); then
-  echo "gpu_check: no GPU: torch of $python finds no CUDA device here; nothing was checked." >&2
+  echo "gpu_check: no GPU: the NVIDIA driver shows none to this process; nothing was checked." >&2
   exit 3
 fi
-((status == 0)) || missing "$python has no torch that can be imported"
+((status == 0)) || missing "there is a GPU, but $python has no torch that can use it"
 target=build/gpu_check
 rm -rf $target
 mkdir -p $target
 export PYTHONPATH=$PWD/$target${PYTHONPATH:+:$PYTHONPATH}
-install=("$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target $target)
+install=("$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps
+  --root-user-action ignore --target $target)
 shopt -s nullglob
 wheels=(${folder:+"$folder"/*.whl})
 if [[ -n $folder ]]; then

@@ -13,6 +13,7 @@ import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import pip
 import pytest
 import torch
 
@@ -210,6 +211,7 @@ def test_a_model(events: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_check, "LLM", llm_with_graphs)
     rows = {row.what: row for row in run_part("toy", tmp_path)}
     assert list(rows) == [
+        "toy: ready, 2 decode steps captured",
         "toy: decode, batch 1",
         "toy: decode, batch 1, without graphs",
         "toy: decode, batch 2",
@@ -220,6 +222,7 @@ def test_a_model(events: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     aims = [(row.aim, row.good is None) for row in rows.values()]
     assert aims == [
+        ("", True),
         ("1.35 times", False),
         ("", True),
         ("idle 5%", False),
@@ -409,7 +412,10 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Path:
-    """A copy of the script, a torch that sees a GPU, wheels without octavo's kernels."""
+    """A copy of the script, a torch that sees a GPU, wheels without octavo's kernels.
+
+    Its Python has nothing installed but pip: this one's octavo is not to be seen.
+    """
     for name in ("repo/benchmarks", "modules", "wheels"):
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(SCRIPT, tmp_path / "repo" / "benchmarks")
@@ -417,6 +423,10 @@ def scene(tmp_path: Path) -> Path:
     (modules / "torch.py").write_text("class cuda:\n    is_available = staticmethod(lambda: True)")
     for name in ("triton", "transformers"):
         (modules / f"{name}.py").touch()
+    (modules / "pip").symlink_to(Path(pip.__file__).parent)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
     main = tmp_path / "repo" / "benchmarks" / "gpu_check.py"
     main.write_text("import sys, octavo\nprint(octavo.__file__, sys.argv[1:])\nsys.exit(1)\n")
     write_wheel(tmp_path / "wheels", "octavo", ["octavo/__init__.py", "octavo/llm.py"])
@@ -437,7 +447,9 @@ def write_wheel(folder: Path, name: str, files: list[str]) -> None:
 
 def run_scene(scene: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     script = scene / "repo" / "benchmarks" / "gpu_check.sh"
-    return run_script(script, *words, PYTHONPATH=str(scene / "modules"))
+    return run_script(
+        script, *words, PYTHONPATH=str(scene / "modules"), PYTHON=str(scene / "python")
+    )
 
 
 def test_what_is_missing_is_named_in_one_line(scene: Path) -> None:
@@ -448,12 +460,31 @@ def test_what_is_missing_is_named_in_one_line(scene: Path) -> None:
     assert "--wheels" in line
 
 
-def test_a_python_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    result = run_script(SCRIPT, PYTHONPATH=str(tmp_path))
+@pytest.mark.parametrize("torch_says", ["raise ImportError", "class cuda: is_available = int"])
+def test_a_gpu_that_torch_cannot_use(torch_says: str, scene: Path) -> None:
+    (scene / "modules" / "torch.py").write_text(torch_says)
+    driver = """
+        class c_int:
+            def __init__(self, value): self.value = value
+        def byref(x): return x
+        class CDLL:
+            def __init__(self, name): pass
+            def cuInit(self, flags): return 0
+            def cuDeviceGetCount(self, count): count.value = 1; return 0
+    """
+    (scene / "modules" / "ctypes.py").write_text(textwrap.dedent(driver))
+    result = run_scene(scene)
     assert result.returncode == 4
     (line,) = result.stderr.splitlines()
-    assert "no torch" in line
+    assert "no torch that can use it" in line
+
+
+def test_neither_torch_nor_a_gpu(scene: Path) -> None:
+    (scene / "modules" / "torch.py").write_text("raise ImportError")
+    result = run_scene(scene)
+    assert result.returncode == 3
+    (line,) = result.stderr.splitlines()
+    assert "no GPU" in line
 
 
 def test_octavo_from_a_wheel(scene: Path) -> None:
