@@ -149,6 +149,7 @@ class TritonAttention:
             logits_soft_cap=logits_soft_cap,
             alibi_slopes=alibi_slopes,
             format=format,
+            one_query=decode and metadata.num_tokens == metadata.num_reqs,
             split=self.split,
             max_splits=max_splits,
             programs=programs,

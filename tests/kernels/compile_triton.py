@@ -102,6 +102,7 @@ def kernels(dtype: torch.dtype) -> None:
                 torch.empty_like(query),
                 scale=0.1,
                 format=format,
+                one_query=block_m == 16,
                 split=256,
                 max_splits=8,
                 programs=programs,

@@ -57,6 +57,7 @@ def _attention(
     out_head_stride,
     table_stride,
     max_splits,
+    ONE: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -73,25 +74,32 @@ def _attention(
 ):
     """A tile of queries of one request, with all query heads of one KV head.
 
-    Grid: (tiles, KV heads, programs that share the splits of a decode row). Request r's tiles begin
-    at query_start_loc[r] // QUERIES + r: that leaves room for one that is not full in each request.
+    Grid: (tiles, KV heads, programs that share the splits of a decode row). With ONE query in each
+    request, tiles are requests. Otherwise request r's tiles begin at query_start_loc[r] // QUERIES
+    + r: that leaves room for one that is not full in each request.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    low = tl.full([], 0, tl.int32)
-    high = low + num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        begins = tl.load(query_start_loc + middle) // QUERIES + middle
-        if begins <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    req = low - 1
-    start = tl.load(query_start_loc + req)
-    query_len = tl.load(query_start_loc + req + 1) - start
-    first_query = (tile - (start // QUERIES + req)) * QUERIES
+    if ONE:
+        req = tile
+        start = tile
+        query_len = 1
+        first_query = 0
+    else:
+        low = tl.full([], 0, tl.int32)
+        high = low + num_reqs
+        while low < high:
+            middle = (low + high) // 2
+            begins = tl.load(query_start_loc + middle) // QUERIES + middle
+            if begins <= tile:
+                low = middle + 1
+            else:
+                high = middle
+        req = low - 1
+        start = tl.load(query_start_loc + req)
+        query_len = tl.load(query_start_loc + req + 1) - start
+        first_query = (tile - (start // QUERIES + req)) * QUERIES
     if first_query < query_len:
         context = tl.load(seq_lens + req) - query_len
         m = tl.arange(0, BLOCK_M)
@@ -275,6 +283,7 @@ def attention(
     logits_soft_cap: float | None,
     alibi_slopes: Tensor | None,
     format: int,
+    one_query: bool,
     split: int,
     max_splits: int,
     programs: int,
@@ -296,6 +305,7 @@ def attention(
         logits_soft_cap: or None.
         alibi_slopes: float32 [H], or None.
         format: of the cache, see `octavo.kernels.triton.fp8`.
+        one_query: whether each request has one query.
         split: positions of a split, a multiple of every tile.
         max_splits: of the longest context in the step.
         programs: that share the splits of a decode row and KV head. Changes no bit.
@@ -325,7 +335,8 @@ def attention(
         assert len(workspace) >= splits_floats(query, num_reqs, max_splits)
         partial_stats = workspace[num_reqs * heads * max_splits * block_d :]
     window = sliding_window or 0
-    _attention[(tokens // (block_m // group) + num_reqs, kv_heads, programs)](
+    tiles = num_reqs if one_query else tokens // (block_m // group) + num_reqs
+    _attention[(tiles, kv_heads, programs)](
         out,
         query,
         kv_cache,
@@ -344,6 +355,7 @@ def attention(
         out.stride(1),
         block_table.stride(0),
         max_splits,
+        ONE=one_query,
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
