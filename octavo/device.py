@@ -215,6 +215,27 @@ def select_device(name: str, dtype: str) -> torch.device:
     return device
 
 
+def cuda_cores(device: torch.device) -> int:
+    """Multiprocessors of a GPU: so many programs run side by side at least."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def cuda_name(device: torch.device) -> str:
+    """The name of a GPU, for people."""
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU is of the generation of the H100, or a later one."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def cuda_memory(device: torch.device) -> tuple[int, int]:
     """Memory of a GPU: (total, free) in bytes."""
     import torch

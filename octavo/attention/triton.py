@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
+from octavo.device import cuda_cores, is_hopper
 from octavo.errors import ConfigError
 from octavo.kernels.triton.attention import attention, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
@@ -72,12 +73,9 @@ class TritonAttention:
         self.max_model_len = max_model_len
         self.batch_invariant = batch_invariant
         cuda = device.type == "cuda"
-        self.cores, self.prefill_rows = 4, _PREFILL_ROWS
-        if cuda:
-            card = torch.cuda.get_device_properties(device)
-            self.cores = card.multi_processor_count
-            if card.major >= 9 and not batch_invariant:
-                self.prefill_rows = _HOPPER_PREFILL_ROWS
+        self.cores = cuda_cores(device) if cuda else 4
+        hopper = cuda and is_hopper(device) and not batch_invariant
+        self.prefill_rows = _HOPPER_PREFILL_ROWS if hopper else _PREFILL_ROWS
         self.upcast = not cuda  # Triton's interpreter has no product of bfloat16
         self._workspace = torch.empty(_WORKSPACE_FLOATS * self.cores, device=device)
 

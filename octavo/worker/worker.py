@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from octavo.device import bind_to_numa_node, cuda_memory, select_device, set_num_threads
+from octavo.device import bind_to_numa_node, cuda_memory, cuda_name, select_device, set_num_threads
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import SchedulerOutput
@@ -141,6 +141,6 @@ def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
     if weights > min(free, total * config.cache.gpu_memory_utilization):
         raise ConfigError(
             f"{config.model.model} takes {weights / 2**20:,.0f} MiB in {setup.dtype}, and "
-            f"{torch.cuda.get_device_name(device)} has {free / 2**20:,.0f} MiB free of "
+            f"{cuda_name(device)} has {free / 2**20:,.0f} MiB free of "
             f"{total / 2**20:,.0f} MiB. Take a smaller model or dtype, or device=cpu."
         )
