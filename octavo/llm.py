@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -146,13 +149,16 @@ class LLM:
             RequestError: if the prompt or a parameter is bad, or the request fails.
         """
         params = self._params_for([prompt], sampling_params)[0]
-        request_id = self._add(prompt, params, RequestOutputKind.DELTA, add_special_tokens)
-        inbox = self._inboxes[request_id]
+        request_id: str | None = None
         finished = False
         try:
+            with _late_interrupts():
+                request_id = self._add(prompt, params, RequestOutputKind.DELTA, add_special_tokens)
+                inbox = self._inboxes[request_id]
             while not finished:
                 if not inbox:
-                    self._step()
+                    with _late_interrupts():
+                        self._step()
                     continue
                 output = inbox.pop(0)
                 if isinstance(output, OctavoError):
@@ -161,7 +167,9 @@ class LLM:
                 finished = output.finished
                 yield output
         finally:
-            self._end([request_id])
+            with _late_interrupts():
+                if request_id is not None:
+                    self._end([request_id])
 
     def render_chat(
         self,
@@ -307,24 +315,70 @@ class LLM:
     ) -> list[RequestOutput]:
         request_ids: list[str] = []
         results: list[RequestOutput] = []
-        try:
-            for prompt, its_params in zip(prompts, params, strict=True):
-                request_ids.append(
-                    self._add(prompt, its_params, RequestOutputKind.FINAL_ONLY, add_special_tokens)
-                )
-            waiting = set(request_ids)
-            with tqdm(total=len(prompts), desc="Processed prompts", disable=not use_tqdm) as bar:
-                while waiting:
-                    waiting.difference_update(self._step())
-                    bar.update(len(prompts) - len(waiting) - bar.n)
-            for request_id in request_ids:
-                (output,) = self._inboxes[request_id]
-                if isinstance(output, OctavoError):
-                    output = _failed(request_id, output)
-                results.append(output)
-        finally:
-            self._end(request_ids)
+        with _late_interrupts() as interrupts:
+            try:
+                for prompt, its_params in zip(prompts, params, strict=True):
+                    interrupts.raise_now()
+                    request_ids.append(
+                        self._add(
+                            prompt, its_params, RequestOutputKind.FINAL_ONLY, add_special_tokens
+                        )
+                    )
+                waiting = set(request_ids)
+                with tqdm(
+                    total=len(prompts), desc="Processed prompts", disable=not use_tqdm
+                ) as bar:
+                    while waiting:
+                        waiting.difference_update(self._step())
+                        bar.update(len(prompts) - len(waiting) - bar.n)
+                        interrupts.raise_now()
+                for request_id in request_ids:
+                    (output,) = self._inboxes[request_id]
+                    if isinstance(output, OctavoError):
+                        output = _failed(request_id, output)
+                    results.append(output)
+            finally:
+                self._end(request_ids)
         return results
+
+
+class _Interrupts:
+    """Ctrl-C that has not been raised yet."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self._handler = handler
+        self._last: tuple[int, FrameType | None] | None = None
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler meanwhile. The second Ctrl-C is raised at once: somebody is in a hurry."""
+        if self._last is not None:
+            self._handler(number, frame)
+        self._last = number, frame
+
+    def raise_now(self) -> None:
+        """Raises what has been noted."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._handler(*last)
+
+
+@contextmanager
+def _late_interrupts() -> Iterator[_Interrupts]:
+    """Ctrl-C comes at the block's end, or where the block wants it.
+
+    Anywhere else it would leave the engine's books half written.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield _Interrupts(lambda *_: None)
+        return
+    interrupts = _Interrupts(before)
+    signal.signal(signal.SIGINT, interrupts.note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+        interrupts.raise_now()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,8 +1,12 @@
 """The offline API on the built-in model."""
 
+import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -143,22 +147,84 @@ def test_streams_and_batches_may_be_interleaved(llm):
     assert between.outputs[0].text == texts[1]
 
 
-def test_an_interrupted_batch_leaves_nothing_behind(llm):
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt
+def interrupted_after(delay, work):
+    """Presses Ctrl-C after some seconds, wherever the main thread is then."""
+    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(
-                [STORY] * 8, SamplingParams(max_tokens=900, ignore_eos=True), use_tqdm=False
-            )
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    def work_until_then():
+        timer.start()
+        work()
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        work_until_then()
+    timer.join()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_interrupted_batch_leaves_nothing_behind(llm, streamed):
+    params = SamplingParams(max_tokens=900, ignore_eos=True)
+    before = signal.getsignal(signal.SIGINT)
+    rng = random.Random(0)
+
+    def work():
+        if streamed:
+            for _ in llm.stream(STORY, params):
+                pass
+        else:
+            llm.generate([STORY] * 8, params, use_tqdm=False)
+
+    for _ in range(40):
+        interrupted_after(rng.uniform(0, 0.06), work)
+        llm._core.check_integrity()
+    assert signal.getsignal(signal.SIGINT) is before
     assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
     assert llm.stats().num_used_blocks == 0
+
+
+@pytest.mark.parametrize("method", ["schedule", "update_from_output"])
+def test_ctrl_c_in_the_middle_of_a_step(llm, method, monkeypatch):
+    scheduler = llm._core.scheduler
+    original = getattr(scheduler, method)
+
+    def interrupted(*args):
+        result = original(*args)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(scheduler, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([STORY] * 8, SamplingParams(max_tokens=900), use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
+    llm._core.check_integrity()
+    assert llm.stats().num_used_blocks == 0
+
+
+def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
+    def hang():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(llm._core, "step", hang)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(STORY, use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
+
+
+def test_ctrl_c_between_requests_of_a_batch(llm, monkeypatch):
+    add = llm._add
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        return add(*args)
+
+    monkeypatch.setattr(llm, "_add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([STORY] * 2, use_tqdm=False)
+    assert not llm._inboxes
 
 
 def test_a_closed_stream_frees_its_blocks(llm):
