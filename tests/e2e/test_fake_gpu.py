@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from tests.e2e.test_triton import GREEDY, LOGPROBS, PLAIN, RICH, folder, prompts
+from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
 from tests.triton import needs_triton
 
@@ -20,19 +20,33 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return FakeGpu(monkeypatch)
 
 
+PROMPTS = [[5, 6], [40 + i for i in range(7)], [100 + 3 * i for i in range(26)]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+PLAIN = SamplingParams(temperature=0.8, seed=6, max_tokens=4, ignore_eos=True)
+RICH = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    top_k=50,
+    seed=5,
+    max_tokens=6,
+    repetition_penalty=1.2,
+    bad_words_token_ids=[[3, 4], [7]],
+    ignore_eos=True,
+)
+LOGPROBS = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, ignore_eos=True)
 SMALL = {
     "skip_tokenizer_init": True,
     "max_model_len": 64,
     "block_size": 8,
     "max_num_batched_tokens": 24,
-    "max_num_seqs": 4,
+    "max_num_seqs": 3,
     "num_gpu_blocks_override": 40,
 }
 
 
 def run(model: str, params: list[SamplingParams], gpu: FakeGpu | None = None, **settings: object):
     with LLM(model=model, dtype="float32", **SMALL | settings) as llm:
-        requests = [{"prompt_token_ids": ids} for ids in prompts()]
+        requests = [{"prompt_token_ids": ids} for ids in PROMPTS]
         if gpu is not None:
             assert llm._core.executor._worker.device == CUDA
             gpu.waits.clear()
@@ -67,7 +81,7 @@ def test_it_insists_on_one_device(gpu: FakeGpu) -> None:
 def test_steps_never_wait(case: str, enforce_eager: bool, tmp_path: Path, gpu: FakeGpu) -> None:
     """Greedy and plainly sampled requests, prompts in chunks, decode steps captured or not."""
     model = folder(case, tmp_path)
-    params = [GREEDY, PLAIN] * 2
+    params = [PLAIN, GREEDY, GREEDY]
     expected = ids(run(model, params, device="cpu"))
     assert ids(run(model, params, gpu, device="cuda", enforce_eager=enforce_eager)) == expected
     assert gpu.waits == []
@@ -77,7 +91,7 @@ def test_steps_never_wait(case: str, enforce_eager: bool, tmp_path: Path, gpu: F
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_gpu_blocks_override": 9},
+        {"num_gpu_blocks_override": 6, "max_model_len": 40},
         {"kv_cache_dtype": "fp8"},
         {"batch_invariant": True},
         {"async_scheduling": False},
@@ -86,14 +100,16 @@ def test_steps_never_wait(case: str, enforce_eager: bool, tmp_path: Path, gpu: F
 )
 def test_settings(settings: dict[str, object], tmp_path: Path, gpu: FakeGpu) -> None:
     model = folder("llama", tmp_path)
-    params = [GREEDY, PLAIN] * 2
+    params = [PLAIN, GREEDY, GREEDY]
     on_cpu = {k: v for k, v in settings.items() if k != "batch_invariant"}
     expected = ids(run(model, params, device="cpu", **on_cpu))
     assert ids(run(model, params, gpu, device="cuda", **settings)) == expected
     assert gpu.waits == []
 
 
-def test_everything_that_sampling_has(tmp_path: Path, gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("blocks", [40, 7])
+def test_everything_that_sampling_has(blocks: int, tmp_path: Path, gpu: FakeGpu) -> None:
+    """With few blocks, requests are preempted and start over."""
     model = folder("llama", tmp_path)
     bias = SamplingParams(
         temperature=0.0,
@@ -103,9 +119,10 @@ def test_everything_that_sampling_has(tmp_path: Path, gpu: FakeGpu) -> None:
         allowed_token_ids=[4, 5, 6, 7],
         ignore_eos=True,
     )
-    params = [RICH, bias, LOGPROBS, PLAIN]
+    params = [RICH, bias, LOGPROBS]
     expected = run(model, params, device="cpu")
-    outputs = run(model, params, gpu, device="cuda")
+    settings = {"num_gpu_blocks_override": blocks, "max_model_len": 40}
+    outputs = run(model, params, gpu, device="cuda", **settings)
     assert ids(outputs) == ids(expected)
     for entry, other in zip(outputs[2].logprobs, expected[2].logprobs, strict=True):
         assert list(entry) == list(other)
@@ -117,8 +134,8 @@ def test_several_answers_and_prompt_logprobs(tmp_path: Path, gpu: FakeGpu) -> No
     model = folder("llama", tmp_path)
     params = SamplingParams(n=3, seed=1, max_tokens=4, prompt_logprobs=2, logprobs=-1)
     settings = {"max_logprobs": -1}
-    expected = ids(run(model, [params] * 4, device="cpu", **settings))
-    assert ids(run(model, [params] * 4, device="cuda", **settings)) == expected
+    expected = ids(run(model, [params] * 3, device="cpu", **settings))
+    assert ids(run(model, [params] * 3, device="cuda", **settings)) == expected
 
 
 def test_a_request_whose_logits_are_not_finite(tmp_path: Path, gpu: FakeGpu) -> None:

@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.worker import model_runner
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
@@ -18,31 +17,6 @@ from tests.triton import needs_triton
 
 pytestmark = needs_triton
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-RICH = SamplingParams(
-    temperature=0.9,
-    top_p=0.9,
-    top_k=50,
-    seed=5,
-    max_tokens=6,
-    repetition_penalty=1.2,
-    bad_words_token_ids=[[3, 4], [7]],
-    ignore_eos=True,
-)
-PLAIN = SamplingParams(temperature=0.8, seed=6, max_tokens=6, ignore_eos=True)
-LOGPROBS = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, ignore_eos=True)
-
-
-class OnTheirWay(model_runner.SampledTokens):
-    """Tokens that seem to be on their way until somebody waits for them, as from a GPU."""
-
-    waited = False
-
-    def ready(self):
-        return self.waited
-
-    def numpy(self):
-        self.waited = True
-        return super().numpy()
 
 
 def folder(case: str, tmp_path: Path) -> str:
@@ -77,21 +51,6 @@ def test_greedy_tokens_are_the_same(case: str, tmp_path: Path) -> None:
     model = folder(case, tmp_path)
     params = [GREEDY] * 4
     assert tokens(model, params, attention_backend="triton") == tokens(model, params)
-
-
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_tokens_that_the_host_does_not_know_yet(
-    async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next step reads them on the device; penalties and bad words wait for them."""
-    model = folder("llama", tmp_path)
-    params = [GREEDY, RICH, PLAIN, LOGPROBS]
-    expected = tokens(model, params)
-    monkeypatch.setattr(model_runner, "SampledTokens", OnTheirWay)
-    settings = {"attention_backend": "triton", "async_scheduling": async_scheduling}
-    assert tokens(model, params, **settings) == expected
-    # Too few blocks for all: requests are preempted and start over.
-    assert tokens(model, params, num_gpu_blocks_override=9, **settings) == expected
 
 
 def test_batch_invariant_products(tmp_path: Path) -> None:
