@@ -517,6 +517,7 @@ def measure_model(bench: Bench, name: str) -> None:
             write_config(folder, shape),
             load_format="dummy",
             max_num_seqs=max(sizes.batches),
+            max_model_len=max(sizes.prefills) + 1,
             # All prompts of a batch in one step, so that their last tokens share one, too.
             max_num_batched_tokens=max(*sizes.prefills, max(sizes.batches) * sizes.decode_prompt),
         ) as llm,
@@ -525,7 +526,12 @@ def measure_model(bench: Bench, name: str) -> None:
         count = len(device_steps(llm)._graphs)
         bench.add(f"{name}: ready, {count} decode steps captured", f"{ready:.1f} s")
         floor = read_nbytes(shape) / card.bandwidth
+        room = (llm.memory_plan.num_blocks - 1) * llm.memory_plan.block_size
         for batch in sizes.batches:
+            needed = batch * (sizes.decode_prompt + sizes.settle + sizes.steps + 16)
+            if needed > room:
+                bench.add(f"{name}: decode, batch {batch}", f"does not fit: {room:,} tokens do")
+                continue
             seconds = decode_seconds(llm, sizes, batch)
             times = seconds / floor
             idle = max(0.0, 1 - gpu.seconds(last_step(llm, sizes, batch)) / seconds)

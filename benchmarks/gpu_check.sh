@@ -72,10 +72,14 @@ if [[ -n $folder ]]; then
   ((${#wheels[@]})) || missing "there is no wheel in $folder"
   "${install[@]}" "${wheels[@]}" || missing "the wheels in $folder cannot be installed in $python"
 fi
-if [[ ! -d $target/octavo ]]; then
+# -P: octavo as installed, not the folder of that name here.
+where() { "$python" -P -c 'import octavo._native; print(octavo.__file__)' 2>/dev/null || true; }
+if [[ ! -d $target/octavo && $(where) != $PWD/octavo/* ]]; then  # not an editable install of this folder
   "${install[@]}" --no-build-isolation . || missing "octavo cannot be built by $python, and no wheel was given"
 fi
-# -P: octavo as installed, not the folder of that name here.
+if [[ -d $target/octavo && -n $(where) && $(where) != $PWD/$target/* ]]; then
+  missing "$python has an editable install of octavo, which hides the one given; take another Python"
+fi
 if ! error=$("$python" -P -c 'import octavo._native, octavo.llm, triton, transformers' 2>&1); then
   missing "$(tail -n 1 <<<"$error"); give its wheel with --wheels"
 fi

@@ -229,11 +229,11 @@ def cuda_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether a GPU is of the generation of the H100, or a later one."""
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability: (8, 0) is an A100, (9, 0) an H100."""
     import torch
 
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 def cuda_memory(device: torch.device) -> tuple[int, int]:

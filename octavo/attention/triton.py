@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
-from octavo.device import cuda_cores, is_hopper
+from octavo.device import cuda_capability, cuda_cores
 from octavo.errors import ConfigError
 from octavo.kernels.triton.attention import attention, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
@@ -20,9 +20,10 @@ MIN_SPLIT, MAX_SPLITS = 256, 256
 
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 _MAX_HEAD_SIZE = 256
-# Rows of a program: for steps of decode rows only, and where there are prefill chunks.
-_DECODE_ROWS, _PREFILL_ROWS, _HOPPER_PREFILL_ROWS = 16, 64, 128
-_PROGRAMS_PER_CORE = 4
+# Rows of a program: for steps of decode rows only, where there are prefill chunks, and where these
+# find a card with enough shared memory.
+_DECODE_ROWS, _PREFILL_ROWS, _MORE_PREFILL_ROWS = 16, 64, 128
+_PROGRAMS_PER_CORE = 2  # so many fit a core of every card: all are under way at once
 _MIXED_PROGRAMS = 4  # in a step with prefill chunks, each of whose tiles has as many, most idle
 # For the results of splits that were shared out, for each core: 1 MiB. Steps that need more have
 # rows enough to fill the card.
@@ -74,8 +75,8 @@ class TritonAttention:
         self.batch_invariant = batch_invariant
         cuda = device.type == "cuda"
         self.cores = cuda_cores(device) if cuda else 4
-        hopper = cuda and is_hopper(device) and not batch_invariant
-        self.prefill_rows = _HOPPER_PREFILL_ROWS if hopper else _PREFILL_ROWS
+        more = cuda and cuda_capability(device) >= (8, 0) and not batch_invariant
+        self.prefill_rows = _MORE_PREFILL_ROWS if more else _PREFILL_ROWS
         self.upcast = not cuda  # Triton's interpreter has no product of bfloat16
         self._workspace = torch.empty(_WORKSPACE_FLOATS * self.cores, device=device)
 

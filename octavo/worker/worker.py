@@ -17,9 +17,7 @@ from octavo.worker.memory import DeviceMemory
 from octavo.worker.model_runner import ModelRunner, PendingOutput
 from octavo.worker.setup import WorkerSetup
 
-# Captured steps share one pool for what they compute, which is counted; each of them also holds its
-# launches.
-_GRAPH_NBYTES = 4 * 2**20
+_GRAPH_NBYTES = 4 * 2**20  # the launches of a captured step
 _SWITCH_INTERVAL = 0.0002  # seconds
 
 
@@ -67,6 +65,10 @@ class Worker:
         with torch.inference_mode(), _out_of_memory("running the largest step"):
             kv_nbytes, graphs = self.runner.run_largest_step()
         step = torch.cuda.max_memory_allocated(self.device) - loaded - kv_nbytes
+        if graphs:  # beside what other steps compute, the captured ones hold what the largest does
+            rows, spec = self.runner.setup.config.scheduler.max_num_seqs, self.runner.spec
+            step += graphs * _GRAPH_NBYTES + 4 * rows * spec.vocab_size
+            step += spec.activation_nbytes(rows, self.runner.setup.dtype)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         total, free = cuda_memory(self.device)
@@ -74,7 +76,7 @@ class Worker:
             total=total,
             foreign=total - free - torch.cuda.memory_reserved(self.device) + self._others,
             weights=loaded - self._others,
-            step=step + graphs * _GRAPH_NBYTES,
+            step=step,
         )
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:

@@ -87,7 +87,7 @@ def kernels(dtype: torch.dtype) -> None:
             cos_sin_cache=zeros(32, head_size),
             is_neox=head_size != 80,
         )
-        for block_m, programs in ((16, 4), (128 if target.arch >= 90 else 64, 1)):
+        for block_m, programs in ((16, 4), (128, 1)):
             given: dict[str, Any] = {
                 "sliding_window": None,
                 "logits_soft_cap": None,

@@ -329,6 +329,7 @@ def attention(
         case _:
             most_rows, block_n = 64, 32
     block_m = max(min(block_m, most_rows), triton.next_power_of_2(group))
+    large = block_m > 64 or (block_m > 16 and (block_d > 128 or query.element_size() == 4))
     assert split % block_n == 0
     partial_out = partial_stats = workspace
     if programs > 1:
@@ -369,7 +370,7 @@ def attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=8 if block_m > 16 or format else 4,
+        num_warps=8 if large or format else 4,
         num_stages=2,
         enable_fp_fusion=False,
     )
