@@ -244,14 +244,14 @@ def _require_flashinfer(device: torch.device) -> None:
     """Checks that FlashInfer can run.
 
     Raises:
-        ConfigError: if the package is missing, or the device is not CUDA.
+        ConfigError: if the device is not CUDA, or the package is missing.
     """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"attention_backend=flashinfer does not work on {device}; use attention_backend=auto."
+        )
     if importlib.util.find_spec("flashinfer") is None:
         raise ConfigError(
             "attention_backend=flashinfer needs the package flashinfer, which is not installed: "
             "pip install flashinfer-python, or use attention_backend=triton."
-        )
-    if device.type != "cuda":
-        raise ConfigError(
-            f"attention_backend=flashinfer does not work on {device}; use attention_backend=auto."
         )

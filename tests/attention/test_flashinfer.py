@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import sys
 import types
@@ -100,9 +101,12 @@ def test_steps_of_the_same_size_have_plans_of_their_own(backend):
     assert StandIn.plans == 2
 
 
-def test_it_needs_the_package_and_a_gpu():
-    with pytest.raises(ConfigError, match=r"flashinfer-python|does not work on cpu"):
+def test_it_needs_the_package_and_a_gpu(monkeypatch):
+    with pytest.raises(ConfigError, match="does not work on cpu"):
         get_attention_backend("flashinfer", CPU, 1024)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install flashinfer-python"):
+        get_attention_backend("flashinfer", torch.device("cuda"), 1024)
 
 
 def test_no_cache_of_bytes(backend):

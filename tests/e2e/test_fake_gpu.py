@@ -95,6 +95,7 @@ def test_steps_never_wait(case: str, enforce_eager: bool, tmp_path: Path, gpu: F
         {"kv_cache_dtype": "fp8"},
         {"batch_invariant": True},
         {"async_scheduling": False},
+        {"attention_backend": "reference"},
     ],
     ids=str,
 )
@@ -104,7 +105,7 @@ def test_settings(settings: dict[str, object], tmp_path: Path, gpu: FakeGpu) -> 
     on_cpu = {k: v for k, v in settings.items() if k != "batch_invariant"}
     expected = ids(run(model, params, device="cpu", **on_cpu))
     assert ids(run(model, params, gpu, device="cuda", **settings)) == expected
-    assert gpu.waits == []
+    assert bool(gpu.waits) == ("attention_backend" in settings), "the reference looks at lengths"
 
 
 @pytest.mark.parametrize("blocks", [40, 7])
