@@ -8,6 +8,8 @@ from torch import Tensor
 
 from octavo.kernels.triton import fp8
 
+_ELEMENTS = 1024  # of a program
+
 
 @triton.jit
 def _put(at, x, mask, FP8: tl.constexpr):
@@ -33,21 +35,24 @@ def _rotate_and_write(
     value_token_stride,
     value_head_stride,
     half,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     ROTARY: tl.constexpr,
     NEOX: tl.constexpr,
     FP8: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One head of one token: key and value heads first, then query heads."""
+    """Some heads of one token. Grid: (tokens, groups of KV heads and then of query heads)."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
-    i = tl.arange(0, BLOCK_HALF)
-    pair = i < half
+    group = tl.program_id(1)
+    KV_GROUPS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    h = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    i = tl.arange(0, BLOCK_HALF)[None, :]
     if NEOX:
         first = i
         second = i + half
@@ -56,23 +61,22 @@ def _rotate_and_write(
         second = 2 * i + 1
     if ROTARY:
         at = cos_sin + tl.load(positions + token) * (2 * half)
-        cos = tl.load(at + i, mask=pair, other=0.0)
-        sin = tl.load(at + half + i, mask=pair, other=0.0)
-    if head < KV_HEADS:
+        cos = tl.load(at + i, mask=i < half, other=0.0)
+        sin = tl.load(at + half + i, mask=i < half, other=0.0)
+    if group < KV_GROUPS:
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
+            head = group * BLOCK_H + h
+            there = head < KV_HEADS
             rows: tl.constexpr = KV_HEADS * HEAD_SIZE
             to = kv_cache + (slot // PAGE) * (2 * PAGE * rows) + (slot % PAGE) * rows
             to += head * HEAD_SIZE
-            v = tl.load(
-                value + token * value_token_stride + head * value_head_stride + d,
-                mask=d < HEAD_SIZE,
-                other=0.0,
-            )
-            _put(to + PAGE * rows + d, v, d < HEAD_SIZE, FP8)
+            rest = there & (d < HEAD_SIZE)
+            v = value + token * value_token_stride + head * value_head_stride
+            _put(to + PAGE * rows + d, tl.load(v + d, mask=rest, other=0.0), rest, FP8)
             k = key + token * key_token_stride + head * key_head_stride
-            rest = d < HEAD_SIZE
             if ROTARY:
+                pair = there & (i < half)
                 a = tl.load(k + first, mask=pair, other=0.0).to(tl.float32)
                 b = tl.load(k + second, mask=pair, other=0.0).to(tl.float32)
                 _put(to + first, (a * cos - b * sin).to(key.dtype.element_ty), pair, FP8)
@@ -80,7 +84,10 @@ def _rotate_and_write(
                 rest = rest & (d >= 2 * half)
             _put(to + d, tl.load(k + d, mask=rest, other=0.0), rest, FP8)
     elif ROTARY:
-        q = query + token * query_token_stride + (head - KV_HEADS) * query_head_stride
+        head = (group - KV_GROUPS) * BLOCK_H + h
+        pair = (head < HEADS) & (i < half)
+        # In place: a thread stores what it has loaded itself, and nothing else reads it.
+        q = query + token * query_token_stride + head * query_head_stride
         a = tl.load(q + first, mask=pair, other=0.0).to(tl.float32)
         b = tl.load(q + second, mask=pair, other=0.0).to(tl.float32)
         tl.store(q + first, (a * cos - b * sin).to(query.dtype.element_ty), mask=pair)
@@ -121,7 +128,10 @@ def write_kv(
     else:
         half, heads = cos_sin_cache.shape[1] // 2, query.shape[1]
         assert cos_sin_cache.is_contiguous()
-    _rotate_and_write[(tokens, kv_heads + heads)](
+    block_d = triton.next_power_of_2(head_size)
+    block_h = max(1, min(triton.next_power_of_2(max(heads, kv_heads)), _ELEMENTS // block_d))
+    groups = triton.cdiv(kv_heads, block_h) + triton.cdiv(heads, block_h)
+    _rotate_and_write[(tokens, groups)](
         query,
         key,
         value,
@@ -136,13 +146,15 @@ def write_kv(
         value.stride(0),
         value.stride(1),
         half,
+        HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
         PAGE=kv_cache.shape[2],
         ROTARY=rotary,
         NEOX=is_neox,
         FP8=format,
-        BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
         BLOCK_HALF=triton.next_power_of_2(half),
-        num_warps=1,
+        num_warps=4,
     )
