@@ -295,7 +295,9 @@ def check_parity(bench: Bench) -> None:
             true, rounded = (logprobs(model, prompt, ids, device) for model in (truth, theirs))
             chosen = torch.tensor(ids)
             steps = torch.arange(len(ids))
-            ours = torch.tensor([e[t].logprob for t, e in zip(ids, answer.logprobs or [])])  # noqa: B905
+            assert answer.logprobs is not None
+            reported = zip(ids, answer.logprobs, strict=True)
+            ours = torch.tensor([entry[token].logprob for token, entry in reported])
             worst = max(worst, (ours - true[steps, chosen]).abs().max().item())
             error = (rounded - true)[steps, chosen].abs().max().item()
             their_worst = max(their_worst, error)

@@ -155,6 +155,13 @@ def resident_memory() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+SWITCH_INTERVAL = 0.0002
+"""Seconds between two switches among Python threads, where an engine runs.
+
+A worker's thread comes back from a kernel, or launches one, many times a step, and must not wait
+5 ms (Python's default) for a busy thread each time."""
+
+
 def num_cuda_devices() -> int:
     """NVIDIA GPUs that this process may use. Asks the driver, without torch."""
     try:

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from octavo.config import EngineConfig
+from octavo.device import SWITCH_INTERVAL
 from octavo.engine.core import EngineCore
 from octavo.errors import OctavoError
 from octavo.logs import setup_logging
@@ -40,9 +41,6 @@ READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 _UTILITIES = frozenset(
     {"reset_prefix_cache", "stats", "check_integrity", "start_profile", "stop_profile"}
 )
-# Seconds between two switches among Python threads: the worker's thread comes back from a native
-# kernel many times a step, and must not wait 5 ms (the default) for a busy input thread each time.
-_SWITCH_INTERVAL = 0.0002
 # Time that the core gets to end in order when the parent is gone.
 _GRACE_SECONDS = 2.0
 
@@ -86,7 +84,7 @@ def main() -> None:
         target=_receive_inputs, args=(setup.input_address, inputs), daemon=True
     ).start()
     setup_logging(setup.log_level, setup.log_format)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL)
 
     output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()
     sender = threading.Thread(

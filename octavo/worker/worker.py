@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import torch
 
-from octavo.device import bind_to_numa_node, cuda_memory, cuda_name, select_device, set_num_threads
+from octavo.device import (
+    SWITCH_INTERVAL,
+    bind_to_numa_node,
+    cuda_memory,
+    cuda_name,
+    select_device,
+    set_num_threads,
+)
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import SchedulerOutput
@@ -18,7 +25,6 @@ from octavo.worker.model_runner import ModelRunner, PendingOutput
 from octavo.worker.setup import WorkerSetup
 
 _GRAPH_NBYTES = 4 * 2**20  # the launches of a captured step
-_SWITCH_INTERVAL = 0.0002  # seconds
 
 
 class Worker:
@@ -43,8 +49,7 @@ class Worker:
                         f"{name}={getattr(config, name)} is for device=cpu, and this is "
                         f"{device}; leave it out, or set device=cpu."
                     )
-            # The thread that launches steps must not wait long for those that run Python meanwhile.
-            sys.setswitchinterval(_SWITCH_INTERVAL)
+            sys.setswitchinterval(SWITCH_INTERVAL)
             _check_weights(setup, device)
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         with torch.inference_mode(), _out_of_memory("loading the model"):
