@@ -36,6 +36,7 @@ from octavo.bench.sweep import (
     shown_number,
 )
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields
+from octavo.device import resolve_device
 from octavo.engine.async_llm import server_batched_tokens
 from octavo.errors import BenchError, ConfigError, DatasetError
 
@@ -440,10 +441,17 @@ def _serve_args(text: str, space: Mapping[str, Any]) -> list[str]:
         words = shlex.split(text)
     except ValueError as error:
         raise BenchError(f"--serve-args {text!r}: {error}.") from None
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag, _, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
         if word.startswith("--") and name in (*space, "host", "port", "model"):
             raise BenchError(f"--serve-args {word!r}: tune sets this flag itself; leave it out.")
+        # `_default` would not be that server's.
+        if flag == "--device" and (value or after) == "cpu" and resolve_device("auto") != "cpu":
+            raise BenchError(
+                "--serve-args --device cpu: this machine has a GPU, whose servers have other "
+                "defaults; hide it with CUDA_VISIBLE_DEVICES= instead."
+            )
     return words
 
 

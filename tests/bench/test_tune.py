@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo import device
 from octavo.bench import serve, tune
 from octavo.bench.tune import Trial, halving_budgets, sample_configs, successive_halving
 from octavo.config import EngineConfig
@@ -402,3 +403,13 @@ def test_ctrl_c(tmp_path):
     assert process.returncode == 130
     assert "Interrupted" in out
     assert saved(tmp_path)["interrupted"] is True
+
+
+@pytest.mark.parametrize("flag", ["--device cpu", "--device=cpu"])
+def test_a_server_on_the_cpu_of_a_machine_with_a_gpu_is_refused(flag, monkeypatch):
+    """Its defaults are not those of the other servers there."""
+    assert tune._serve_args(flag, tune.SPACE) == flag.split()
+    monkeypatch.setattr(device, "num_cuda_devices", lambda: 1)
+    with pytest.raises(BenchError, match="CUDA_VISIBLE_DEVICES="):
+        tune._serve_args(flag, tune.SPACE)
+    assert tune._serve_args("--device cuda", tune.SPACE) == ["--device", "cuda"]
