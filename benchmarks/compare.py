@@ -11,6 +11,12 @@ measures the engines one after the other, each turn in a fresh process, and all 
 the results file at once; `--resume` goes on after an interruption. `report` prints the tables and
 writes them into docs/performance.md.
 
+With `run --before PYTHON`, the interpreter of an environment with another build of Octavo (a
+checkout of the commit that a change began from), that build is measured in turn with this one:
+
+    python benchmarks/compare.py run --models FOLDER/models --out results.json \\
+        --engines octavo --before OTHER/.venv/bin/python --workloads W1,W3,W7
+
 Workloads: W1 latency, W1q the same with int8 and int4 weights, W2 offline throughput, W3 serving,
 W4 shared prefix, W5 prefill, W6 start and memory, W7 toy model (the engine's own costs).
 """
@@ -33,6 +39,7 @@ from peers.cases import WORKLOADS, Group, ModelSize, groups
 from peers.installing import CompareError, read_marker
 from peers.machine import describe
 from peers.models import make_models
+from peers.octavo import Before, Octavo
 from peers.results import Results, load
 from peers.runner import Runner
 
@@ -73,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="measure")
     run.add_argument("--workloads", type=_names, default=list(WORKLOADS), metavar="W1,W2")
     run.add_argument("--engines", type=_names, default=list(ENGINES[:4]), metavar="A,B")
+    run.add_argument(
+        "--before", metavar="PYTHON", help="interpreter of another build of Octavo, measured, too"
+    )
     run.add_argument("--repeats", type=int, default=3, metavar="N")
     run.add_argument("--models", type=Path, required=True, metavar="FOLDER")
     run.add_argument(
@@ -138,13 +148,18 @@ def _run(args: argparse.Namespace) -> int:
     models = args.models.resolve()
     root = (args.peers or models.parent).resolve()
     peers = {name: peer_named(name) for name in args.engines}
+    if args.before is not None:
+        peers["before"] = Before(args.before)
     wanted = groups(args.workloads, args.data, quick=args.quick)
     sizes = {group.model: ModelSize.of(models / group.model) for group in wanted}
 
     versions: dict[str, Any] = {}
     absent: list[str] = []
     for name in peers:
-        note = octavo_version() if name == "octavo" else read_marker(root / name)
+        if isinstance(peers[name], Octavo):
+            note = octavo_version(peers[name].python(root))
+        else:
+            note = read_marker(root / name)
         if note is None:
             if not args.skip_missing:
                 raise CompareError(
@@ -177,20 +192,32 @@ def _run(args: argparse.Namespace) -> int:
     return int(bool(results.data["failures"]))
 
 
-def octavo_version() -> dict[str, Any]:
-    """Octavo's version and the last commit that changed its code."""
-    import torch
+def octavo_version(interpreter: str = sys.executable) -> dict[str, Any]:
+    """Version and last change of the Octavo that an interpreter imports.
 
-    from octavo import __version__
+    Raises:
+        CompareError: if it cannot import it.
+    """
+    code = (
+        "import importlib.metadata as m, octavo;"
+        " print(octavo.__file__, octavo.__version__, m.version('torch'))"
+    )
+    try:
+        done = subprocess.run(
+            [interpreter, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompareError(f"{interpreter} has no Octavo to measure: {error}.") from None
+    file, number, torch = done.stdout.split()
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(ROOT), *words]
+        command = ["git", "-C", str(Path(file).parent.parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", "octavo", "csrc")
     changed = " with changes" if git("status", "--porcelain", "octavo", "csrc") else ""
-    version = f"octavo {__version__}" + (f" ({commit}{changed})" if commit else "")
-    return {"version": version, "versions": {"torch": torch.__version__}}
+    version = f"octavo {number}" + (f" ({commit}{changed})" if commit else "")
+    return {"version": version, "versions": {"torch": torch}}
 
 
 def note_of(group: Group, case: Case) -> dict[str, Any]:

@@ -10,22 +10,29 @@ from peers.base import Answer, Generate, Peer, Row, Setup, drive
 
 
 class Octavo(Peer):
-    """The project's own engine, in the environment that runs the comparison."""
+    """The project's own engine.
+
+    Args:
+        interpreter: of the environment with the build to measure.
+    """
 
     name = "octavo"
     title = "Octavo"
     ready_path = "/ready"
 
+    def __init__(self, interpreter: str = sys.executable) -> None:
+        self._interpreter = interpreter
+
     def install(self, root: Path, models: Path) -> None:
         """It is installed already."""
 
     def python(self, root: Path) -> str:
-        """The interpreter that runs the comparison."""
-        return sys.executable
+        """The interpreter of that build."""
+        return self._interpreter
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
         """`octavo serve`."""
-        command = [sys.executable, "-m", "octavo", "serve", setup.model]
+        command = [self._interpreter, "-m", "octavo", "serve", setup.model]
         command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         for name, value in _settings(setup).items():
             flag = "--" + name.replace("_", "-")
@@ -75,6 +82,17 @@ def _load(setup: Setup) -> Generate:
         return answers
 
     return generate
+
+
+class Before(Octavo):
+    """Another build of Octavo, such as the commit that a change began from."""
+
+    name = "before"
+    title = "Octavo before"
+
+    def driver(self, root: Path) -> list[str]:
+        """As Octavo's."""
+        return [self.python(root), "-m", f"peers.{Octavo.name}"]
 
 
 PEER = Octavo()

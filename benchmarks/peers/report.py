@@ -16,6 +16,7 @@ BEGIN, END = "<!-- compare: begin -->", "<!-- compare: end -->"
 OWN = "octavo"
 TITLES = {
     "octavo": "Octavo",
+    "before": "Octavo before",
     "vllm": "vLLM",
     "openvino": "OpenVINO",
     "llama": "llama.cpp",

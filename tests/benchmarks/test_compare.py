@@ -653,6 +653,7 @@ class TestCommandLine:
             (["--repeats", "0"], "--repeats 0 measures nothing"),
             (["--engines", "vllm"], "vllm is not installed in"),
             (["--models", "/nonexistent"], "There is no model in /nonexistent"),
+            (["--engines", "octavo", "--before", "/nonexistent"], "/nonexistent has no Octavo"),
         ],
     )
     def test_bad_input(
@@ -686,6 +687,21 @@ class TestCommandLine:
         out = capsys.readouterr()
         assert "vllm: not installed, left out" in out.err
         assert "vLLM not installed (W1, W2," in out.out
+
+    def test_another_build_beside_this_one(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "python"
+        other.symlink_to(sys.executable)
+        peers: dict[str, Any] = {}
+        monkeypatch.setattr(Runner, "run", lambda self, groups, n: peers.update(self.peers))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # what a link does not know
+        assert self.run(bench, "--engines", "octavo", "--before", str(other)) == 0
+        setup = Setup("model")
+        for name, python in (("octavo", sys.executable), ("before", str(other))):
+            assert peers[name].driver(tmp_path) == [python, "-m", "peers.octavo"]
+            assert peers[name].server(tmp_path, setup, 1)[:3] == [python, "-m", "octavo"]
+        assert load(bench.out)["versions"]["before"]["version"].startswith("octavo ")
 
     def test_failures_show_in_the_status(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
