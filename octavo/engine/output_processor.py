@@ -192,9 +192,10 @@ class OutputProcessor:
         """Live core requests; the n answers of a request count n times."""
         return len(self._states)
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request is live."""
-        return bool(self._states)
+    def is_live(self, request_id: str, queue: RequestOutputCollector) -> bool:
+        """Whether the live request of that id is the one whose outputs go to `queue`."""
+        group = self._groups.get(request_id)
+        return group is not None and group.queue is queue
 
     def add_request(
         self,

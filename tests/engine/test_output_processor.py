@@ -85,7 +85,7 @@ def test_cumulative():
     assert (answer.cumulative_logprob, answer.logprobs, last.prompt_logprobs) == (None, None, None)
     assert first.outputs[0].text == "he"  # earlier outputs do not change
     assert first.outputs[0].token_ids == list(b"he")
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
 
 
 def test_delta():
@@ -273,7 +273,7 @@ def test_abort_of_several_answers():
     assert not queue.get_nowait().finished
     assert bench.outputs.abort_requests(["r"]) == ["0_r"]
     assert queue.get_nowait().finished
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
     bench.add(n=3)  # the id is free again
 
 
@@ -316,7 +316,7 @@ def test_errors_have_their_class(kind, expected):
     assert str(error) == "why"
     assert processed.request_outputs == []
     assert processed.reqs_to_abort == []
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
 
 
 def test_an_error_ends_the_siblings():
@@ -343,7 +343,7 @@ def test_propagate_error():
     for queue in queues:
         with pytest.raises(EngineDeadError, match="gone"):
             queue.get_nowait()
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
 
 
 def test_collector_merges_deltas():
