@@ -16,7 +16,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.device import resolve_device
 from octavo.engine.core_client import AsyncMPClient
-from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
+from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.errors import EngineDeadError
@@ -209,13 +209,10 @@ class AsyncLLM:
         if self._dead is not None:  # it may have died while the thread was at work
             raise self._dead
         queue = RequestOutputCollector(sampling_params.output_kind)
-        children = fan_out(request, enable_prefix_caching=self.config.cache.enable_prefix_caching)
-        for core_request, parent, index in children:
-            self._output_processor.add_request(core_request, text, parent, index, queue)
+        self._output_processor.add_request(request, sampling_params, text, queue)
         finished = False
         try:
-            for core_request, _, _ in children:
-                await self._client.add_request(core_request)
+            await self._client.add_request(request)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
