@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import EngineCoreRequest, ModelRunnerOutput
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, ModelRunnerOutput
 from octavo.request import Request
-from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
 
 MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 161.0, 338.0, 1.0
@@ -64,7 +63,7 @@ def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste
         while manager.usage + coming < OCCUPANCY:
             prompt = [0] * lognormal_length(rng, MEAN_PROMPT, MAX_MODEL_LEN // 2)
             output = lognormal_length(rng, MEAN_OUTPUT, MAX_MODEL_LEN - len(prompt))
-            params = SamplingParams(max_tokens=output)
+            params = CoreSamplingParams(max_tokens=output)
             core = EngineCoreRequest(str(arrivals), prompt, params, float(arrivals))
             scheduler.add_request(Request(core))
             arrivals += 1

@@ -224,7 +224,11 @@ class ServerConfig(_Section, frozen=True):
     ] = 30.0
     progress_timeout: Annotated[
         float,
-        Meta(description="/health fails if runnable requests saw no step for this long (s).", gt=0),
+        Meta(
+            description="/health and /ready fail if the engine, busy or idle, has not answered for"
+            " this long (s); a step may take as long.",
+            gt=0,
+        ),
     ] = 60.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
+from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
@@ -278,13 +278,10 @@ class LLM:
             clip_max_tokens=True,
             add_special_tokens=add_special_tokens,
         )
-        request.sampling_params.output_kind = output_kind
         self._inboxes[request_id] = []
-        for core_request, parent, index in fan_out(
-            request, enable_prefix_caching=self.config.cache.enable_prefix_caching
-        ):
-            self._output_processor.add_request(core_request, text, parent, index)
-            self._core.add_request(core_request)
+        params = msgspec.structs.replace(params, output_kind=output_kind)
+        self._output_processor.add_request(request, params, text)
+        self._core.add_request(request)
         return request_id
 
     def _step(self) -> list[str]:

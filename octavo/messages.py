@@ -13,8 +13,6 @@ from typing import Any
 
 import msgspec
 
-from octavo.sampling_params import SamplingParams
-
 
 class FinishReason(enum.IntEnum):
     """Why a request ended; `str()` gives OpenAI's word."""
@@ -28,19 +26,79 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class BadWordsTokenIds(msgspec.Struct, array_like=True, frozen=True):
+    """Token sequences that may not be generated, as arrays of int32 (`NO_TOKEN`: padding)."""
+
+    prefixes: bytes
+    """[words, longest - 1]: all but the last token of each, padded on the left."""
+    last: bytes
+    """[words]"""
+
+
+NO_TOKEN = -1
+
+
+class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What the engine core must know of a request's `SamplingParams`, and nothing else.
+
+    Made by `make_core_params`, which completes and packs what has been checked: decoding checks
+    types only, and the n requests of a group share whatever is long.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    """Those that the request brought."""
+    all_stop_token_ids: frozenset[int] = frozenset()
+    """Every token that ends the answer, the end of sequence included."""
+    allowed_token_ids: bytes | None = None
+    """Bitmask int32 [ceil(vocab / 32)] as in `Ops.apply_bitmask_`."""
+    logit_bias: tuple[bytes, bytes] | None = None
+    """Token ids int32 [E], none twice, and what is added to their logits, float32 [E]."""
+    bad_words: BadWordsTokenIds | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One request as the front end hands it to the engine core: checked and tokenised."""
+    """A prompt as the front end hands it to the engine core: checked and tokenised.
+
+    With n > 1 it travels once, and the core makes n requests of it.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    """`seed`, `max_tokens`, `all_stop_token_ids` and `bad_words_token_ids` are filled in."""
+    sampling_params: CoreSamplingParams
     arrival_time: float
     """Seconds of `time.monotonic`."""
     cache_salt: str | None = None
     """Scope of the prefix cache: only requests with the same salt share blocks."""
     deadline: float | None = None
     """`time.monotonic` second after which the request is ended with an error."""
+    n: int = 1
+    """Answers."""
+
+    @property
+    def child_ids(self) -> list[str]:
+        """Ids of the core's requests, one for each answer: the request's own if it has one."""
+        if self.n == 1:
+            return [self.request_id]
+        return [f"{i}_{self.request_id}" for i in range(self.n)]
 
 
 class LogprobsLists(msgspec.Struct, array_like=True):
@@ -112,7 +170,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     token_ids: list[int]
     """Prompt and, if resumed, the tokens generated so far."""
     num_prompt_tokens: int
-    sampling_params: SamplingParams
+    sampling_params: CoreSamplingParams
     block_ids: list[list[int]]
     """KV blocks in order, one list for each KV-cache group."""
     num_computed_tokens: int

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from octavo.messages import EngineCoreRequest, FinishReason
-from octavo.sampling_params import SamplingParams
+import msgspec
+
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, FinishReason
 
 
 class RequestStatus(enum.IntEnum):
@@ -52,23 +53,30 @@ class Request:
 
     `num_computed_tokens` catches up with `num_tokens`; that alone drives prefill, chunked prefill,
     decode and recovery after preemption.
+
+    Args:
+        core_request: with n = 1; see `fan_out`.
+        block_hasher: None if its blocks are not to be found by others.
+        block_hashes: those of its prompt, if they are known already.
     """
 
     def __init__(
-        self, core_request: EngineCoreRequest, block_hasher: BlockHasher | None = None
+        self,
+        core_request: EngineCoreRequest,
+        block_hasher: BlockHasher | None = None,
+        block_hashes: list[bytes] | None = None,
     ) -> None:
         params = core_request.sampling_params
         self.request_id = core_request.request_id
-        self.sampling_params: SamplingParams = params
+        self.sampling_params: CoreSamplingParams = params
         self.arrival_time = core_request.arrival_time
         self.priority = params.priority
         self.deadline = core_request.deadline
         self.cache_salt = core_request.cache_salt
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids: list[int] = list(core_request.prompt_token_ids)
-        assert params.max_tokens is not None  # filled in by the input processor
-        self.max_tokens: int = params.max_tokens
-        self.stop_token_ids = frozenset(params.all_stop_token_ids)
+        self.max_tokens = params.max_tokens
+        self.stop_token_ids = params.all_stop_token_ids
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
@@ -91,8 +99,8 @@ class Request:
         """Prompt logprobs handed out so far (a resumed request computes them again)."""
 
         self._block_hasher = block_hasher
-        self.block_hashes: list[bytes] = []
-        if block_hasher is not None:
+        self.block_hashes: list[bytes] = block_hashes or []
+        if block_hasher is not None and block_hashes is None:
             self.block_hashes = block_hasher(self)
 
     @property
@@ -115,3 +123,40 @@ class Request:
         self.all_token_ids.extend(token_ids)
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
+
+
+def fan_out(
+    core_request: EngineCoreRequest,
+    block_hasher: BlockHasher,
+    *,
+    enable_prefix_caching: bool = True,
+) -> Iterator[Request]:
+    """The n requests of a core request, which share all that is long.
+
+    Child i of n > 1 has the seed `seed + i`, and only the first one brings the prompt's logprobs.
+    With prefix caching off a single request's blocks are not hashed; those of siblings are, in a
+    scope of their own, so that they still share their prompt's blocks.
+    """
+    if core_request.n == 1:
+        yield Request(core_request, block_hasher if enable_prefix_caching else None)
+        return
+    replace, params = msgspec.structs.replace, core_request.sampling_params
+    salt = core_request.cache_salt if enable_prefix_caching else f"of:{core_request.request_id}"
+    hashes: list[bytes] | None = None
+    for i, request_id in enumerate(core_request.child_ids):
+        seed = params.seed + i
+        child = replace(
+            core_request,
+            request_id=request_id,
+            sampling_params=replace(
+                params,
+                seed=seed - 2**64 if seed >= 2**64 else seed,
+                prompt_logprobs=params.prompt_logprobs if i == 0 else None,
+            ),
+            cache_salt=salt,
+            n=1,
+        )
+        request = Request(child, block_hasher, None if hashes is None else hashes.copy())
+        if hashes is None:
+            hashes = request.block_hashes.copy()
+        yield request

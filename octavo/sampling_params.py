@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import numbers
+from collections.abc import Sized
 from typing import Any
 
 import msgspec
@@ -16,6 +17,19 @@ MAX_N = 1024
 # Far beyond any use; keeps the products with logits away from infinity.
 MAX_REPETITION_PENALTY = 1000.0
 MAX_INT = 2**63 - 1
+# Bounds of what one request may bring: each is far beyond any use, and keeps the work that the
+# request makes in every step, and the memory that it holds, small beside a step's.
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 256
+"""Characters of a stop text."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**19
+"""More than any vocabulary has; ids may be given twice."""
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_LENGTH = 64
+"""Characters of a bad word."""
+MAX_CACHE_SALT_LENGTH = 1024
 _FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -98,10 +112,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Smaller is served earlier (with `scheduling_policy=priority`)."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
-    bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
-    """Filled in by the input processor: `bad_words` as token sequences."""
-    all_stop_token_ids: list[int] = msgspec.field(default_factory=list)
-    """Filled in by the input processor: every token id that ends the answer, EOS included."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -123,21 +133,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0
-
-    def check_vocab(self, vocab_size: int) -> None:
-        """Refuses parameters that name a token the model does not have.
-
-        Raises:
-            RequestError: naming the field and the first such token.
-        """
-        for name in ("allowed_token_ids", "logit_bias"):
-            for token in getattr(self, name) or ():
-                if token >= vocab_size:
-                    raise RequestError(
-                        f"{name} has token id {token}, but the vocabulary ends at "
-                        f"{vocab_size - 1}.",
-                        name,
-                    )
 
     def _verify(self) -> None:
         self._check_int("n", 1, MAX_N)
@@ -171,16 +166,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 "lower min_tokens or raise max_tokens.",
                 "min_tokens",
             )
-        self._check_texts("stop")
+        self._check_texts("stop", MAX_STOP_STRINGS, MAX_STOP_LENGTH)
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop texts need detokenize=True; use stop_token_ids instead.", "stop"
             )
         if self.bad_words is not None:
-            self._check_texts("bad_words")
-        self._check_token_ids("stop_token_ids")
+            self._check_texts("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+        self._check_token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS)
         if self.allowed_token_ids is not None:
-            self._check_token_ids("allowed_token_ids")
+            self._check_token_ids("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:
                 raise RequestError(
                     "allowed_token_ids is empty: no token could be chosen.", "allowed_token_ids"
@@ -198,26 +193,46 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"output_kind={_show(self.output_kind)} is not a RequestOutputKind.", "output_kind"
             ) from None
 
-    def _check_texts(self, name: str) -> None:
+    def _check_texts(self, name: str, most: int, longest: int) -> None:
         value: Any = getattr(self, name)
-        if not isinstance(value, list | tuple) or not all(isinstance(s, str) for s in value):
+        if not isinstance(value, list | tuple):
+            raise RequestError(f"{name} must be a list of strings.", name)
+        self._check_number(name, value, most)
+        if not all(isinstance(s, str) for s in value):
             raise RequestError(f"{name} must be a list of strings.", name)
         if not all(value):
             raise RequestError(f"{name} holds an empty string; remove it.", name)
+        if (length := max(map(len, value), default=0)) > longest:
+            raise RequestError(
+                f"{name} holds a text of {length} characters; at most {longest} are allowed.", name
+            )
         setattr(self, name, list(value))
 
-    def _check_token_ids(self, name: str) -> None:
+    def _check_token_ids(self, name: str, most: int) -> None:
         value: Any = getattr(self, name)
-        if not isinstance(value, list | tuple) or not all(
-            _is_int(t) and 0 <= t < 2**31 for t in value
-        ):
-            raise RequestError(f"{name} must be a list of token ids (integers >= 0).", name)
-        setattr(self, name, [int(t) for t in value])
+        if isinstance(value, list | tuple):
+            self._check_number(name, value, most)
+            if not set(map(type, value)) <= {int} and all(map(_is_int, value)):
+                value = list(map(int, value))  # numpy's
+            if set(map(type, value)) <= {int} and (
+                not value or (min(value) >= 0 and max(value) < 2**31)
+            ):
+                setattr(self, name, list(value))
+                return
+        raise RequestError(f"{name} must be a list of token ids (integers >= 0).", name)
+
+    @staticmethod
+    def _check_number(name: str, value: Sized, most: int) -> None:
+        if len(value) > most:
+            raise RequestError(
+                f"{name} has {len(value)} entries; at most {most} are allowed.", name
+            )
 
     def _check_logit_bias(self) -> None:
         value: Any = self.logit_bias
         if not isinstance(value, dict):
             raise RequestError("logit_bias must map token ids to numbers.", "logit_bias")
+        self._check_number("logit_bias", value, MAX_LOGIT_BIAS)
         bias: dict[int, float] = {}
         for token, number in value.items():
             # JSON has only strings as keys.

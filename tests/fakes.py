@@ -17,6 +17,7 @@ from octavo.config import SchedulerConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.messages import (
+    CoreSamplingParams,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -26,8 +27,8 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.request import Request
-from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
+from tests.params import core_params
 
 VOCAB = 50
 
@@ -42,14 +43,16 @@ def next_token(prefix: int, seed: int) -> int:
     return hash((prefix, seed, 7)) % VOCAB  # hashes of integers are the same in every process
 
 
-def expected_output(params: SamplingParams, prompt: Sequence[int], max_model_len: int) -> list[int]:
+def expected_output(
+    params: CoreSamplingParams, prompt: Sequence[int], max_model_len: int
+) -> list[int]:
     """The output of a request that runs alone, computed without a scheduler."""
     prefix = 0
     for token in prompt:
         prefix = extend_hash(prefix, token)
     output: list[int] = []
     while True:
-        token = next_token(prefix, params.seed or 0)
+        token = next_token(prefix, params.seed)
         prefix = extend_hash(prefix, token)
         output.append(token)
         if token in params.all_stop_token_ids and len(output) > params.min_tokens:
@@ -176,7 +179,7 @@ class FakeExecutor:
         row = self.rows[req_id]
         first = row.num_computed_tokens
         out.req_ids.append(req_id)
-        seed = row.params.seed or 0
+        seed = row.params.seed
         if row.params.prompt_logprobs is not None:
             targets = row.tokens[first + 1 : min(first + count + 1, row.num_prompt_tokens)]
             if targets:
@@ -268,8 +271,7 @@ class FakeEngine:
     ) -> Request:
         """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS."""
         self._arrivals += 1
-        sampling = msgspec.convert({"max_tokens": 8, "seed": 0} | params, SamplingParams)
-        sampling.all_stop_token_ids = [*sampling.stop_token_ids, *stop]
+        sampling = core_params(**{"max_tokens": 8, "all_stop_token_ids": list(stop)} | params)
         core = EngineCoreRequest(
             request_id,
             list(prompt),

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import RequestError
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 HUGE = 10**5000  # more digits than Python turns into text
 NAN, INF = math.nan, math.inf
@@ -171,16 +181,31 @@ def test_lists_are_not_shared():
     assert second.stop_token_ids == []
 
 
-def test_check_vocab():
-    params = SamplingParams(logit_bias={9: 1.0}, allowed_token_ids=[8, 9])
-    params.check_vocab(10)
-    SamplingParams(stop_token_ids=[5000]).check_vocab(10)
-    with pytest.raises(RequestError, match="9") as error:
-        params.check_vocab(9)
-    assert error.value.param == "allowed_token_ids"
-    with pytest.raises(RequestError) as error:
-        SamplingParams(logit_bias={9: 1.0}).check_vocab(9)
-    assert error.value.param == "logit_bias"
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("stop", ["x" * MAX_STOP_LENGTH] * MAX_STOP_STRINGS),
+        ("stop_token_ids", [0] * MAX_STOP_TOKEN_IDS),
+        ("allowed_token_ids", [5] * MAX_ALLOWED_TOKEN_IDS),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)),
+        ("bad_words", ["x" * MAX_BAD_WORD_LENGTH] * MAX_BAD_WORDS),
+    ],
+)
+def test_sizes_are_bounded(name, most):
+    assert getattr(SamplingParams(**{name: most}), name) == most
+    more = most | {2**20: 1.0} if isinstance(most, dict) else [*most, most[0]]
+    with pytest.raises(RequestError, match=f"at most {len(most)} ") as error:
+        SamplingParams(**{name: more})
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"), [("stop", MAX_STOP_LENGTH), ("bad_words", MAX_BAD_WORD_LENGTH)]
+)
+def test_lengths_are_bounded(name, longest):
+    with pytest.raises(RequestError, match=f"at most {longest} ") as error:
+        SamplingParams(**{name: ["x", "y" * (longest + 1)]})
+    assert error.value.param == name
 
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
@@ -203,8 +228,6 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
             | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
             "stop_token_ids": token_ids,
             "bad_words": st.none() | st.lists(st.text(min_size=1), max_size=3),
-            "bad_words_token_ids": st.lists(token_ids, max_size=3),
-            "all_stop_token_ids": token_ids,
             "output_kind": st.sampled_from(RequestOutputKind),
             "cache_salt": st.none() | st.text(min_size=1),
             "ignore_eos": st.booleans(),

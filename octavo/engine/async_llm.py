@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -15,7 +16,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.device import resolve_device
 from octavo.engine.core_client import AsyncMPClient
-from octavo.engine.input_processor import InputProcessor, Prompt, fan_out
+from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.errors import EngineDeadError
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 # Small, since a stream waits while others' prompts are computed, and as fast: matrix products on a
 # CPU are as efficient with some hundred rows. On a GPU they are not (vLLM's default).
 _CPU_BATCHED_TOKENS, _CUDA_BATCHED_TOKENS = 512, 2048
+# Seconds from the answer to a heartbeat to the next heartbeat.
+_HEARTBEAT_INTERVAL = 1.0
 # Longer texts are tokenised on a thread, so that the streams of others go on meanwhile.
 _LONG_TEXT = 20_000
 
@@ -93,9 +96,13 @@ class AsyncLLM:
         self._input_processor = self._make_input_processor()
         self._output_processor = OutputProcessor(self.tokenizer, self.metrics)
         self._progress_timeout = progress_timeout
-        self._last_progress = time.monotonic()
+        self._heartbeat_sent: float | None = None
+        """Second of `time.monotonic` of the heartbeat that waits for its answer."""
         self._dead: EngineDeadError | None = None
-        self._output_task = asyncio.create_task(self._handle_outputs())
+        self._tasks = [
+            asyncio.create_task(self._handle_outputs()),
+            asyncio.create_task(self._send_heartbeats()),
+        ]
 
     @classmethod
     async def start(
@@ -113,7 +120,8 @@ class AsyncLLM:
 
         Args:
             config: the engine's settings.
-            progress_timeout: seconds without a step after which `health` fails if requests wait.
+            progress_timeout: seconds after which `health` fails if the engine, busy or idle, has
+                not answered a heartbeat; a step may take as long.
             served_name: the model's name in the metrics; default: the config's.
             log_level: least level that the engine process logs.
             log_format: "text" or "json".
@@ -151,9 +159,10 @@ class AsyncLLM:
             return Health(False, f"the engine is dead: {self._dead}")
         if not self.ready:
             return Health(True, "loading the model")
-        stalled = time.monotonic() - self._last_progress
-        if self.num_unfinished_requests and stalled > self._progress_timeout:
-            return Health(False, f"no step for {stalled:.0f} s although requests wait")
+        if self._heartbeat_sent is not None:
+            silent = time.monotonic() - self._heartbeat_sent
+            if silent > self._progress_timeout:
+                return Health(False, f"the engine has not answered for {silent:.0f} s")
         return Health(True, "ok")
 
     async def generate(
@@ -177,7 +186,7 @@ class AsyncLLM:
             add_special_tokens: whether the tokenizer adds its special tokens to a text.
 
         Raises:
-            RequestError: if the request is bad or fails.
+            RequestError: if the request is bad or fails, or its id is in use.
             EngineDeadError: if the engine is gone.
         """
         if self._dead is not None:
@@ -200,23 +209,17 @@ class AsyncLLM:
         if self._dead is not None:  # it may have died while the thread was at work
             raise self._dead
         queue = RequestOutputCollector(sampling_params.output_kind)
-        if not self._output_processor.has_unfinished_requests():
-            self._last_progress = time.monotonic()
+        self._output_processor.add_request(request, sampling_params, text, queue)
         finished = False
         try:
-            children = fan_out(
-                request, enable_prefix_caching=self.config.cache.enable_prefix_caching
-            )
-            for core_request, parent, index in children:
-                self._output_processor.add_request(core_request, text, parent, index, queue)
-            for core_request, _, _ in children:
-                await self._client.add_request(core_request)
+            await self._client.add_request(request)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 yield output
         finally:
-            if not finished:
+            # Its id may belong to another request by now.
+            if not finished and self._output_processor.is_live(request_id, queue):
                 await self.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
@@ -245,8 +248,9 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """Ends the engine process. May be called twice."""
-        self._output_task.cancel()
-        await asyncio.gather(self._output_task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
         await self._client.shutdown()
@@ -259,9 +263,6 @@ class AsyncLLM:
         try:
             while True:
                 outputs = await self._client.get_output()
-                computed = outputs.stats.num_scheduled_tokens if outputs.stats else 0
-                if outputs.outputs or computed > self.stats.num_scheduled_tokens:
-                    self._last_progress = time.monotonic()
                 processed = self._output_processor.process_outputs(
                     outputs.outputs, outputs.timestamp
                 )
@@ -275,12 +276,22 @@ class AsyncLLM:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {error!r}"))
 
+    async def _send_heartbeats(self) -> None:
+        """Asks the core's busy loop again and again; `health` looks at how long it takes."""
+        interval = min(_HEARTBEAT_INTERVAL, self._progress_timeout / 4)
+        with contextlib.suppress(EngineDeadError):
+            await self.wait_ready()
+            while True:
+                self._heartbeat_sent = time.monotonic()
+                await self._client.call_utility("stats")
+                self._heartbeat_sent = None
+                await asyncio.sleep(interval)
+
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:
         if ready.cancelled() or ready.exception() is not None:
             return
         info = ready.result()
         self.ready = True
-        self._last_progress = time.monotonic()
         self.metrics.set_cache_config_info(
             {
                 **msgspec.structs.asdict(self.config.cache),

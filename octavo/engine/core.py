@@ -31,7 +31,7 @@ from octavo.messages import (
 )
 from octavo.models.spec import ModelSpec
 from octavo.profiler import Profiler, span
-from octavo.request import Request, RequestStatus
+from octavo.request import RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
 from octavo.worker.setup import WorkerSetup
 
@@ -116,15 +116,16 @@ class EngineCore:
             logger.info("%s", line)
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
-        """Queues a request; one that can never be served is answered with an error."""
-        # Without prefix caching only siblings (n > 1) share blocks: they carry a scope.
-        share = self.config.cache.enable_prefix_caching or core_request.cache_salt is not None
+        """Queues the n requests of a core request; what can never be served gets an error."""
+        enabled = self.config.cache.enable_prefix_caching
+        requests = fan_out(core_request, self._block_hasher, enable_prefix_caching=enabled)
         try:
-            self.scheduler.add_request(Request(core_request, self._block_hasher if share else None))
-        except RequestError as error:
+            for request in requests:
+                self.scheduler.add_request(request)
+        except RequestError as error:  # as true of its siblings: the front end ends them all
             self._refused.append(
                 EngineCoreOutput(
-                    core_request.request_id,
+                    request.request_id,
                     [],
                     finish_reason=FinishReason.ERROR,
                     error=error.message,

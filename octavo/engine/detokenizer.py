@@ -144,7 +144,7 @@ class IncrementalDetokenizer:
         self._stream: TextStream | None = None
         if tokenizer is not None and params.detokenize:
             self._stream = make_text_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stops = params.stop
+        self._stops = list(params.stop)
         self._num_held = max(map(len, params.stop), default=1) - 1
         self._min_tokens = params.min_tokens
         self._keep_stop = params.include_stop_str_in_output

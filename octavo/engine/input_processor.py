@@ -8,16 +8,15 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
-import msgspec
 import numpy as np
 
 from octavo.config import ModelConfig
+from octavo.engine.core_params import make_core_params
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.messages import EngineCoreRequest
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.tokenizer import Tokenizer
 
 
@@ -46,54 +45,6 @@ class SpecLike(Protocol):
     @property
     def eos_token_ids(self) -> Iterable[int]:
         """Tokens that end an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParentRequest:
-    """A request with n > 1 answers, each of which is a core request of its own."""
-
-    request_id: str
-    n: int
-
-
-def fan_out(
-    request: EngineCoreRequest, *, enable_prefix_caching: bool = True
-) -> list[tuple[EngineCoreRequest, ParentRequest | None, int]]:
-    """Splits a request into its n core requests: (core request, parent, index).
-
-    With n = 1 this is the request itself without a parent. Child i is called
-    `f"{i}_{request_id}"` and has the seed `seed + i`.
-
-    With prefix caching off a single request gets no cache salt, and siblings get one that belongs
-    to their parent alone: a core hashes blocks if prefix caching is on or the request has a salt,
-    so siblings still share their prompt's blocks.
-    """
-    replace = msgspec.structs.replace
-    params = request.sampling_params
-    if params.n == 1:
-        salt = request.cache_salt if enable_prefix_caching else None
-        return [(replace(request, cache_salt=salt), None, 0)]
-    parent = ParentRequest(request.request_id, params.n)
-    salt = request.cache_salt if enable_prefix_caching else f"parent:{request.request_id}"
-    assert params.seed is not None  # filled in by the input processor
-    children: list[tuple[EngineCoreRequest, ParentRequest | None, int]] = []
-    for i in range(params.n):
-        seed = params.seed + i
-        # Logprobs of the prompt are the same for all: the first answer brings them.
-        prompt_logprobs = params.prompt_logprobs if i == 0 else None
-        child = replace(
-            request,
-            request_id=f"{i}_{request.request_id}",
-            sampling_params=replace(
-                params,
-                n=1,
-                seed=seed - 2**64 if seed >= 2**64 else seed,
-                prompt_logprobs=prompt_logprobs,
-            ),
-            cache_salt=salt,
-        )
-        children.append((child, parent, i))
-    return children
 
 
 class InputProcessor:
@@ -137,7 +88,7 @@ class InputProcessor:
     ) -> tuple[EngineCoreRequest, str | None]:
         """Makes the core request of a prompt, and returns the prompt's text if it came as text.
 
-        `params` is copied, never changed. `n` stays as it is: see `fan_out`.
+        `params` is never changed.
 
         Args:
             request_id: unique among the live requests.
@@ -158,7 +109,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
         self._check_params(params)
-        _check_unicode("cache_salt", [cache_salt or "", params.cache_salt or ""])
+        _check_salts([cache_salt or "", params.cache_salt or ""])
         text, ids = self._read_prompt(prompt)
         if ids is None:
             assert text is not None
@@ -170,23 +121,21 @@ class InputProcessor:
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(self._eos_token_ids)
-        completed = msgspec.structs.replace(
-            params,
-            seed=seed,
-            max_tokens=max_tokens,
-            top_k=0 if params.top_k >= self._vocab_size else params.top_k,
-            stop=list(params.stop),
-            stop_token_ids=list(params.stop_token_ids),
-            all_stop_token_ids=sorted(stop_ids),
-            bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
-        )
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=ids,
-            sampling_params=completed,
+            sampling_params=make_core_params(
+                params,
+                vocab_size=self._vocab_size,
+                seed=seed,
+                max_tokens=max_tokens,
+                all_stop_token_ids=stop_ids,
+                bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
+            ),
             arrival_time=arrival_time,
             cache_salt=_join_salts(cache_salt, params.cache_salt),
             deadline=deadline,
+            n=params.n,
         )
         return request, text
 
@@ -350,6 +299,15 @@ def _check_unicode(name: str, texts: Iterable[str]) -> None:
                 name,
                 "invalid_unicode",
             ) from None
+
+
+def _check_salts(salts: list[str]) -> None:
+    _check_unicode("cache_salt", salts)
+    if (length := max(map(len, salts))) > MAX_CACHE_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt has {length} characters; at most {MAX_CACHE_SALT_LENGTH} are allowed.",
+            "cache_salt",
+        )
 
 
 def _join_salts(scope: str | None, salt: str | None) -> str | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import IncrementalDetokenizer
-from octavo.engine.input_processor import ParentRequest
 from octavo.errors import OctavoError, RequestError, make_error
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from octavo.outputs import (
@@ -20,7 +19,7 @@ from octavo.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
-from octavo.sampling_params import RequestOutputKind
+from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -88,14 +87,13 @@ class _Group:
     num_cached_tokens: int = 0
     live: dict[str, _RequestState] = field(default_factory=dict)
     """Unfinished answers by core request id."""
-    num_added: int = 0
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
     """By index: each answer's latest output, or its delta that is not delivered yet."""
     times: dict[int, RequestMetrics] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
-        return not self.live and self.num_added == self.n
+        return not self.live
 
     def make_output(self) -> RequestOutput | None:
         """The output to deliver after a step, if there is one."""
@@ -132,8 +130,8 @@ class _RequestState:
     index: int
     group: _Group
     detokenizer: IncrementalDetokenizer
-    stop_token_ids: list[int]
-    max_tokens: int | None
+    stop_token_ids: frozenset[int]
+    max_tokens: int
     times: RequestMetrics
     logprobs: SampleLogprobs | None
     prompt_logprobs: PromptLogprobs | None
@@ -192,65 +190,61 @@ class OutputProcessor:
         """Live core requests; the n answers of a request count n times."""
         return len(self._states)
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request is live."""
-        return bool(self._states)
+    def is_live(self, request_id: str, queue: RequestOutputCollector) -> bool:
+        """Whether the live request of that id is the one whose outputs go to `queue`."""
+        group = self._groups.get(request_id)
+        return group is not None and group.queue is queue
 
     def add_request(
         self,
-        core_request: EngineCoreRequest,
+        request: EngineCoreRequest,
+        params: SamplingParams,
         prompt_text: str | None = None,
-        parent: ParentRequest | None = None,
-        index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """Registers a core request before it is handed to the core.
-
-        Of n > 1 answers all must be registered before the first of them is handed over.
+        """Registers a request, with all its answers, before it is handed to the core.
 
         Args:
-            core_request: a result of `fan_out`.
+            request: a result of `InputProcessor.process`.
+            params: what it was made of.
             prompt_text: the prompt as text, if it came as text.
-            parent: its parent, if it is one of n > 1 answers; the same queue goes with all.
-            index: which of the parent's answers this is.
             queue: where outputs go; None: `process_outputs` returns them.
 
         Raises:
-            RequestError: a request of this id is live already.
+            RequestError: its id, or one of its answers', belongs to a live request.
         """
-        request_id, params = core_request.request_id, core_request.sampling_params
-        group_id = request_id if parent is None else parent.request_id
-        group = self._groups.get(group_id)
-        if request_id in self._states or (group is not None and group.num_added == group.n):
-            raise RequestError(f"A request with the id {group_id!r} is running.", "request_id")
-        if group is None:
-            group = self._groups[group_id] = _Group(
-                group_id,
-                1 if parent is None else parent.n,
-                prompt_text,
-                core_request.prompt_token_ids,
-                params.output_kind,
-                queue,
-            )
-        times = RequestMetrics(arrival_time=core_request.arrival_time)
-        state = _RequestState(
-            request_id=request_id,
-            index=index,
-            group=group,
-            detokenizer=IncrementalDetokenizer(
-                self._tokenizer, core_request.prompt_token_ids, params
-            ),
-            stop_token_ids=params.all_stop_token_ids,
-            max_tokens=params.max_tokens,
-            times=times,
-            logprobs=None if params.logprobs is None else [],
-            prompt_logprobs=[None] if params.prompt_logprobs is not None and not index else None,
-            cumulative_logprob=None if params.logprobs is None else 0.0,
+        request_id, child_ids = request.request_id, request.child_ids
+        if request_id in self._groups or not self._states.keys().isdisjoint(child_ids):
+            raise RequestError(f"A request with the id {request_id!r} is running.", "request_id")
+        group = self._groups[request_id] = _Group(
+            request_id,
+            request.n,
+            prompt_text,
+            request.prompt_token_ids,
+            params.output_kind,
+            queue,
         )
-        self._states[request_id] = state
-        group.live[request_id] = state
-        group.times[index] = times
-        group.num_added += 1
+        core_params = request.sampling_params
+        for index, child_id in enumerate(child_ids):
+            times = RequestMetrics(arrival_time=request.arrival_time)
+            state = _RequestState(
+                request_id=child_id,
+                index=index,
+                group=group,
+                detokenizer=IncrementalDetokenizer(
+                    self._tokenizer, request.prompt_token_ids, params
+                ),
+                stop_token_ids=core_params.all_stop_token_ids,
+                max_tokens=core_params.max_tokens,
+                times=times,
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=[None]
+                if params.prompt_logprobs is not None and not index
+                else None,
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            )
+            self._states[child_id] = group.live[child_id] = state
+            group.times[index] = times
 
     def process_outputs(
         self, outputs: list[EngineCoreOutput], timestamp: float
@@ -301,7 +295,6 @@ class OutputProcessor:
         for request_id in request_ids:
             group = self._groups.pop(request_id, None)
             if group is not None:
-                group.n = group.num_added  # no more answers will be added
                 states = list(group.live.values())
             else:
                 states = [self._states[request_id]] if request_id in self._states else []

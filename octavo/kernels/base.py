@@ -312,7 +312,7 @@ class Ops(Protocol):
         ...
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """Makes logits -inf that a grammar does not allow, in place.
+        """Makes logits -inf that a grammar, or `allowed_token_ids`, does not allow, in place.
 
         Args:
             x: float32 [M, V], dense.

@@ -532,8 +532,12 @@ class NativeOps:
         return out
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """By torch: it only selects."""
-        _REFERENCE.apply_bitmask_(x, bitmask, rows)
+        """By numpy and torch: it only selects."""
+        for words, row in zip(bitmask, rows.tolist(), strict=True):
+            denied = np.unpackbits(
+                ~words.numpy().view(np.uint8), count=x.shape[1], bitorder="little"
+            )
+            x[row].masked_fill_(torch.from_numpy(denied).view(torch.bool), -torch.inf)
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """One pass with a heap of k."""

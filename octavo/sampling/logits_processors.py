@@ -10,8 +10,8 @@ import math
 
 import torch
 
+from octavo.kernels.base import Ops
 from octavo.sampling.metadata import (
-    AllowedEntries,
     BiasEntries,
     LogitEntries,
     PenaltyEntries,
@@ -19,10 +19,10 @@ from octavo.sampling.metadata import (
 )
 
 
-def apply_logits_processors(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
+def apply_logits_processors(ops: Ops, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     """Applies all that can change which token is the most probable one."""
     if metadata.allowed is not None:
-        apply_allowed_token_ids(logits, metadata.allowed)
+        ops.apply_bitmask_(logits, metadata.allowed.bitmask, metadata.allowed.rows)
     if metadata.banned is not None:
         apply_banned_token_ids(logits, metadata.banned)
     if metadata.logit_bias is not None:
@@ -30,13 +30,6 @@ def apply_logits_processors(logits: torch.Tensor, metadata: SamplingMetadata) ->
     if metadata.penalties is not None:
         for entries in metadata.penalties:
             apply_penalties(logits, entries)
-
-
-def apply_allowed_token_ids(logits: torch.Tensor, allowed: AllowedEntries) -> None:
-    """Leaves only the listed tokens in the restricted rows."""
-    kept = logits[allowed.rows, allowed.token_ids]
-    logits[allowed.restricted_rows] = -math.inf
-    logits[allowed.rows, allowed.token_ids] = kept
 
 
 def apply_banned_token_ids(logits: torch.Tensor, banned: LogitEntries) -> None:

@@ -42,11 +42,13 @@ class PenaltyEntries(LogitEntries):
 
 
 @dataclass(frozen=True, slots=True)
-class AllowedEntries(LogitEntries):
+class AllowedTokens:
     """The only logits to keep in some rows."""
 
-    restricted_rows: torch.Tensor
-    """int64, those rows."""
+    rows: torch.Tensor
+    """int64 [G], those rows."""
+    bitmask: torch.Tensor
+    """int32 [G, ceil(V / 32)] as in `Ops.apply_bitmask_`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class SamplingMetadata:
     """`SAMPLING_ROW` [R]."""
     num_logprobs: NDArray[np.int64]
     """[R]; -1: the whole vocabulary, `NO_LOGPROBS`: none asked for."""
-    allowed: AllowedEntries | None = None
+    allowed: AllowedTokens | None = None
     banned: LogitEntries | None = None
     """Ends of bad words, and stop tokens of rows that have not reached `min_tokens`."""
     logit_bias: BiasEntries | None = None

@@ -81,7 +81,7 @@ class Sampler:
         if grammar_bitmask is not None:
             assert grammar_rows is not None
             self.ops.apply_bitmask_(logits, grammar_bitmask, grammar_rows)
-        apply_logits_processors(logits, metadata)
+        apply_logits_processors(self.ops, logits, metadata)
         if changes:
             self._fail_rows(
                 logits,

@@ -10,29 +10,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.memory import to_device
+from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams
 from octavo.sampling import philox
 from octavo.sampling.metadata import (
     NO_LOGPROBS,
-    AllowedEntries,
+    AllowedTokens,
     BiasEntries,
     LogitEntries,
     PenaltyEntries,
     SamplingMetadata,
 )
 from octavo.sampling.sizes import rows_per_chunk
-from octavo.sampling_params import SamplingParams
 
+IntArray = NDArray[np.int32]
 LongArray = NDArray[np.int64]
 T = TypeVar("T")
 
 # Counts of a token: the lowest bit says that it is in the prompt, the others count outputs.
 _IN_PROMPT = 1
 _ONE_OUTPUT = 2
-# Padding of bad words and of the tail of generated tokens; no token is negative.
-_ANY = -1
+# Padding of the tail of generated tokens: equal to no token, nor to the padding of bad words.
 _NOTHING_YET = -2
 
 
@@ -40,11 +39,11 @@ _NOTHING_YET = -2
 class _BadWords:
     """A row's bad words, and the end of what it has generated."""
 
-    prefixes: LongArray
-    """[words, longest - 1], all but the last token, padded on the left with `_ANY`."""
-    last: LongArray
+    prefixes: IntArray
+    """[words, longest - 1], all but the last token, padded on the left with `NO_TOKEN`."""
+    last: IntArray
     """[words]"""
-    tail: LongArray
+    tail: IntArray
     """[longest - 1], the last generated tokens, padded on the left with `_NOTHING_YET`."""
 
     def append(self, token: int) -> None:
@@ -54,8 +53,13 @@ class _BadWords:
 
     def banned(self) -> LongArray:
         """The tokens that would complete a bad word."""
-        matches = (self.prefixes == self.tail) | (self.prefixes == _ANY)
-        tokens: LongArray = self.last[matches.all(axis=1)]
+        prefixes, last = self.prefixes, self.last
+        if len(self.tail):  # most words can be ruled out by one token
+            newest = prefixes[:, -1]
+            some = (newest == self.tail[-1]) | (newest == NO_TOKEN)
+            prefixes, last = prefixes[some], last[some]
+        matches = (prefixes == self.tail) | (prefixes == NO_TOKEN)
+        tokens: LongArray = last[matches.all(axis=1)].astype(np.int64)
         return tokens
 
 
@@ -97,24 +101,27 @@ class SamplingState:
 
         # By row, for the few rows that have them.
         self._logit_bias: dict[int, tuple[LongArray, NDArray[np.float32]]] = {}
-        self._allowed: dict[int, LongArray] = {}
+        self._allowed: dict[int, IntArray] = {}
+        """Bitmasks."""
         self._stop_ids: dict[int, LongArray] = {}
         self._bad_words: dict[int, _BadWords] = {}
 
     def add_row(
-        self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+        self,
+        row: int,
+        params: CoreSamplingParams,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
     ) -> None:
         """Fills an empty row for a new or resumed request.
 
         Args:
             row: which one.
-            params: with `seed` filled in, unless greedy.
+            params: what is long in it is referred to, not copied.
             token_ids: prompt and what was generated so far.
             num_prompt_tokens: how many of them are the prompt.
 
-        Raises:
-            RequestError: if the parameters name a token outside the vocabulary, or have no seed.
-                Whatever is raised, the row stays empty.
+        Whatever is raised, the row stays empty.
         """
         try:
             self._fill_row(row, params, token_ids, num_prompt_tokens)
@@ -188,15 +195,14 @@ class SamplingState:
         )
 
     def _fill_row(
-        self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+        self,
+        row: int,
+        params: CoreSamplingParams,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
     ) -> None:
-        params.check_vocab(self.vocab_size)
-        if not params.greedy:
-            if params.seed is None:
-                raise RequestError("seed is not set; sampling needs one.", "seed")
-            self._seeds[row] = params.seed % 2**64
-        top_k = params.top_k if params.top_k < self.vocab_size else 0
-        self._params[row] = (params.temperature, params.min_p, params.top_p, 0.0, top_k)
+        self._seeds[row] = params.seed % 2**64
+        self._params[row] = (params.temperature, params.min_p, params.top_p, 0.0, params.top_k)
         self._num_output_tokens[row] = len(token_ids) - num_prompt_tokens
         self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._repetition[row] = params.repetition_penalty
@@ -209,22 +215,22 @@ class SamplingState:
         )
         if self._has_penalties[row]:
             self._count_tokens(row, token_ids, num_prompt_tokens)
-        if params.logit_bias:
+        if params.logit_bias is not None:
+            ids, values = params.logit_bias
             self._logit_bias[row] = (
-                np.fromiter(params.logit_bias.keys(), np.int64),
-                np.fromiter(params.logit_bias.values(), np.float32),
+                np.frombuffer(ids, np.int32).astype(np.int64),
+                np.frombuffer(values, np.float32),
             )
         if params.allowed_token_ids is not None:
-            self._allowed[row] = np.unique(np.asarray(params.allowed_token_ids, np.int64))
+            self._allowed[row] = np.frombuffer(params.allowed_token_ids, np.int32)
         if params.min_tokens > 0:
             self._min_tokens[row] = params.min_tokens
             # A stop token outside the vocabulary cannot be generated anyway.
             stops = [t for t in params.all_stop_token_ids if t < self.vocab_size]
             if stops:
                 self._stop_ids[row] = np.asarray(stops, np.int64)
-        words = [w for w in params.bad_words_token_ids if w and w[-1] < self.vocab_size]
-        if words:
-            self._bad_words[row] = _make_bad_words(words, token_ids[num_prompt_tokens:])
+        if params.bad_words is not None:
+            self._bad_words[row] = _make_bad_words(params.bad_words, token_ids[num_prompt_tokens:])
 
     def _count_tokens(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         tokens = np.asarray(token_ids, np.int64)
@@ -269,15 +275,13 @@ class SamplingState:
         values = np.concatenate([values for _, (_, values) in found])
         return BiasEntries(self._tensor(logits_rows), self._tensor(token_ids), self._tensor(values))
 
-    def _gather_allowed(self, rows: LongArray) -> AllowedEntries | None:
+    def _gather_allowed(self, rows: LongArray) -> AllowedTokens | None:
         found = _find(self._allowed, rows)
         if not found:
             return None
-        logits_rows, token_ids = _concatenate(found)
         restricted = np.asarray([i for i, _ in found], np.int64)
-        return AllowedEntries(
-            self._tensor(logits_rows), self._tensor(token_ids), self._tensor(restricted)
-        )
+        bitmask = np.stack([words for _, words in found])
+        return AllowedTokens(self._tensor(restricted), self._tensor(bitmask))
 
     def _gather_banned(self, rows: LongArray) -> LogitEntries | None:
         found = [(i, words.banned()) for i, words in _find(self._bad_words, rows)]
@@ -312,18 +316,12 @@ class _Penalties:
             yield self.state._penalty_entries(self.rows, some)
 
 
-def _make_bad_words(words: list[list[int]], output: Sequence[int]) -> _BadWords:
-    longest = max(len(w) for w in words)
-    prefixes = np.full((len(words), longest - 1), _ANY, np.int64)
-    for i, word in enumerate(words):
-        if len(word) > 1:
-            prefixes[i, longest - len(word) :] = word[:-1]
-    result = _BadWords(
-        prefixes,
-        np.asarray([w[-1] for w in words], np.int64),
-        np.full(longest - 1, _NOTHING_YET, np.int64),
-    )
-    for token in output[max(0, len(output) - longest + 1) :]:
+def _make_bad_words(words: BadWordsTokenIds, output: Sequence[int]) -> _BadWords:
+    last = np.frombuffer(words.last, np.int32)
+    prefixes = np.frombuffer(words.prefixes, np.int32).reshape(len(last), -1)
+    longest = prefixes.shape[1]
+    result = _BadWords(prefixes, last, np.full(longest, _NOTHING_YET, np.int32))
+    for token in output[max(0, len(output) - longest) :]:
         result.append(token)
     return result
 

@@ -126,7 +126,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 if requests will be served at once, 503 while loading or draining."""
+    """200 if requests will be served at once, 503 while loading, draining or unhealthy."""
     state = state_of(request)
     if state.draining:
         reason = "draining"
@@ -134,6 +134,8 @@ async def ready(request: Request) -> Response:
         reason = str(state.failure)
     elif state.engine is None or not state.engine.ready:
         reason = "loading the model"
+    elif not (found := state.engine.health()).ok:
+        reason = found.reason
     else:
         return _json({"status": "ready"})
     return _json({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})

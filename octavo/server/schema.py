@@ -8,11 +8,10 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
 from octavo.errors import RequestError, UnsupportedError
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.sampling_params import MAX_STOP_STRINGS, RequestOutputKind, SamplingParams
 from octavo.server.body import Body
 from octavo.server.errors import show
 
-MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = 2**31 - 1
 
 # Integers travel as 64 bits between the processes; SamplingParams knows the real ranges.

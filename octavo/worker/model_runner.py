@@ -14,13 +14,18 @@ from octavo.kernels.memory import map_memory, to_device
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import LogprobsLists, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from octavo.messages import (
+    CoreSamplingParams,
+    LogprobsLists,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from octavo.models.loader import load_model
 from octavo.profiler import span
 from octavo.sampling.metadata import SamplingMetadata
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
-from octavo.sampling_params import SamplingParams
 from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
 from octavo.worker.setup import WorkerSetup
@@ -208,12 +213,11 @@ class ModelRunner:
         self.initialize_kv_cache(kv, capture=False)
         # What takes most: logits that are changed beside a copy of them, and more candidates than
         # can be found without sorting.
-        params = SamplingParams(
+        params = CoreSamplingParams(
             temperature=1.0,
             top_p=0.9,
-            seed=0,
             logprobs=min(FEW_CANDIDATES + 1, setup.spec.vocab_size),
-            logit_bias={0: 1.0},
+            logit_bias=(np.int32(0).tobytes(), np.float32(1).tobytes()),
         )
         # All requests write to the same blocks: what they compute means nothing.
         block_ids = [list(range(1, blocks + 1)) for _ in groups]

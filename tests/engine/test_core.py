@@ -10,8 +10,8 @@ from octavo.engine import core as core_module
 from octavo.engine.core import EngineCore
 from octavo.messages import EngineCoreRequest, FinishReason
 from octavo.models.hub import resolve_model
-from octavo.sampling_params import SamplingParams
 from tests.fakes import FakeExecutor, expected_output
+from tests.params import core_params
 
 
 class InterruptedFuture(Future):
@@ -73,7 +73,7 @@ def core(request, monkeypatch):
 
 
 def request(request_id, prompt, **params):
-    sampling = SamplingParams(temperature=0, seed=3, **params)
+    sampling = core_params(temperature=0, seed=3, **params)
     return EngineCoreRequest(request_id, prompt, sampling, arrival_time=float(request_id))
 
 

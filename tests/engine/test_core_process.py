@@ -3,29 +3,35 @@
 import asyncio
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError
+from octavo.engine.core_client import AsyncMPClient
+from octavo.engine.core_process import _BusyLoop
+from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
 from octavo.models.hub import resolve_model
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
 
 
-def run(test):
+def run(test, progress_timeout: float = 60.0, **settings: object):
     """Runs a coroutine function with a started engine."""
 
     async def main():
-        engine = await AsyncLLM.start(EngineConfig.from_kwargs(**CONFIG))
+        config = EngineConfig.from_kwargs(**{**CONFIG, **settings})
+        engine = await AsyncLLM.start(config, progress_timeout=progress_timeout)
         try:
             return await test(engine)
         finally:
@@ -69,6 +75,173 @@ def test_a_closed_stream_stops_the_request():
     run(test)
 
 
+def test_an_id_in_use_is_refused_and_the_live_request_goes_on():
+    async def test(engine):
+        params = SamplingParams(max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        live = engine.generate("The", params, "a")
+        tokens = (await anext(live)).outputs[0].token_ids
+        for _ in range(3):
+            with pytest.raises(RequestError, match="'a'") as caught:
+                await anext(engine.generate("Another", params, "a"))
+            assert caught.value.param == "request_id"
+        async for output in live:
+            tokens += output.outputs[0].token_ids
+        assert len(tokens) == 30
+        assert await collect(engine, "a", max_tokens=3)  # free again
+
+    run(test)
+
+
+def test_a_late_consumer_does_not_end_the_next_request_of_its_id():
+    async def test(engine):
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        late = engine.generate("The", params, "a")
+        await anext(late)
+        while engine.num_unfinished_requests:
+            await asyncio.sleep(0.01)
+        longer = SamplingParams(max_tokens=30, ignore_eos=True)
+        second = engine.generate("The", longer, "a")
+        await anext(second)
+        await late.aclose()  # never took its last output
+        async for output in second:
+            last = output
+        assert len(last.outputs[0].token_ids) == 30
+        assert last.outputs[0].finish_reason == "length"
+
+    run(test)
+
+
+def test_a_stop_text_ends_the_request_in_the_core_too():
+    async def test(engine):
+        params = {"stop": ["e"], "max_tokens": 200, "ignore_eos": True}
+        await collect(engine, "a", **params)
+        stats = await engine._client.call_utility("stats")
+        assert (stats[0], stats[1]) == (0, 0)  # running and waiting
+        assert stats[-1] < 100  # tokens computed
+
+    run(test)
+
+
+def test_a_request_whose_engine_dies_while_it_is_prepared_fails():
+    async def test(engine):
+        await engine.wait_ready()
+        started, go_on = threading.Event(), threading.Event()
+        process = engine._input_processor.process
+
+        def slow(*args, **kwargs):
+            started.set()
+            assert go_on.wait(10)
+            return process(*args, **kwargs)
+
+        engine._input_processor.process = slow
+        prompt = "word " * 10_000  # long: prepared on a thread
+        params = SamplingParams(truncate_prompt_tokens=5)
+        request = asyncio.ensure_future(anext(engine.generate(prompt, params, "a")))
+        await asyncio.to_thread(started.wait, 10)
+        os.kill(engine._client.process.pid, signal.SIGKILL)
+        while engine.health().ok:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await asyncio.wait_for(request, 10)
+
+    run(test)
+
+
+def test_a_context_that_came_out_shorter_counts_for_requests():
+    async def test(engine):
+        await engine.wait_ready()
+        assert engine.max_model_len < 2048
+        prompt = list(range(100, 100 + engine.max_model_len + 50))
+        params = SamplingParams(max_tokens=3, truncate_prompt_tokens=-1, ignore_eos=True)
+        async for output in engine.generate(prompt, params, "a"):
+            last = output
+        assert last.prompt_token_ids == prompt[-(engine.max_model_len - 3) :]
+        assert len(last.outputs[0].token_ids) == 3
+
+    run(test, max_model_len=-1, kv_cache_memory_bytes="4M")
+
+
+def test_calls_that_wait_fail_with_the_engine():
+    async def test(engine):
+        await engine.wait_ready()
+        os.kill(engine._client.process.pid, signal.SIGSTOP)
+        call = asyncio.ensure_future(engine.reset_prefix_cache())
+        await asyncio.sleep(0.05)
+        assert not call.done()
+        os.kill(engine._client.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await asyncio.wait_for(call, 10)
+
+    run(test)
+
+
+def test_a_death_while_the_model_loads_is_told_to_who_waits_for_it():
+    async def test(engine):
+        waiting = asyncio.ensure_future(engine.wait_ready())
+        os.kill(engine._client.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await asyncio.wait_for(waiting, 10)
+
+    run(test)
+
+
+def test_the_last_words_of_a_process_that_ended_are_heard():
+    """Its message may come in after one look at the socket and before one at the process."""
+
+    async def main():
+        config = EngineConfig.from_kwargs(**{**CONFIG, "num_threads": 1000})
+        client = AsyncMPClient(
+            config,
+            resolve_model(BUILTIN_MODEL),
+            default_batched_tokens=512,
+            log_level="info",
+            log_format="text",
+        )
+        poll, looks = client._output.poll, []
+
+        async def poll_that_misses_the_first(timeout):
+            looks.append(timeout)
+            if len(looks) == 1:
+                await asyncio.to_thread(client.process.wait)
+                return 0
+            return await poll(timeout or 1000)  # what was sent is on its way
+
+        client._output.poll = poll_that_misses_the_first
+        with pytest.raises(EngineDeadError, match="num_threads=1000"):
+            await client.get_output()
+        await client.shutdown()
+
+    asyncio.run(main())
+
+
+def test_messages_are_handled_between_two_steps():
+    class Core:
+        handled = 0
+        steps: ClassVar[list[int]] = []
+
+        def has_work(self):
+            return len(self.steps) < 2
+
+        def step(self):
+            self.steps.append(self.handled)
+
+        def abort_requests(self, request_ids):
+            self.handled += 1
+
+        def check_integrity(self):
+            pass
+
+    inputs: queue.SimpleQueue[object] = queue.SimpleQueue()
+    for _ in range(5):
+        inputs.put(["a"])
+    core, outputs = Core(), queue.SimpleQueue()
+    loop = _BusyLoop(core, inputs, outputs)
+    core.check_integrity = lambda: inputs.put(None)  # idle: end
+    loop.run()
+    assert core.steps == [5, 5]
+
+
 def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
     async def test(engine):
         await engine.wait_ready()
@@ -108,30 +281,6 @@ def test_a_bad_tokenizer_is_refused_before_a_process_starts(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         asyncio.run(main())
     assert not psutil.Process().children()
-
-
-def test_health_is_progress():
-    async def main():
-        config = EngineConfig.from_kwargs(**CONFIG)
-        engine = await AsyncLLM.start(config, progress_timeout=1.0)
-        try:
-            await engine.wait_ready()
-            os.kill(engine._client.process.pid, signal.SIGSTOP)
-            stream = engine.generate("The", SamplingParams(max_tokens=5), "a")
-            waiting = asyncio.create_task(anext(stream))
-            await asyncio.sleep(0.05)
-            assert engine.health().ok
-            await asyncio.sleep(1.3)
-            assert not engine.health().ok
-            os.kill(engine._client.process.pid, signal.SIGCONT)
-            await waiting
-            assert engine.health().ok
-            await stream.aclose()
-        finally:
-            os.kill(engine._client.process.pid, signal.SIGCONT)
-            await engine.shutdown()
-
-    asyncio.run(main())
 
 
 def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from octavo.config import ModelConfig
-from octavo.engine.input_processor import InputProcessor, fan_out
+from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
-from octavo.messages import EngineCoreRequest
+from octavo.messages import NO_TOKEN, EngineCoreRequest
 from octavo.sampling_params import SamplingParams
 from tests.small_tokenizers import BOS, EOS, byte_level, sentencepiece
 
@@ -115,6 +115,7 @@ def test_text_outside_the_models_vocabulary():
         ("stop", ["\ud800"]),
         ("bad_words", ["x\udc00"]),
         ("cache_salt", "\ud800"),
+        ("cache_salt", "s" * 1025),
         ("truncate_prompt_tokens", 33),
     ],
 )
@@ -137,9 +138,8 @@ def test_params_are_copied_and_travel():
     request, _ = make().process("r", "abc", params, arrival_time=0.0)
     completed = request.sampling_params
     assert params.seed is None
-    assert params.all_stop_token_ids == []
-    assert completed.stop is not params.stop
-    assert completed.stop == ["x"]
+    assert params.top_k == 10**15
+    assert completed.stop_token_ids == {5}
     assert completed.top_k == 0  # more than the vocabulary: keeps all
     packed = msgspec.msgpack.encode(request)
     assert msgspec.msgpack.decode(packed, type=EngineCoreRequest) == request
@@ -148,11 +148,11 @@ def test_params_are_copied_and_travel():
 
 
 def test_stop_token_ids():
-    assert params_of(stop_token_ids=[9, 5]).all_stop_token_ids == [3, 5, 9, EOS]
-    assert params_of(stop_token_ids=[9], ignore_eos=True).all_stop_token_ids == [9]
+    assert params_of(stop_token_ids=[9, 5]).all_stop_token_ids == {3, 5, 9, EOS}
+    assert params_of(stop_token_ids=[9], ignore_eos=True).all_stop_token_ids == {9}
     # The tokenizer's own end of sequence counts too; ids beyond the vocabulary cannot come.
     processor = make(spec=Spec(eos_token_ids=(3, 9999)))
-    assert params_of(processor=processor).all_stop_token_ids == [3, EOS]
+    assert params_of(processor=processor).all_stop_token_ids == {3, EOS}
 
 
 def test_max_tokens():
@@ -211,16 +211,26 @@ def test_seeds():
 def test_bad_words():
     tokenizer = byte_level()
     hello = tokenizer.encode("hello")
-    assert params_of(bad_words=["hello"]).bad_words_token_ids == [hello, [32, *hello]]
-    assert params_of(bad_words=[" x", "x"]).bad_words_token_ids == [[120], [32, 120]]
-    assert params_of(bad_words=[" "]).bad_words_token_ids == [[32], [32, 32]]
+
+    def sequences(*words):
+        packed = params_of(bad_words=list(words)).bad_words
+        last = np.frombuffer(packed.last, np.int32).tolist()
+        prefixes = np.frombuffer(packed.prefixes, np.int32).reshape(len(last), -1).tolist()
+        return [
+            [*(t for t in prefix if t != NO_TOKEN), token]
+            for prefix, token in zip(prefixes, last, strict=True)
+        ]
+
+    assert sequences("hello") == [hello, [32, *hello]]
+    assert sequences(" x", "x") == [[120], [32, 120]]
+    assert sequences(" ") == [[32], [32, 32]]
     with pytest.raises(RequestError, match="bad_words"):
         run(bad_words=["z"], processor=make(spec=Spec(vocab_size=100)), prompt="a")
 
 
 def test_without_tokenizer():
     processor = make(tokenizer=None)
-    assert run([1, 2], processor)[0].sampling_params.all_stop_token_ids == [3, EOS]
+    assert run([1, 2], processor)[0].sampling_params.all_stop_token_ids == {3, EOS}
     for kwargs in ({"prompt": "abc"}, {"stop": ["a"]}, {"bad_words": ["a"]}):
         with pytest.raises(RequestError, match="skip_tokenizer_init"):
             run(**({"prompt": [1], "processor": processor} | kwargs))
@@ -238,45 +248,6 @@ def test_salts_do_not_mix():
     pairs = [("ab", None), (None, "ab"), ("a", "b"), ("", "2:ab"), ("2:ab", None), ("a", "bc")]
     assert len({salt(*pair) for pair in pairs}) == len(pairs)
     assert salt("k", "s") == salt("k", "s")
-
-
-def test_fan_out_of_one():
-    request, _ = run(cache_salt="k", deadline=9.0)
-    assert request.deadline == 9.0
-    assert fan_out(request) == [(request, None, 0)]
-    [(alone, _, _)] = fan_out(request, enable_prefix_caching=False)
-    assert alone.cache_salt is None
-
-
-def test_fan_out():
-    request, _ = run(n=3, seed=5, cache_salt="k")
-    children = fan_out(request)
-    assert [c.request_id for c, _, _ in children] == ["0_r", "1_r", "2_r"]
-    assert [c.sampling_params.seed for c, _, _ in children] == [5, 6, 7]
-    assert [c.sampling_params.n for c, _, _ in children] == [1, 1, 1]
-    assert [i for _, _, i in children] == [0, 1, 2]
-    assert {p for _, p, _ in children} == {children[0][1]}
-    assert children[0][1].n == 3
-    assert {c.cache_salt for c, _, _ in children} == {request.cache_salt}
-    assert all(c.sampling_params.all_stop_token_ids == [3, EOS] for c, _, _ in children)
-
-
-def test_siblings_share_blocks_without_prefix_caching():
-    salts = [
-        {
-            c.cache_salt
-            for c, _, _ in fan_out(run(n=2, request_id=i)[0], enable_prefix_caching=False)
-        }
-        for i in ("a", "b")
-    ]
-    assert [len(s) for s in salts] == [1, 1]
-    assert None not in salts[0] | salts[1]
-    assert salts[0] != salts[1]
-
-
-def test_fan_out_at_the_end_of_the_seeds():
-    children = fan_out(run(n=2, seed=2**64 - 1)[0])
-    assert [c.sampling_params.seed for c, _, _ in children] == [2**64 - 1, 0]
 
 
 def test_bos_is_no_end():

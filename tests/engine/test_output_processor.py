@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.config import ModelConfig
-from octavo.engine.input_processor import InputProcessor, fan_out
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.errors import (
     ContextLengthError,
@@ -43,9 +43,7 @@ class Bench:
         params = SamplingParams(**({"max_tokens": 100} | params))
         request, text = self.inputs.process(request_id, prompt, params, arrival_time=self.now)
         collector = RequestOutputCollector(params.output_kind) if queue else None
-        children = fan_out(request)
-        for child, parent, index in children:
-            self.outputs.add_request(child, text, parent, index, collector)
+        self.outputs.add_request(request, params, text, collector)
         return collector
 
     def step(self, *outputs):
@@ -85,7 +83,7 @@ def test_cumulative():
     assert (answer.cumulative_logprob, answer.logprobs, last.prompt_logprobs) == (None, None, None)
     assert first.outputs[0].text == "he"  # earlier outputs do not change
     assert first.outputs[0].token_ids == list(b"he")
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
 
 
 def test_delta():
@@ -250,6 +248,13 @@ def test_ids_are_unique_among_the_living():
         bench.add("p", n=2)
     with pytest.raises(RequestError):
         bench.add("0_p")
+    # A group whose last answer's id is in use leaves nothing behind.
+    bench.add("2_q")
+    with pytest.raises(RequestError, match="'q'"):
+        bench.add("q", n=3)
+    assert bench.outputs.abort_requests(["q"]) == []
+    bench.step(end("2_q", "a"))
+    bench.add("q", n=3)
 
 
 def test_abort():
@@ -273,18 +278,8 @@ def test_abort_of_several_answers():
     assert not queue.get_nowait().finished
     assert bench.outputs.abort_requests(["r"]) == ["0_r"]
     assert queue.get_nowait().finished
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
     bench.add(n=3)  # the id is free again
-
-
-def test_abort_before_all_answers_are_registered():
-    bench = Bench()
-    params = SamplingParams(n=3)
-    request, _ = bench.inputs.process("r", "ab", params, arrival_time=0.0)
-    child, parent, index = fan_out(request)[0]
-    bench.outputs.add_request(child, None, parent, index)
-    assert bench.outputs.abort_requests(["r"]) == ["0_r"]
-    bench.add(n=3)
 
 
 def test_abort_with_an_error():
@@ -316,7 +311,7 @@ def test_errors_have_their_class(kind, expected):
     assert str(error) == "why"
     assert processed.request_outputs == []
     assert processed.reqs_to_abort == []
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
 
 
 def test_an_error_ends_the_siblings():
@@ -343,7 +338,7 @@ def test_propagate_error():
     for queue in queues:
         with pytest.raises(EngineDeadError, match="gone"):
             queue.get_nowait()
-    assert not bench.outputs.has_unfinished_requests()
+    assert bench.outputs.num_unfinished_requests == 0
 
 
 def test_collector_merges_deltas():

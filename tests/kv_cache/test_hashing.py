@@ -4,13 +4,12 @@ import struct
 import pytest
 
 from octavo.kv_cache.hashing import hash_block, make_block_hasher, root_hash
-from octavo.messages import EngineCoreRequest
+from octavo.messages import CoreSamplingParams, EngineCoreRequest
 from octavo.request import Request
-from octavo.sampling_params import SamplingParams
 
 
 def make_request(tokens, hasher, salt=None):
-    return Request(EngineCoreRequest("r", list(tokens), SamplingParams(), 0.0, salt), hasher)
+    return Request(EngineCoreRequest("r", list(tokens), CoreSamplingParams(), 0.0, salt), hasher)
 
 
 def test_a_hash_is_sha256_over_parent_tokens_and_keys():

@@ -5,7 +5,7 @@ from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineCoreRequest
 from octavo.request import Request
-from octavo.sampling_params import SamplingParams
+from tests.params import core_params
 
 BLOCK = 4
 
@@ -17,7 +17,7 @@ def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_cachin
 
 
 def make_request(request_id, tokens, *, hashed=True, salt=None, **params):
-    core = EngineCoreRequest(request_id, list(tokens), SamplingParams(**params), 0.0, salt)
+    core = EngineCoreRequest(request_id, list(tokens), core_params(**params), 0.0, salt)
     return Request(core, make_block_hasher(BLOCK) if hashed else None)
 
 

@@ -9,14 +9,14 @@ from octavo.kernels.base import Ops
 from octavo.sampling import philox
 from octavo.sampling.metadata import SamplingMetadata
 from octavo.sampling.state import SamplingState
-from octavo.sampling_params import SamplingParams
+from tests.params import Params
 
 
 @dataclass
 class Row:
     """One request: its parameters and its tokens so far."""
 
-    params: SamplingParams
+    params: Params
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
 
@@ -24,7 +24,7 @@ class Row:
 def make_state(rows: list[Row], vocab_size: int) -> SamplingState:
     state = SamplingState(len(rows), vocab_size)
     for i, row in enumerate(rows):
-        state.add_row(i, row.params, row.prompt + row.output, len(row.prompt))
+        state.add_row(i, row.params.core(vocab_size), row.prompt + row.output, len(row.prompt))
     return state
 
 
@@ -45,7 +45,7 @@ def random_row(rng: np.random.Generator, vocab_size: int) -> Row:
     bad_words = []
     if maybe(0.2):
         bad_words = [tokens(1), [*output[-2:], *tokens(1)], [*tokens(1), *tokens(1)]]
-    params = SamplingParams(
+    params = Params(
         temperature=0.0 if maybe(0.3) else float(rng.choice([0.01, 0.5, 1.0, 1.7, 20.0])),
         top_k=int(rng.choice([1, 2, 40, 64, 65, 200, vocab_size])) if maybe(0.4) else 0,
         top_p=float(rng.choice([1e-6, 0.3, 0.9, 0.999])) if maybe(0.4) else 1.0,

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.kernels.native import NativeOps
 from octavo.sampling.logits_processors import apply_logits_processors
-from octavo.sampling_params import SamplingParams
+from tests.params import Params
 from tests.sampling.harness import Row, make_metadata, random_row, reference_process
 
 VOCAB = 150
@@ -13,7 +14,7 @@ VOCAB = 150
 
 def processed(logits, rows):
     out = torch.from_numpy(logits.copy())
-    apply_logits_processors(out, make_metadata(rows, VOCAB))
+    apply_logits_processors(NativeOps(), out, make_metadata(rows, VOCAB))
     return out.numpy()
 
 
@@ -52,8 +53,8 @@ ALONE = {
 
 @pytest.mark.parametrize("fields", ALONE.values(), ids=ALONE.keys())
 def test_one_feature(fields):
-    row = Row(SamplingParams(temperature=0.0, max_tokens=50, **fields), PROMPT, OUTPUT)
-    plain = Row(SamplingParams(temperature=0.0), PROMPT, OUTPUT)
+    row = Row(Params(temperature=0.0, max_tokens=50, **fields), PROMPT, OUTPUT)
+    plain = Row(Params(temperature=0.0), PROMPT, OUTPUT)
     logits = random_logits(3)
     logits[1, 6] = -np.inf  # something else may have excluded a token that is penalised
     got = processed(logits, [plain, row, plain])

@@ -8,10 +8,10 @@ from scipy import stats
 from octavo.kernels import native
 from octavo.sampling import philox
 from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
-from octavo.sampling_params import SamplingParams
+from tests.params import Params
 from tests.sampling.harness import Row, make_metadata, make_state, random_row, reference_sample
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = Params(temperature=0.0)
 
 
 def draw(sampler, logits, params, count):
@@ -54,7 +54,7 @@ def test_a_plain_step_is_one_operation(ops):
 
 def test_greedy_rows_among_sampled_ones(sampler):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
-    rows = [Row(GREEDY if i % 2 else SamplingParams(seed=i)) for i in range(6)]
+    rows = [Row(GREEDY if i % 2 else Params(seed=i)) for i in range(6)]
     tokens = sample(sampler, logits, rows).token_ids
     assert tokens[1::2].tolist() == logits[1::2].argmax(-1).tolist()
 
@@ -86,7 +86,7 @@ def test_flat_nucleus_needs_the_whole_ranking(sampler, ops):
     logits = torch.randn(3, 3000, generator=generator) * 0.1
     logits[1] = 0.0
     logits[2] *= 100
-    rows = [Row(SamplingParams(seed=i, top_p=0.97)) for i in range(3)]
+    rows = [Row(Params(seed=i, top_p=0.97)) for i in range(3)]
     tokens = sample(sampler, logits, rows).token_ids.tolist()
     assert tokens == [reference_sample(logits[i].numpy(), rows[i], ops) for i in range(3)]
 
@@ -109,7 +109,7 @@ def test_min_p_one_keeps_the_most_probable(sampler, isa):
     native.set_isa(isa)
     try:
         logits = torch.tensor([0.0, 2.0, 1.9999999, 2.0])
-        tokens = draw(sampler, logits, SamplingParams(seed=3, min_p=1.0), 200)
+        tokens = draw(sampler, logits, Params(seed=3, min_p=1.0), 200)
     finally:
         native.set_isa(before)
     assert set(tokens.tolist()) == {1, 3}
@@ -153,14 +153,14 @@ def test_chunks_change_nothing(sampler, monkeypatch):
 
 def test_seed_and_position_determine_the_draw(sampler):
     logits = torch.zeros(1000)
-    one = draw(sampler, logits, SamplingParams(seed=5), 50)
-    again = draw(sampler, logits, SamplingParams(seed=5), 50)
-    other = draw(sampler, logits, SamplingParams(seed=6), 50)
+    one = draw(sampler, logits, Params(seed=5), 50)
+    again = draw(sampler, logits, Params(seed=5), 50)
+    other = draw(sampler, logits, Params(seed=6), 50)
     assert one.tolist() == again.tolist()
     assert one.tolist() != other.tolist()
     assert len(set(one.tolist())) > 40
     # The position is the number of tokens generated, whatever the prompt.
-    row = Row(SamplingParams(seed=5), prompt=[1, 2, 3], output=[4] * 7)
+    row = Row(Params(seed=5), prompt=[1, 2, 3], output=[4] * 7)
     assert sample(sampler, logits[None], [row]).token_ids[0] == one[7]
 
 
@@ -210,14 +210,12 @@ def expected_probs(params, prompt=(), output=()):
     ids=str,
 )
 def test_distribution(sampler, fields):
-    params = SamplingParams(seed=1234, **fields)
+    params = Params(seed=1234, **fields)
     check_distribution(draw(sampler, LOGITS, params, DRAWS), expected_probs(params))
 
 
 def test_distribution_with_penalties(sampler):
-    params = SamplingParams(
-        seed=99, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.6
-    )
+    params = Params(seed=99, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.6)
     prompt, output = [1, 2, 3], [3, 4, 4, 5, 6, 6, 6]
     state = make_state([Row(params, prompt, output)], len(LOGITS))
     metadata = state.metadata(np.zeros(DRAWS, np.int64))
@@ -245,24 +243,24 @@ def check_distribution(tokens, probs):
 
 def test_very_low_temperature_is_greedy_without_overflow(sampler):
     logits = torch.tensor([3e38, -3e38, 2.9e38, -torch.inf])
-    assert set(draw(sampler, logits, SamplingParams(seed=1, temperature=1e-4), 100)) == {0}
+    assert set(draw(sampler, logits, Params(seed=1, temperature=1e-4), 100)) == {0}
 
 
 def test_very_high_temperature_is_nearly_uniform(sampler):
-    tokens = draw(sampler, LOGITS, SamplingParams(seed=1, temperature=100.0), DRAWS)
+    tokens = draw(sampler, LOGITS, Params(seed=1, temperature=100.0), DRAWS)
     check_distribution(tokens, softmax(LOGITS.numpy().astype(np.float64) / 100))
 
 
 def test_tiny_top_p_keeps_one(sampler):
-    tokens = draw(sampler, LOGITS, SamplingParams(seed=1, top_p=1e-6), 100)
+    tokens = draw(sampler, LOGITS, Params(seed=1, top_p=1e-6), 100)
     assert set(tokens) == {int(LOGITS.argmax())}
     # The first of equals.
-    assert set(draw(sampler, torch.zeros(9), SamplingParams(seed=1, top_p=1e-6), 100)) == {0}
+    assert set(draw(sampler, torch.zeros(9), Params(seed=1, top_p=1e-6), 100)) == {0}
 
 
 def test_top_k_cuts_between_equals_by_id(sampler):
     logits = torch.tensor([1.0, 5.0, 2.0, 2.0, 2.0, 0.0])
-    assert set(draw(sampler, logits, SamplingParams(seed=1, top_k=3), 2000)) == {1, 2, 3}
+    assert set(draw(sampler, logits, Params(seed=1, top_k=3), 2000)) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
@@ -270,9 +268,9 @@ def test_top_k_cuts_between_equals_by_id(sampler):
 def test_one_token_left(sampler, temperature, filters):
     logits = torch.full((100,), -torch.inf)
     logits[41] = -3.0
-    params = SamplingParams(seed=1, temperature=temperature, **filters)
+    params = Params(seed=1, temperature=temperature, **filters)
     assert set(draw(sampler, logits, params, 100)) == {41}
-    allowed = SamplingParams(seed=1, temperature=temperature, allowed_token_ids=[17], **filters)
+    allowed = Params(seed=1, temperature=temperature, allowed_token_ids=[17], **filters)
     assert sample(sampler, torch.randn(1, 100), [Row(allowed)]).token_ids.tolist() == [17]
 
 
@@ -285,7 +283,7 @@ def test_ends_of_the_interval(sampler, monkeypatch, filters, u):
     monkeypatch.setattr(philox, "uniform", lambda seeds, _: np.full(len(seeds), u))
     logits = torch.zeros(100)
     logits[:3] = logits[-5:] = -torch.inf
-    token = draw(sampler, logits, SamplingParams(seed=1, **filters), 1)[0]
+    token = draw(sampler, logits, Params(seed=1, **filters), 1)[0]
     top_k = filters.get("top_k", 92)
     assert token == (3 if u == 0.0 else 3 + min(top_k, 92) - 1)
 
@@ -296,8 +294,8 @@ def test_rows_that_cannot_be_sampled_fail_alone(sampler):
     logits[2, 7] = torch.inf
     logits[3] = -torch.inf
     logits[4, :20] = -torch.inf
-    asks = SamplingParams(seed=1, logprobs=2)
-    nothing_left = SamplingParams(seed=1, logprobs=2, allowed_token_ids=[3])
+    asks = Params(seed=1, logprobs=2)
+    nothing_left = Params(seed=1, logprobs=2, allowed_token_ids=[3])
     rows = [Row(p) for p in (asks, asks, GREEDY, asks, nothing_left, GREEDY, asks)]
     out = sample(sampler, logits, rows)
     assert sorted(out.errors) == [1, 2, 3, 4]
@@ -310,7 +308,7 @@ def test_rows_that_cannot_be_sampled_fail_alone(sampler):
 
 
 def test_penalty_that_overflows_fails_its_row(sampler):
-    params = SamplingParams(temperature=0.0, repetition_penalty=1e-30)
+    params = Params(temperature=0.0, repetition_penalty=1e-30)
     out = sample(sampler, torch.full((2, 4), 1e20), [Row(params, prompt=[1]), Row(GREEDY)])
     assert list(out.errors) == [0]
     assert out.token_ids.tolist() == [-1, 0]
@@ -326,7 +324,7 @@ def test_no_rows(sampler):
 
 def test_grammar_restricts_its_rows_only(sampler):
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3))
-    params = SamplingParams(seed=1, logprobs=1)
+    params = Params(seed=1, logprobs=1)
     metadata = make_metadata([Row(GREEDY), Row(params), Row(params)], 40)
     bitmask = torch.tensor([[0, 1 << 5], [0, 0]], dtype=torch.int32)
     out = sampler.sample(logits.clone(), metadata, bitmask, torch.tensor([1, 2]))
@@ -359,7 +357,7 @@ def test_logprobs_are_of_the_raw_logits(sampler, k, ties):
     if ties:
         logits = logits.round()
     rows = [
-        Row(SamplingParams(temperature=t, seed=4, logprobs=k, logit_bias=bias, top_k=3))
+        Row(Params(temperature=t, seed=4, logprobs=k, logit_bias=bias, top_k=3))
         for t in (0.0, 2.0)
         for bias in (None, {7: 50.0})
     ]
@@ -372,7 +370,7 @@ def test_logprobs_are_of_the_raw_logits(sampler, k, ties):
 
 def test_logprobs_of_the_whole_vocabulary_beside_fewer(sampler):
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(5))
-    rows = [Row(SamplingParams(seed=1, logprobs=k)) for k in (-1, 2, None)]
+    rows = [Row(Params(seed=1, logprobs=k)) for k in (-1, 2, None)]
     out = sample(sampler, logits, rows)
     assert sorted(out.logprobs) == [0, 1]
     check_logprobs(out.logprobs[0], logits[:1], [out.token_ids[0].item()], 100)

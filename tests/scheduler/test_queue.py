@@ -2,14 +2,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.messages import EngineCoreRequest
+from octavo.messages import CoreSamplingParams, EngineCoreRequest
 from octavo.request import Request
-from octavo.sampling_params import SamplingParams
 from octavo.scheduler.queue import RequestQueue, make_queue_key
 
 
 def make_request(number, priority=0, arrival_time=0.0, policy="fcfs"):
-    params = SamplingParams(priority=priority)
+    params = CoreSamplingParams(priority=priority)
     request = Request(EngineCoreRequest(str(number), [1], params, arrival_time))
     request.queue_key = make_queue_key(policy, request, number)
     return request

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.input_processor import InputProcessor, fan_out
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.errors import EngineDeadError, ProfilerError
 from octavo.messages import (
@@ -27,6 +27,7 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.metrics import EngineMetrics
+from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
 from octavo.tokenizer import Tokenizer
@@ -85,7 +86,10 @@ class FakeAsyncLLM:
         self.loaded = asyncio.Event()
         self.loaded.set()
         self.requests: list[EngineCoreRequest] = []
-        self.live: dict[str, EngineCoreRequest] = {}
+        self.params: list[SamplingParams] = []
+        """Of each of `requests`."""
+        self.live: dict[str, tuple[EngineCoreRequest, int]] = {}
+        """By core id: the request, and which of its answers it is."""
         self.aborted: list[str] = []
         self.was_reset = False
         self.profiling = False
@@ -121,11 +125,12 @@ class FakeAsyncLLM:
         queue = RequestOutputCollector(sampling_params.output_kind)
         finished = False
         try:
-            for core_request, parent, index in fan_out(request):
-                self._output.add_request(core_request, text, parent, index, queue)
-                self.requests.append(core_request)
-                self.live[core_request.request_id] = core_request
-                self._progress[core_request.request_id] = 0
+            self._output.add_request(request, sampling_params, text, queue)
+            self.requests.append(request)
+            self.params.append(sampling_params)
+            for index, core_id in enumerate(request.child_ids):
+                self.live[core_id] = request, index
+                self._progress[core_id] = 0
             if self._stepping is None or self._stepping.done():
                 self._stepping = asyncio.create_task(self._run())
             while not finished:
@@ -187,13 +192,12 @@ class FakeAsyncLLM:
             if self.paused or not self.ready:
                 await asyncio.sleep(0.005)
                 continue
-            outputs = [self._step(request) for request in list(self.live.values())]
+            outputs = [self._step(core_id, *live) for core_id, live in list(self.live.items())]
             for core_id in self._output.process_outputs(outputs, time.monotonic()).reqs_to_abort:
                 self.live.pop(core_id, None)
 
-    def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
+    def _step(self, core_id: str, request: EngineCoreRequest, index: int) -> EngineCoreOutput:
         params = request.sampling_params
-        core_id = request.request_id
         at = self._progress[core_id]
         self._progress[core_id] += 1
         data = self.answer.encode()
@@ -211,7 +215,7 @@ class FakeAsyncLLM:
             [token],
             new_logprobs=None if params.logprobs is None else _rows([token], params.logprobs),
             new_prompt_logprobs=_rows(prompt[1:], params.prompt_logprobs)
-            if at == 0 and params.prompt_logprobs is not None
+            if at == index == 0 and params.prompt_logprobs is not None
             else None,
             finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens,

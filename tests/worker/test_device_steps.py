@@ -13,10 +13,9 @@ import torch
 from octavo.attention.base import get_attention_backend
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import NewRequestData
+from octavo.messages import CoreSamplingParams, NewRequestData
 from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
-from octavo.sampling_params import SamplingParams
 from octavo.worker.graphs import EagerSteps, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
 from tests.models.harness import CPU, make_hf
@@ -78,7 +77,7 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     for i, req_id in enumerate("abc"):
         blocks = list(range(1 + i * BLOCKS, 1 + (i + 1) * BLOCKS))
         ids = list(range(3 + i, 9 + 2 * i))
-        batch.add(NewRequestData(req_id, ids, len(ids), SamplingParams(), [blocks], 0))
+        batch.add(NewRequestData(req_id, ids, len(ids), CoreSamplingParams(), [blocks], 0))
     return steps, batch
 
 

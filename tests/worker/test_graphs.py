@@ -13,10 +13,9 @@ from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import NewRequestData
+from octavo.messages import CoreSamplingParams, NewRequestData
 from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
-from octavo.sampling_params import SamplingParams
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers
 from tests.models.harness import CPU, make_hf
@@ -91,7 +90,7 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
                 list(range(first + g * BLOCKS, first + (g + 1) * BLOCKS)) for g in range(groups)
             ]
             tokens = rng.integers(3, VOCAB, MAX_LEN).tolist()
-            batch.add(NewRequestData(req_id, tokens, MAX_LEN, SamplingParams(), blocks, 0))
+            batch.add(NewRequestData(req_id, tokens, MAX_LEN, CoreSamplingParams(), blocks, 0))
         seen = []
         with torch.inference_mode():
             for scheduled in STEPS:

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kv_cache.groups import KVCacheConfig, KVCacheGroup
-from octavo.messages import NewRequestData
-from octavo.sampling_params import SamplingParams
+from octavo.messages import CoreSamplingParams, NewRequestData
 from octavo.worker.input_batch import InputBatch, StepBuffers, StepInputs
 
 KV = KVCacheConfig(
@@ -18,7 +17,7 @@ KV = KVCacheConfig(
 
 
 def new(req_id: str, tokens: list[int], blocks: list[list[int]], computed: int = 0):
-    return NewRequestData(req_id, tokens, len(tokens), SamplingParams(), blocks, computed)
+    return NewRequestData(req_id, tokens, len(tokens), CoreSamplingParams(), blocks, computed)
 
 
 def gather(batch: InputBatch, scheduled: dict[str, int]) -> StepInputs:

@@ -10,9 +10,8 @@ import torch
 from octavo.config import EngineConfig
 from octavo.engine.memory_plan import make_memory_plan
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.messages import NewRequestData, SchedulerOutput
+from octavo.messages import CoreSamplingParams, NewRequestData, SchedulerOutput
 from octavo.models.spec import ModelSpec
-from octavo.sampling_params import SamplingParams
 from octavo.worker import worker as under_test
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.worker import Worker
@@ -60,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_step(worker: Worker) -> list[list[int]]:
-    request = NewRequestData("a", [5, 6, 7], 3, SamplingParams(temperature=0.0), [[1]], 0)
+    request = NewRequestData("a", [5, 6, 7], 3, CoreSamplingParams(temperature=0.0), [[1]], 0)
     worker.execute_model(
         SchedulerOutput(
             scheduled_new_reqs=[request],

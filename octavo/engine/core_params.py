@@ -1,0 +1,75 @@
+"""From a caller's checked `SamplingParams` to what travels to the engine core."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams
+from octavo.sampling_params import SamplingParams
+
+
+def make_core_params(
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    seed: int,
+    max_tokens: int,
+    all_stop_token_ids: Collection[int] = (),
+    bad_words_token_ids: Sequence[Sequence[int]] = (),
+) -> CoreSamplingParams:
+    """Completes and packs the parameters of one request.
+
+    Args:
+        params: their token ids lie in the vocabulary.
+        vocab_size: width of the model's logits.
+        seed: the request's, or one derived for it.
+        max_tokens: most tokens of the answer.
+        all_stop_token_ids: every token that ends the answer.
+        bad_words_token_ids: `params.bad_words` as token sequences, none empty.
+    """
+    bias = params.logit_bias
+    return CoreSamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=0 if params.top_k >= vocab_size else params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        priority=params.priority,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        all_stop_token_ids=frozenset(all_stop_token_ids),
+        allowed_token_ids=None
+        if params.allowed_token_ids is None
+        else _bitmask(params.allowed_token_ids, vocab_size),
+        logit_bias=None
+        if not bias
+        else (
+            np.fromiter(bias.keys(), np.int32).tobytes(),
+            np.fromiter(bias.values(), np.float32).tobytes(),
+        ),
+        bad_words=_pack(bad_words_token_ids) if bad_words_token_ids else None,
+    )
+
+
+def _bitmask(token_ids: Sequence[int], vocab_size: int) -> bytes:
+    """Bits of the given ids, in whole words of 32."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    allowed[np.asarray(token_ids, np.int64)] = True
+    return np.packbits(allowed, bitorder="little").tobytes()
+
+
+def _pack(words: Sequence[Sequence[int]]) -> BadWordsTokenIds:
+    longest = max(map(len, words))
+    prefixes = np.full((len(words), longest - 1), NO_TOKEN, np.int32)
+    for i, word in enumerate(words):
+        prefixes[i, longest - len(word) :] = word[:-1]
+    last = np.asarray([word[-1] for word in words], np.int32)
+    return BadWordsTokenIds(prefixes.tobytes(), last.tobytes())

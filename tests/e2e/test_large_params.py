@@ -1,0 +1,72 @@
+"""Parameters as large as a body allows: refused, or served without holding up anybody."""
+
+import threading
+import time
+
+import pytest
+
+from tests.e2e.harness import serve
+
+MIB = 2**20
+SMALL = {"model": "octavo/stories", "prompt": "The", "max_tokens": 2, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    flags = ["--max-model-len", "512", "--kv-cache-memory-bytes", "24M"]
+    with serve(tmp_path_factory.mktemp("params"), *flags) as server:
+        yield server
+
+
+def ask(server, **fields):
+    response = server.post("/v1/completions", {**SMALL, **fields})
+    return response.status_code, response.json()
+
+
+HARMLESS = {
+    "the same token often": {"allowed_token_ids": [5] * 200_000, "n": 64},
+    "every token": {"allowed_token_ids": list(range(4096)) * 100, "n": 256},
+    "stop texts": {"stop": ["x" * 200] * 64, "n": 256},
+    "bad words": {"bad_words": [f"{i} is bad" for i in range(512)], "n": 64},
+}
+REFUSED = {
+    "tokens": ("allowed_token_ids", [5] * 2_600_000),
+    "a stop text": ("stop", ["x" * 7_000_000]),
+    "stop texts": ("stop", ["x"] * 1_000_000),
+    "a bad word": ("bad_words", ["x" * 7_000_000]),
+    "bad words": ("bad_words", ["x"] * 1_000_000),
+    "stop tokens": ("stop_token_ids", [5] * 2_600_000),
+    "a bias": ("logit_bias", {str(i): 1 for i in range(300_000)}),
+    "a salt": ("cache_salt", "x" * 7_000_000),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_too_large_is_refused(server, name):
+    param, value = REFUSED[name]
+    status, answer = ask(server, **{param: value}, n=256)
+    assert status == 400
+    assert answer["error"]["param"].startswith(param)
+    assert len(answer["error"]["message"]) < 1000
+    assert ask(server)[0] == 200
+
+
+def test_large_parameters_hold_up_nobody(server):
+    """A small request comes and goes, many times over, while each large one is served."""
+    ask(server)
+    before = server.resident_bytes()
+    for fields in HARMLESS.values():
+        statuses = []
+        large = threading.Thread(target=lambda f=fields: statuses.append(ask(server, **f)[0]))
+        large.start()
+        waits = []
+        while large.is_alive():
+            started = time.monotonic()
+            assert ask(server)[0] == 200
+            waits.append(time.monotonic() - started)
+        large.join()
+        assert statuses == [200]
+        # It was 16 s, and minutes, for one of them.
+        assert max(waits) < 5
+    assert server.resident_bytes() - before < 200 * MIB
+    assert server.metric("octavo:num_requests_running") == 0

@@ -1,0 +1,32 @@
+"""Parameters as the engine core gets them, without an input processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.engine.core_params import make_core_params
+from octavo.messages import CoreSamplingParams
+from octavo.sampling_params import SamplingParams
+
+
+class Params(SamplingParams, kw_only=True):
+    """`SamplingParams` with what the input processor adds to them."""
+
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    all_stop_token_ids: Sequence[int] = ()
+
+    def core(self, vocab_size: int) -> CoreSamplingParams:
+        """What the core gets."""
+        return make_core_params(
+            self,
+            vocab_size=vocab_size,
+            seed=self.seed or 0,
+            max_tokens=2**62 if self.max_tokens is None else self.max_tokens,
+            all_stop_token_ids=[*self.stop_token_ids, *self.all_stop_token_ids],
+            bad_words_token_ids=self.bad_words_token_ids,
+        )
+
+
+def core_params(vocab_size: int = 100, **fields: object) -> CoreSamplingParams:
+    """The same from the fields of `Params`."""
+    return Params(**fields).core(vocab_size)

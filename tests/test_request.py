@@ -1,0 +1,69 @@
+"""The core's record of a request, and the fan-out of n > 1."""
+
+import msgspec
+
+from octavo.kv_cache.hashing import make_block_hasher
+from octavo.messages import CoreSamplingParams, EngineCoreRequest
+from octavo.request import fan_out
+from tests.params import core_params
+
+PROMPT = list(range(20))
+HASHER = make_block_hasher(8)
+LONG = core_params(
+    5000,
+    seed=5,
+    prompt_logprobs=2,
+    stop_token_ids=[3, 9],
+    allowed_token_ids=list(range(5000)),
+    logit_bias=dict.fromkeys(range(500), 1.0),
+    bad_words_token_ids=[[1, 2], [3]],
+)
+
+
+def make(n, request_id="r", params=LONG, caching=True, **fields):
+    request = EngineCoreRequest(request_id, PROMPT, params, 1.5, n=n, **fields)
+    return list(fan_out(request, HASHER, enable_prefix_caching=caching))
+
+
+def test_one():
+    [request] = make(1, cache_salt="k", deadline=9.0)
+    assert (request.request_id, request.deadline, request.cache_salt) == ("r", 9.0, "k")
+    assert request.sampling_params is LONG
+    assert len(request.block_hashes) == 2
+    [alone] = make(1, caching=False)
+    assert alone.block_hashes == []
+
+
+def test_several():
+    children = make(3, cache_salt="k")
+    assert [c.request_id for c in children] == ["0_r", "1_r", "2_r"]
+    assert [c.sampling_params.seed for c in children] == [5, 6, 7]
+    assert [c.sampling_params.prompt_logprobs for c in children] == [2, None, None]
+    assert {c.cache_salt for c in children} == {"k"}
+    assert all(c.block_hashes == make(1, cache_salt="k")[0].block_hashes for c in children)
+    # What one of them generates is its own.
+    children[0].append_output_token_ids([7] * 8)
+    assert [len(c.block_hashes) for c in children] == [3, 2, 2]
+    assert [c.num_tokens for c in children] == [28, 20, 20]
+
+
+def test_siblings_share_what_is_long():
+    packed = msgspec.msgpack.encode(EngineCoreRequest("r", PROMPT, LONG, 0.0, n=64))
+    assert len(packed) < 6000
+    request = msgspec.msgpack.decode(packed, type=EngineCoreRequest)
+    assert request.sampling_params == LONG
+    children = list(fan_out(request, HASHER))
+    for name in ("allowed_token_ids", "logit_bias", "bad_words", "all_stop_token_ids"):
+        assert len({id(getattr(c.sampling_params, name)) for c in children}) == 1, name
+
+
+def test_seeds_go_round():
+    children = make(2, params=CoreSamplingParams(seed=2**64 - 1))
+    assert [c.sampling_params.seed for c in children] == [2**64 - 1, 0]
+
+
+def test_siblings_share_blocks_without_prefix_caching():
+    hashes = [[c.block_hashes for c in make(2, i, caching=False)] for i in ("a", "b")]
+    assert hashes[0][0] == hashes[0][1] != hashes[1][0]
+    # Nobody's salt leads there.
+    assert make(1, cache_salt="a")[0].block_hashes != hashes[0][0]
