@@ -39,22 +39,32 @@ class Body(BaseModel):
         return {}
 
 
+def check_media_type(request: Request) -> None:
+    """Refuses a POST that does not say that it is JSON.
+
+    A web page may send other types, or none, to any address without asking its server first.
+
+    Raises:
+        MediaTypeError: naming the type.
+    """
+    given = request.headers.get("content-type")
+    if (given or "").partition(";")[0].strip().lower() != "application/json":
+        raise MediaTypeError(
+            f"Content-Type is {'missing' if given is None else show(given)}; send JSON with "
+            "`Content-Type: application/json`."
+        )
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """Reads a request's body; refuses it as soon as it is known to be too large.
 
     Raises:
         BodyTooLargeError: it has more than `limit` bytes, announced or sent.
-        MediaTypeError: it is not JSON by its headers.
+        MediaTypeError: it is not JSON by its headers, or compressed.
         ClientDisconnectError: the client went away.
         DeadlineError: it did not arrive in time.
     """
-    content_type = request.headers.get("content-type", "application/json")
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise MediaTypeError(
-            f"Content-Type is {show(content_type)}; send JSON with "
-            "`Content-Type: application/json`."
-        )
+    check_media_type(request)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise MediaTypeError(

@@ -281,3 +281,17 @@ def test_fan_out_at_the_end_of_the_seeds():
 
 def test_bos_is_no_end():
     assert BOS not in params_of().all_stop_token_ids
+
+
+def test_the_seed_of_minus_one_is_none():
+    drawn = [params_of(seed=-1, request_id=i).seed for i in ("a", "b")]
+    assert drawn == [params_of(request_id=i).seed for i in ("a", "b")]
+    assert drawn[0] != drawn[1]
+
+
+def test_no_sibling_is_without_seed():
+    # -1 means no seed: the next after -2 must not become that.
+    for seed in (-2, -3, 2**64 - 3, 2**64 - 1):
+        children = fan_out(run(seed=seed, n=4)[0])
+        seeds = [child.sampling_params.seed for child, _, _ in children]
+        assert seeds == [(seed + i) % 2**64 for i in range(4)]
