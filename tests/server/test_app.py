@@ -238,6 +238,29 @@ def test_tokenize_and_back():
     with_server(scenario)
 
 
+def test_ids_outside_the_vocabulary_are_not_turned_into_text():
+    async def scenario(served):
+        assert (await served.post("/detokenize", tokens=[257])).status_code == 200
+        for tokens in ([258], [5, 258, 6], [2**31 - 1]):
+            response = await served.post("/detokenize", tokens=tokens)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == "tokens"
+            assert f"{max(tokens)}" in error["message"]
+            assert "258 tokens" in error["message"]
+
+    with_server(scenario)
+
+    async def more_tokens_than_rows(served):
+        served.engine.spec.vocab_size = 200
+        ids = (await served.post("/tokenize", prompt="a")).json()["tokens"]
+        assert max(ids) > 200
+        response = await served.post("/detokenize", tokens=ids)
+        assert response.json() == {"prompt": "<s>a"}
+
+    with_server(more_tokens_than_rows)
+
+
 def test_tokenize_a_chat():
     async def scenario(served):
         messages = [{"role": "user", "content": "a"}]
