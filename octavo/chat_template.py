@@ -129,10 +129,12 @@ class ChatTemplate:
         rendered = self._render(
             name,
             plain_messages,
-            tools=_plain(list(tools), "tools") if tools else None,
-            documents=_plain(list(documents), "documents") if documents else None,
-            add_generation_prompt=add_generation_prompt,
-            **_plain(dict(template_kwargs or {}), "chat_template_kwargs"),
+            {
+                "tools": _plain(list(tools), "tools") if tools else None,
+                "documents": _plain(list(documents), "documents") if documents else None,
+                "add_generation_prompt": add_generation_prompt,
+                **_plain(dict(template_kwargs or {}), "chat_template_kwargs"),
+            },
         )
         return _cut_at_mark(rendered) if continue_final_message else rendered
 
@@ -168,14 +170,15 @@ class ChatTemplate:
             self._compiled[name] = template
         return template
 
-    def _render(self, name: str, messages: list[Message], **variables: Any) -> str:
+    def _render(self, name: str, messages: list[Message], variables: Mapping[str, Any]) -> str:
         template = self._compile(name)
         chunks: list[str] = []
         num_chars = 0
         _budget.deadline = time.monotonic() + MAX_RENDER_SECONDS
         try:
+            # As one dict: a variable may have any name, "self" included.
             for chunk in template.generate(
-                **{**self._special_tokens, **variables, "messages": messages}
+                {**self._special_tokens, **variables, "messages": messages}
             ):
                 chunks.append(chunk)
                 num_chars += len(chunk)
@@ -252,7 +255,7 @@ class ChatTemplate:
         """Renders messages to see what a template does with them; None if it refuses."""
         try:
             return self._render(
-                name, messages, tools=None, documents=None, add_generation_prompt=False
+                name, messages, {"tools": None, "documents": None, "add_generation_prompt": False}
             )
         except RequestError:
             return None

@@ -21,6 +21,7 @@ import msgspec
 from octavo import __version__
 from octavo.arguments import add_engine_settings, add_settings, engine_kwargs, given_settings
 from octavo.config import (
+    API_KEY_VARIABLES,
     BUILTIN_DRAFT_MODEL,
     BUILTIN_MODEL,
     EngineConfig,
@@ -47,6 +48,8 @@ _BENCHMARKS = {
     "tune": "search the engine settings for the most throughput within limits",
 }
 """Modules of octavo.bench with `add_arguments` and `run`."""
+
+_KEYS = " or ".join(API_KEY_VARIABLES)
 
 # Flags of one request: name, type, help. The names are those of SamplingParams and of the API.
 _SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
@@ -185,7 +188,7 @@ def _add_client_flags(parser: argparse.ArgumentParser, quick: str) -> None:
     parser.add_argument("-q", "--quick", metavar="TEXT", help=quick)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"Address of the API [{DEFAULT_URL}].")
     parser.add_argument("--model", help="Model to ask; default: the server's first.")
-    parser.add_argument("--api-key", metavar="KEY", help="API key; default: OCTAVO_API_KEY.")
+    parser.add_argument("--api-key", metavar="KEY", help=f"API key; default: {_KEYS}.")
     _add_sampling_flags(parser)
     parser.add_argument(
         "--seed", type=int, metavar="N", default=argparse.SUPPRESS, help="Seed of the sampling."
@@ -376,8 +379,8 @@ def _ask_server(
     params = _sampling(args)
     if hasattr(args, "seed"):
         params["seed"] = args.seed
-    keys = api_keys_from_environment()
-    client = Client(args.url, args.api_key or (keys[0] if keys else None), args.model)
+    key = args.api_key or next(iter(api_keys_from_environment().values()), None)
+    client = Client(args.url, key, args.model)
     try:
         if args.quick is not None:
             answer(client, args.quick, params)

@@ -23,6 +23,10 @@ from octavo.errors import ConfigError
 
 BUILTIN_MODEL = "octavo/stories"
 BUILTIN_DRAFT_MODEL = "octavo/stories-draft"
+# Where API keys are looked for beside the flag: ours, and vLLM's for those who come from there.
+API_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+# What stands in messages in place of a secret.
+HIDDEN = "(hidden)"
 
 PositiveInt = Annotated[int, Meta(gt=0)]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -30,11 +34,21 @@ KVCacheDtype = Literal[
     "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"
 ]
 S = TypeVar("S", bound="_Section")
+_IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\](:\d+)?")
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections."""
+
+    def __repr__(self) -> str:
+        """Shows the settings that differ from their defaults; secrets as `HIDDEN`."""
+        shown = (
+            f"{f.name}={HIDDEN if f.secret else repr(value)}"
+            for f in section_fields(type(self))
+            if (value := getattr(self, f.name)) != f.default
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class ModelConfig(_Section, frozen=True):
@@ -199,7 +213,26 @@ class ServerConfig(_Section, frozen=True):
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(description="Port to listen on.", ge=0, le=65535)] = 8000
     api_key: Annotated[
-        list[str], Meta(description="Accepted API keys; none: no key is asked for.")
+        list[str],
+        Meta(
+            description="Accepted API keys, beside those in OCTAVO_API_KEY and VLLM_API_KEY; none:"
+            " no key is asked for.",
+            extra={"secret": True},
+        ),
+    ] = []
+    enable_admin: Annotated[
+        bool,
+        Meta(
+            description="Without API keys: let everybody empty the prefix cache and record"
+            " profiles. With keys, a key is enough."
+        ),
+    ] = False
+    allowed_hosts: Annotated[
+        list[str],
+        Meta(
+            description="Names in the Host header that are answered, * for all; default: on a"
+            " loopback address its own names (localhost, 127.0.0.1, ::1), otherwise all."
+        ),
     ] = []
     allowed_origins: Annotated[
         list[str], Meta(description="CORS: origins that may call from a browser.")
@@ -237,6 +270,13 @@ class ServerConfig(_Section, frozen=True):
         Literal["text", "json"], Meta(description="Log lines for people or for machines.")
     ] = "text"
     enable_log_requests: Annotated[bool, Meta(description="Log every request.")] = False
+    strict_fields: Annotated[
+        bool,
+        Meta(
+            description="Refuse requests with unknown fields; otherwise the header"
+            " X-Octavo-Ignored-Fields names them."
+        ),
+    ] = False
 
 
 class EngineConfig(_Section, frozen=True):
@@ -302,6 +342,8 @@ class ConfigField:
     """Type without the Meta annotation; `X | None` where None is allowed."""
     default: Any
     doc: str
+    secret: bool
+    """Whether its value must not be shown."""
 
     @property
     def flag(self) -> str:
@@ -320,13 +362,15 @@ def section_fields(section: type[_Section], section_name: str = "") -> Iterator[
     hints = typing.get_type_hints(section, include_extras=True)
     for info in msgspec.structs.fields(section):
         hint = hints[info.name]
-        doc = hint.__metadata__[0].description
+        meta = hint.__metadata__[0]
+        secret = bool((meta.extra or {}).get("secret"))
         default = (
             info.default_factory()
             if info.default_factory is not msgspec.NODEFAULT
             else info.default
         )
-        yield ConfigField(section_name, info.name, typing.get_args(hint)[0], default, doc)
+        kind = typing.get_args(hint)[0]
+        yield ConfigField(section_name, info.name, kind, default, meta.description, secret)
 
 
 def config_fields(config: type[EngineConfig] = EngineConfig) -> list[ConfigField]:
@@ -360,8 +404,8 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             raise ConfigError(_unknown(name, list(fields)))
         if name.endswith("_bytes") and isinstance(value, str):
             value = parse_size(name, value)
-        if fields[name].type == list[str] and isinstance(value, str):
-            value = [value]
+        if fields[name].type == list[str]:
+            value = _texts(name, value, fields[name].secret)
         choices, (_, optional) = fields[name].choices, optional_type(fields[name].type)
         if choices is not None and value not in choices and not (optional and value is None):
             allowed = ", ".join(str(choice) for choice in choices)
@@ -372,8 +416,34 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             plain[name] = getattr(msgspec.convert({name: value}, section), name)
         except msgspec.ValidationError as error:
             reason = str(error).split(" - at `")[0]
-            raise ConfigError(f"{name}={value!r} is not allowed: {reason}.") from None
+            shown = HIDDEN if fields[name].secret else repr(value)
+            raise ConfigError(f"{name}={shown} is not allowed: {reason}.") from None
     return section(**plain)
+
+
+def _texts(name: str, value: Any, secret: bool) -> Any:
+    """A list of texts from one text or several, any of which may be a JSON list of more.
+
+    So `--flag a b`, `--flag a --flag b` and `--flag '["a", "b"]'` say the same.
+    """
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    texts: list[Any] = []
+    for item in value:
+        # An IPv6 address begins with a bracket, too.
+        if not isinstance(item, str) or not item.startswith("[") or _IPV6.fullmatch(item):
+            texts.append(item)
+            continue
+        try:
+            texts += msgspec.json.decode(item, type=list[str])
+        except msgspec.MsgspecError:
+            raise ConfigError(
+                f"{name}={HIDDEN if secret else repr(item)} is not allowed: what begins with [ is"
+                ' a JSON list of texts, such as ["a", "b"]; mind the shell\'s quotes.'
+            ) from None
+    return texts
 
 
 def parse_size(name: str, text: str) -> int:
@@ -399,10 +469,9 @@ def hub_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def api_keys_from_environment() -> list[str]:
-    """The key in OCTAVO_API_KEY, if there is one."""
-    key = os.environ.get("OCTAVO_API_KEY")
-    return [key] if key else []
+def api_keys_from_environment() -> dict[str, str]:
+    """The API keys of the environment by their variable, the one that clients use first."""
+    return {name: key for name in API_KEY_VARIABLES if (key := os.environ.get(name))}
 
 
 def _shorten(value: int) -> str:

@@ -144,13 +144,12 @@ def fan_out(
     salt = core_request.cache_salt if enable_prefix_caching else f"of:{core_request.request_id}"
     hashes: list[bytes] | None = None
     for i, request_id in enumerate(core_request.child_ids):
-        seed = params.seed + i
         child = replace(
             core_request,
             request_id=request_id,
             sampling_params=replace(
                 params,
-                seed=seed - 2**64 if seed >= 2**64 else seed,
+                seed=(params.seed + i) % 2**64,
                 prompt_logprobs=params.prompt_logprobs if i == 0 else None,
             ),
             cache_salt=salt,

@@ -75,7 +75,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
     seed: int | None = None
-    """Seed of this request's random numbers. Without it the engine derives one."""
+    """Seed of this request's random numbers. Without it, or with -1, the engine derives one."""
     stop: list[str] = msgspec.field(default_factory=list)
     """Texts that end the answer."""
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
@@ -144,6 +144,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         self._check_int("top_k", -1, MAX_INT)
         self._check_float("min_p", 0.0, 1.0)
         self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
+        if self.seed == -1:  # vLLM's word for no seed
+            self.seed = None
         self._check_int("max_tokens", 1, MAX_INT, optional=True)
         self._check_int("min_tokens", 0, MAX_INT)
         self._check_int("logprobs", -1, MAX_INT, optional=True)

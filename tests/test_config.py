@@ -1,11 +1,13 @@
 """Settings: defaults, checks, contradictions, and what flags are made of."""
 
+import argparse
 import math
 import typing
 
 import msgspec
 import pytest
 
+from octavo.arguments import add_settings, given_settings
 from octavo.config import (
     BUILTIN_MODEL,
     EngineConfig,
@@ -123,6 +125,9 @@ BAD_SERVER = {
     "port": [-1, 65536, "8000", None],
     "api_key": [5, [None]],
     "allowed_origins": [5],
+    "allowed_hosts": [5, [b"x"]],
+    "enable_admin": ["yes", 1],
+    "strict_fields": ["yes", 1],
     "ssl_keyfile": [5],
     "ssl_certfile": [5],
     "chat_template": [5],
@@ -234,6 +239,63 @@ def test_one_name_is_a_list_of_one():
     assert build_section(ServerConfig, {"api_key": "k"}).api_key == ["k"]
 
 
+LIST_FIELDS = [
+    field
+    for field in config_fields() + list(section_fields(ServerConfig))
+    if field.type == list[str]
+]
+
+
+@pytest.mark.parametrize("field", LIST_FIELDS, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a", "b", "c"],
+        ['["a", "b", "c"]'],
+        ["a", '["b","c"]'],
+        ['["a"]', "b", "FLAG", "c"],
+        ["FLAG=a", "FLAG", '["b", "c"]'],
+    ],
+)
+def test_a_list_is_several_words_or_json_or_the_flag_again(field, words):
+    parser = argparse.ArgumentParser()
+    add_settings(parser, "x", [field])
+    argv = [word.replace("FLAG", field.flag) for word in words]
+    if not argv[0].startswith("--"):
+        argv.insert(0, field.flag)
+    given = given_settings(parser.parse_args(argv), [field])
+    section = ServerConfig if field.section == "" else ModelConfig
+    assert getattr(build_section(section, given), field.name) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("word", ["[*]", "[", "[a]", '["a"', "[1]", "[null]", '[["a"]]', "[a:b"])
+def test_what_begins_like_a_json_list_is_one(word):
+    with pytest.raises(ConfigError, match=r"allowed_origins=.*JSON list"):
+        build_section(ServerConfig, {"allowed_origins": [word]})
+
+
+def test_an_ipv6_address_is_no_json_list():
+    hosts = ["[::1]", "[::1]:80", '["a"]', "[::ffff:1.2.3.4]"]
+    made = build_section(ServerConfig, {"allowed_hosts": hosts})
+    assert made.allowed_hosts == ["[::1]", "[::1]:80", "a", "[::ffff:1.2.3.4]"]
+
+
+def test_secrets_are_not_shown():
+    made = build_section(ServerConfig, {"api_key": ["sk-secret"], "port": 1})
+    assert repr(made) == "ServerConfig(port=1, api_key=(hidden))"
+    assert "sk-secret" not in str(made) + f"{made}"
+    for bad in (
+        ["sk-secret", 5],
+        "[sk-secret",
+        ["sk-secret", '["x'],
+        {"sk-secret": 1},
+        b"sk-secret",
+    ):
+        with pytest.raises(ConfigError, match="api_key") as caught:
+            build_section(ServerConfig, {"api_key": bad})
+        assert "sk-secret" not in str(caught.value)
+
+
 def test_round_trip():
     config = EngineConfig.from_kwargs(
         model="m",
@@ -270,13 +332,15 @@ def test_fields_are_fit_for_flags():
 
 
 def test_environment(monkeypatch):
-    for name in ("HF_HUB_OFFLINE", "OCTAVO_API_KEY"):
+    for name in ("HF_HUB_OFFLINE", "OCTAVO_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     assert not hub_offline()
-    assert api_keys_from_environment() == []
+    assert api_keys_from_environment() == {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "true")
     monkeypatch.setenv("OCTAVO_API_KEY", "k")
     assert hub_offline()
-    assert api_keys_from_environment() == ["k"]
+    assert api_keys_from_environment() == {"OCTAVO_API_KEY": "k"}
+    monkeypatch.setenv("VLLM_API_KEY", "v")
+    assert list(api_keys_from_environment().values()) == ["k", "v"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert not hub_offline()

@@ -241,6 +241,14 @@ def test_round_trip(fields):
     assert type(again.output_kind) is RequestOutputKind
 
 
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(seed=np.int64(-1)).seed is None
+    assert SamplingParams(seed=-2).seed == -2
+    with pytest.raises(RequestError, match="seed"):
+        SamplingParams(seed=-1.0)
+
+
 def test_decoding_checks_too():
     data = msgspec.msgpack.encode({"temperature": -1.0})
     with pytest.raises(msgspec.ValidationError, match="temperature"):

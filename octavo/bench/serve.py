@@ -35,7 +35,7 @@ from octavo.bench.metrics import (
     print_summary,
     summarize,
 )
-from octavo.config import api_keys_from_environment
+from octavo.config import API_KEY_VARIABLES, api_keys_from_environment
 from octavo.errors import BenchError, ConfigError, ModelError
 from octavo.models.hub import resolve_model
 from octavo.tokenizer import Tokenizer
@@ -78,7 +78,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", metavar="PATH", help="Path of the API; default: as the backend has it.")
     add("--model", metavar="NAME", help="Model to ask; default: the server's first.")
     add("--tokenizer", metavar="NAME", help="Folder or hub id of its tokenizer; default: --model.")
-    add("--api-key", metavar="KEY", help="API key; default: OCTAVO_API_KEY.")
+    keys = " or ".join(API_KEY_VARIABLES)
+    add("--api-key", metavar="KEY", help=f"API key; default: {keys}.")
     add(
         "--ready-check-timeout-sec",
         type=float,
@@ -202,8 +203,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     goodput = None if args.goodput is None else parse_goodput(args.goodput)
     base_url = (args.base_url or f"http://{_in_url(args.host)}:{args.port}").rstrip("/")
     endpoint = args.endpoint or _ENDPOINTS[args.backend]
-    keys = api_keys_from_environment()
-    api_key = args.api_key or (keys[0] if keys else None)
+    api_key = args.api_key or next(iter(api_keys_from_environment().values()), None)
     card = _model_card(base_url, args.model, api_key)
     model = args.model or card["id"]
     requests = _load_requests(args, card, model, chat=is_chat(endpoint))

@@ -23,7 +23,7 @@ from rich.console import Console
 from octavo.arguments import add_engine_settings, engine_flags, engine_kwargs
 from octavo.bench import results
 from octavo.bench.start_child import resident_nbytes
-from octavo.config import EngineConfig
+from octavo.config import API_KEY_VARIABLES, EngineConfig
 from octavo.errors import BenchError, ConfigError
 from octavo.models.hub import resolve_folders
 
@@ -156,7 +156,7 @@ def measure_server(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "octavo", "serve", *engine_flags(kwargs)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    environment = {k: v for k, v in os.environ.items() if k != "OCTAVO_API_KEY"}
+    environment = {k: v for k, v in os.environ.items() if k not in API_KEY_VARIABLES}
     report: dict[str, Any] = {}
     with tempfile.TemporaryFile() as log:
         begin = time.monotonic()

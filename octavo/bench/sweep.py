@@ -489,10 +489,12 @@ def measure_with(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
     """Asks a running server to forget its cached prefixes; returns a note if it cannot."""
-    key = api_key or next(iter(api_keys_from_environment()), None)
+    key = api_key or next(iter(api_keys_from_environment().values()), None)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        response = httpx.post(f"{base_url}/reset_prefix_cache", headers=headers, timeout=10)
+        response = httpx.post(
+            f"{base_url}/reset_prefix_cache", json={}, headers=headers, timeout=10
+        )
         if response.status_code == 200:
             return None
         reason = f"status {response.status_code}"
@@ -500,8 +502,8 @@ def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
         reason = str(error) or type(error).__name__
     return (
         f"The server's prefix cache could not be emptied ({reason} of /reset_prefix_cache): runs "
-        "after the first may find their prompts in it. With --serve-cmd every run has a fresh "
-        "server."
+        "after the first may find their prompts in it. Octavo does it with an API key or with "
+        "--enable-admin; with --serve-cmd every run has a fresh server."
     )
 
 

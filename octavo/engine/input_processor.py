@@ -117,7 +117,7 @@ class InputProcessor:
         self._check_ids("prompt", ids)
         ids = self._truncate(ids, params)
         max_tokens = self._max_tokens(len(ids), params, clip_max_tokens)
-        seed = params.seed if params.seed is not None else self._derive_seed(request_id)
+        seed = self._derive_seed(request_id) if params.seed is None else params.seed
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(self._eos_token_ids)

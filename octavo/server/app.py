@@ -18,9 +18,10 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.errors import NotFoundError
 from octavo.metrics import CONTENT_TYPE
+from octavo.server.body import check_media_type
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
-from octavo.server.errors import RouteError, on_http_exception, show
+from octavo.server.errors import AdminError, RouteError, on_http_exception, show
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.state import ServerState, state_of
@@ -66,7 +67,7 @@ def build_app(state: ServerState) -> FastAPI:
             allow_origins=state.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Octavo-Ignored-Fields", "Retry-After"],
         )
     get, post = ["GET"], ["POST"]
     for path, endpoint, methods in (
@@ -173,6 +174,7 @@ async def get_model(request: Request) -> Response:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets all cached prefixes; `success` is false while requests hold blocks."""
+    _check_admin(request)
     engine = await state_of(request).get_engine()
     return _json({"success": await engine.reset_prefix_cache()})
 
@@ -188,7 +190,16 @@ async def stop_profile(request: Request) -> Response:
     return _json({"path": await (await _profiled_engine(request)).stop_profile()})
 
 
+def _check_admin(request: Request) -> None:
+    """Lets the operator in: who has a key, or everybody with --enable-admin."""
+    state = state_of(request)
+    if not (state.api_keys or state.config.enable_admin):
+        raise AdminError(request.url.path)
+    check_media_type(request)
+
+
 async def _profiled_engine(request: Request) -> AsyncLLM:
+    _check_admin(request)
     state = state_of(request)
     if state.engine_config.observability.profiler_dir is None:
         raise RouteError(404, "Profiles are off; start the server with --profiler-dir DIR.")

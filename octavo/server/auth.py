@@ -1,12 +1,16 @@
-"""API keys: who may ask, and whose prefix-cache blocks a request may share."""
+"""Who may ask: API keys and Host headers; whose prefix-cache blocks a request may share."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import socket
+from collections.abc import Iterable
 
+from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.server.errors import AuthenticationError
+from octavo.server.errors import AuthenticationError, HostError, show
 
 # Probes, scrapers and a browser that reads the documentation carry no key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
@@ -23,6 +27,10 @@ class ApiKeys:
         if not all(key.strip() for key in keys):
             raise ConfigError("api_key is empty: everybody could guess it. Give a real key.")
         self._digests = [(hashlib.sha256(key.encode()).digest(), key) for key in keys]
+
+    def __bool__(self) -> bool:
+        """Whether any keys are in use."""
+        return bool(self._digests)
 
     def check(self, authorization: bytes | None) -> str | None:
         """Returns the key that an Authorization header carries; None if no keys are in use.
@@ -52,6 +60,57 @@ class ApiKeys:
         if found is None:
             raise AuthenticationError("The API key is not one that this server accepts.")
         return found
+
+
+class AllowedHosts:
+    """The names in the Host header that are answered.
+
+    A web page can have its own name point at the visitor's machine ("DNS rebinding") and would then
+    read what a server there answers; the Host header still holds the page's name. Where
+    `allowed_hosts` is not set, a server on a loopback address therefore answers to the names of
+    that address only, any other one to all.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        names = config.allowed_hosts
+        if not names and _is_loopback(config.host):
+            names = ["localhost", "127.0.0.1", "::1", config.host]
+        self._names = frozenset(_bare_host(name) for name in names)
+        self._all = not names or "*" in names
+
+    def check(self, hosts: Iterable[str]) -> None:
+        """Checks the Host headers of a request; browsers always send one.
+
+        Raises:
+            HostError: one is not allowed.
+        """
+        if self._all:
+            return
+        for host in hosts:
+            if _bare_host(host) not in self._names:
+                raise HostError(
+                    f"This server does not answer to the host {show(host)}; if it should, start it "
+                    "with --allowed-hosts and that name, or * for all."
+                )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a server on this address can be reached from its own machine only."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # whoever listens there will say so
+        return False
+    return all(ipaddress.ip_address(address[4][0]).is_loopback for address in found)
+
+
+def _bare_host(host: str) -> str:
+    """A host without port, brackets, capitals and a last dot."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, colon, _ = host.partition(":")
+    # Several colons: an IPv6 address without brackets, as --allowed-hosts and --host take it.
+    return host if ":" in host[len(name) + 1 :] else (name if colon else host).rstrip(".")
 
 
 def private_salt(api_key: str | None, cache_salt: str | None) -> str | None:

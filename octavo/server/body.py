@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,27 +18,45 @@ from octavo.server.errors import (
     MediaTypeError,
     show,
 )
+from octavo.server.known_fields import INSTEAD, NO_EFFECT, Unsupported
+from octavo.server.middleware import context_of
+from octavo.server.state import state_of
 
 MAX_JSON_DEPTH = 64
 # Seconds in which a body must have arrived: a client that sends a byte now and then holds a place.
 BODY_TIMEOUT = 60.0
+MAX_UNKNOWN_FIELDS = 20
+_MAX_SHOWN_NAME = 48
 
 M = TypeVar("M", bound="Body")
 
 
 class Body(BaseModel):
-    """Base of the request bodies.
-
-    `unsupported` names fields that OpenAI or vLLM know and this version does not have, each with
-    the values that ask for nothing. Other unknown fields are ignored, as vLLM does.
-    """
+    """Base of the request bodies and of the objects in them."""
 
     model_config = ConfigDict(strict=True)
 
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[object, ...]]:
-        """Known fields that are refused, and the values of each that are let through."""
-        return {}
+    unsupported: ClassVar[Unsupported] = {}
+    """Fields that others know and this version has not, and the values of each that are let
+    through."""
+    inner: ClassVar[Mapping[str, type[Body]]] = {}
+    """Fields that hold an object or a list of objects, and what these are."""
+
+
+def check_media_type(request: Request) -> None:
+    """Refuses a POST that does not say that it is JSON.
+
+    A web page may send other types, or none, to any address without asking its server first.
+
+    Raises:
+        MediaTypeError: naming the type.
+    """
+    given = request.headers.get("content-type")
+    if (given or "").partition(";")[0].strip().lower() != "application/json":
+        raise MediaTypeError(
+            f"Content-Type is {'missing' if given is None else show(given)}; send JSON with "
+            "`Content-Type: application/json`."
+        )
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -44,17 +64,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raises:
         BodyTooLargeError: it has more than `limit` bytes, announced or sent.
-        MediaTypeError: it is not JSON by its headers.
+        MediaTypeError: it is not JSON by its headers, or compressed.
         ClientDisconnectError: the client went away.
         DeadlineError: it did not arrive in time.
     """
-    content_type = request.headers.get("content-type", "application/json")
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise MediaTypeError(
-            f"Content-Type is {show(content_type)}; send JSON with "
-            "`Content-Type: application/json`."
-        )
+    check_media_type(request)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise MediaTypeError(
@@ -119,22 +133,69 @@ def validate(model: type[M], body: dict[str, Any]) -> M:
 
     Raises:
         RequestError: naming the field, the value and what is allowed.
-        UnsupportedError: the field is known, but not supported yet.
     """
-    for name, harmless in model.unsupported().items():
-        if name in body and body[name] not in harmless:
-            raise UnsupportedError(
-                f"{name}={show(body[name])} is not supported yet; leave {name} out.", name
-            )
     try:
         return model.model_validate(body)
     except ValidationError as error:
         raise _request_error(error, body) from None
 
 
+def unknown_fields(model: type[Body], body: dict[str, Any]) -> list[str]:
+    """The fields of a body, such as `messages[].mood`, that mean nothing to anybody.
+
+    Returns:
+        Up to `MAX_UNKNOWN_FIELDS` different ones, at a bearable length and fit for a header.
+
+    Raises:
+        UnsupportedError: for a field that does mean something, which cannot be done yet.
+    """
+    found: dict[str, None] = {}
+    _look_for_unknown(model, body, "", found)
+    return [re.sub(r"[^!-+\--~]", "?", name)[:_MAX_SHOWN_NAME] for name in found]
+
+
+def _look_for_unknown(
+    model: type[Body], body: dict[str, Any], where: str, found: dict[str, None]
+) -> None:
+    for name, value in body.items():
+        if name in model.model_fields:
+            inner = model.inner.get(name)
+            if inner is None:
+                continue
+            if isinstance(value, dict):
+                _look_for_unknown(inner, value, f"{where}{name}.", found)
+            elif isinstance(value, list):
+                for item in value:
+                    if isinstance(item, dict):
+                        _look_for_unknown(inner, item, f"{where}{name}[].", found)
+        elif name in model.unsupported:
+            if value not in model.unsupported[name]:
+                instead = f"use {INSTEAD[name]}" if name in INSTEAD else f"leave {name} out"
+                raise UnsupportedError(
+                    f"{where}{name}={show(value)} is not supported yet; {instead}.", where + name
+                )
+        elif name not in NO_EFFECT and len(found) < MAX_UNKNOWN_FIELDS:
+            found[where + name] = None
+
+
 async def read_model(request: Request, model: type[M], limit: int) -> M:
-    """Reads, parses and checks a request's body."""
-    return validate(model, parse_json(await read_body(request, limit)))
+    """Reads, parses and checks a request's body.
+
+    Raises:
+        RequestError: anything is wrong with it; with --strict-fields an unknown field is, too.
+    """
+    body = parse_json(await read_body(request, limit))
+    unknown = unknown_fields(model, body)
+    checked = validate(model, body)
+    if unknown and state_of(request).config.strict_fields:
+        raise RequestError(
+            f"There are no fields {', '.join(unknown)}; leave them out (this server runs with "
+            "--strict-fields).",
+            unknown[0],
+            "unknown_parameter",
+        )
+    context_of(request).ignored_fields = unknown
+    return checked
 
 
 def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:

@@ -32,6 +32,29 @@ class AuthenticationError(RequestError):
         super().__init__(message, None, "invalid_api_key")
 
 
+class AdminError(RequestError):
+    """A route of the operator's, on a server that does not know who the operator is."""
+
+    status = 403
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} is for this server's operator: start it with --api-key, and send the key, or "
+            "with --enable-admin, which lets everybody in.",
+            None,
+            "admin_disabled",
+        )
+
+
+class HostError(RequestError):
+    """The Host header names another server: a web page may have had its own name point here."""
+
+    status = 421
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "host_not_allowed")
+
+
 class BodyTooLargeError(RequestError):
     """The request body has more bytes than the server takes."""
 

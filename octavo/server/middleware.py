@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -35,7 +35,9 @@ class RequestContext:
     request_id: str
     arrival: float
     """Second of `time.monotonic`."""
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    ignored_fields: list[str] = field(default_factory=list)
+    """Fields of the body that nobody knows."""
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -49,7 +51,7 @@ def context_of(request: Request) -> RequestContext:
 
 
 class RequestMiddleware:
-    """Gives each request its id and context, checks its key, and turns errors into answers."""
+    """Gives each request its id and context, checks host and key, turns errors into answers."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
@@ -69,11 +71,15 @@ class RequestMiddleware:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = context.request_id
+                answer = MutableHeaders(scope=message)
+                answer["X-Request-Id"] = context.request_id
+                if context.ignored_fields:
+                    answer["X-Octavo-Ignored-Fields"] = ", ".join(context.ignored_fields)
             await send(message)
 
         self.state.num_active += not probe
         try:
+            self.state.allowed_hosts.check(headers.getlist("host"))
             if not probe:
                 given = headers.get("authorization")
                 context.api_key = self.state.api_keys.check(

@@ -37,7 +37,11 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     """
     setup_logging(config.log_level, config.log_format)
     _check_tls(config)
-    keys = config.api_key + api_keys_from_environment()
+    from_environment = api_keys_from_environment()
+    keys = config.api_key + list(from_environment.values())
+    if keys:
+        sources = [*(["--api-key"] if config.api_key else []), *from_environment]
+        logger.info("requests need an API key", extra={"keys_from": ", ".join(sources)})
     state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
     with (

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from octavo.errors import RequestError, UnsupportedError
 from octavo.sampling_params import MAX_STOP_STRINGS, RequestOutputKind, SamplingParams
+from octavo.server import known_fields
 from octavo.server.body import Body
 from octavo.server.errors import show
 
@@ -114,8 +115,18 @@ def _check_content(value: object) -> object:
     return "\n".join(texts)
 
 
-class Message(BaseModel):
+class ContentPart(Body):
+    """A part of a message's content."""
+
+    type: str
+    text: str
+
+
+class Message(Body):
     """One message of a chat; a list of text parts has become one text."""
+
+    unsupported = known_fields.MESSAGE
+    inner = {"content": ContentPart}  # noqa: RUF012
 
     role: str
     content: Annotated[str, BeforeValidator(_check_content)]
@@ -137,7 +148,7 @@ def _check_messages(value: object) -> object:
                 "messages",
             )
         role = message.get("role")
-        if role in ("tool", "function") or message.get("tool_calls"):
+        if role in ("tool", "function"):
             raise UnsupportedError(f"{where}: tool calls are not supported yet.", "messages")
         if role not in ("system", "developer", "user", "assistant"):
             raise RequestError(
@@ -164,11 +175,13 @@ def _check_messages(value: object) -> object:
 Messages: TypeAlias = Annotated[list[Message], BeforeValidator(_check_messages)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """What a stream tells besides the text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    unsupported = known_fields.STREAM_OPTIONS
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(Body):
@@ -208,31 +221,8 @@ class GenerationBody(Body):
     request_id: RequestId | None = None
     deadline_ms: Annotated[int, Field(gt=0, le=2**53)] | None = None
 
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[object, ...]]:
-        """Known fields that are refused, and the values of each that are let through."""
-        nothing = (None,)
-        return {
-            "response_format": (None, {"type": "text"}),
-            "structured_outputs": nothing,
-            "guided_json": nothing,
-            "guided_regex": nothing,
-            "guided_choice": nothing,
-            "guided_grammar": nothing,
-            "guided_decoding_backend": nothing,
-            "guided_whitespace_pattern": nothing,
-            "structural_tag": nothing,
-            "use_beam_search": (None, False),
-            "length_penalty": (None, 1.0),
-            "prompt_embeds": nothing,
-            "logits_processors": nothing,
-            "kv_transfer_params": nothing,
-            "vllm_xargs": nothing,
-            "truncation_side": (None, "left"),
-            "return_tokens_as_token_ids": (None, False),
-            "thinking_token_budget": nothing,
-            "repetition_detection": nothing,
-        }
+    unsupported = known_fields.GENERATION
+    inner = {"stream_options": StreamOptions}  # noqa: RUF012
 
     def check(self) -> None:
         """Refuses fields that contradict one another.
@@ -306,10 +296,7 @@ class CompletionBody(GenerationBody):
     logprobs: Int | None = None
     best_of: Int | None = None
 
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[object, ...]]:
-        """See `GenerationBody.unsupported`."""
-        return super().unsupported() | {"suffix": (None, "")}
+    unsupported = known_fields.COMPLETION
 
     def check(self) -> None:
         """See `GenerationBody.check`."""
@@ -333,26 +320,8 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[object, ...]]:
-        """See `GenerationBody.unsupported`."""
-        nothing = (None,)
-        return super().unsupported() | {
-            "tools": (None, []),
-            "tool_choice": (None, "none"),
-            "functions": (None, []),
-            "function_call": (None, "none"),
-            "modalities": (None, ["text"]),
-            "audio": nothing,
-            "prediction": nothing,
-            "web_search_options": nothing,
-            "chat_template": nothing,
-            "documents": (None, []),
-            "reasoning_effort": nothing,
-            "mm_processor_kwargs": nothing,
-            "media_io_kwargs": nothing,
-            "echo": (None, False),
-        }
+    unsupported = known_fields.CHAT
+    inner = {**GenerationBody.inner, "messages": Message}  # noqa: RUF012
 
     def check(self) -> None:
         """See `GenerationBody.check`."""
@@ -381,10 +350,8 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
-    @classmethod
-    def unsupported(cls) -> dict[str, tuple[object, ...]]:
-        """See `GenerationBody.unsupported`."""
-        return {"tools": (None, []), "chat_template": (None,)}
+    unsupported = known_fields.TOKENIZE
+    inner = {"messages": Message}  # noqa: RUF012
 
     def check(self) -> None:
         """Refuses fields that contradict one another."""
@@ -395,6 +362,8 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
+
+    unsupported = known_fields.DETOKENIZE
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]]

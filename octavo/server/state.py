@@ -28,7 +28,7 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
-from octavo.server.auth import ApiKeys
+from octavo.server.auth import AllowedHosts, ApiKeys
 from octavo.server.errors import ClientDisconnectError, UnavailableError, show
 from octavo.tokenizer import Tokenizer
 
@@ -67,6 +67,7 @@ class ServerState:
         self.config = config
         self.engine_config = engine_config
         self.api_keys = ApiKeys(config.api_key if api_keys is None else api_keys)
+        self.allowed_hosts = AllowedHosts(config)
         self.model_names = engine_config.model.served_model_name or [engine_config.model.model]
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(engine_config)

@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.errors import RequestError
 from octavo.server.body import read_model
 from octavo.server.chat import render_messages
 from octavo.server.generation import LONG_TEXT
@@ -54,6 +55,15 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body = await read_model(request, DetokenizeBody, state.config.max_request_bytes)
     state.check_model(body.model)
-    tokenizer = state.tokenizer(await state.get_engine(), "tokens")
+    engine = await state.get_engine()
+    tokenizer = state.tokenizer(engine, "tokens")
+    # A model may have more rows than its tokenizer has tokens, or fewer.
+    vocab_size = max(engine.spec.vocab_size, len(tokenizer))
+    if max(body.tokens, default=0) >= vocab_size:
+        raise RequestError(
+            f"tokens holds the token id {max(body.tokens)}, which is not in this model's "
+            f"vocabulary of {vocab_size} tokens.",
+            "tokens",
+        )
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
     return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

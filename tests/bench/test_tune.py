@@ -191,8 +191,8 @@ def test_the_best_is_found_and_its_command_printed(fakes, tmp_path, capsys):
     assert {(b.max_concurrency, b.metric_percentiles) for b in fakes.benchmarks} == {(256, "99")}
     assert [b.num_prompts for b in fakes.benchmarks] == [t["budget"] for t in result["trials"]]
     words = fakes.commands[0]
-    assert words[:4] == [sys.executable, "-m", "octavo", "serve"]
-    assert words[4:7] == ["some/model", "--max-model-len", "64"]
+    assert words[:5] == [sys.executable, "-m", "octavo", "serve", "--enable-admin"]
+    assert words[5:8] == ["some/model", "--max-model-len", "64"]
     out = capsys.readouterr().out
     command = next(line for line in out.splitlines() if line.startswith("octavo serve"))
     assert shlex.split(command) == result["command"]

@@ -252,3 +252,9 @@ def test_salts_do_not_mix():
 
 def test_bos_is_no_end():
     assert BOS not in params_of().all_stop_token_ids
+
+
+def test_the_seed_of_minus_one_is_none():
+    drawn = [params_of(seed=-1, request_id=i).seed for i in ("a", "b")]
+    assert drawn == [params_of(request_id=i).seed for i in ("a", "b")]
+    assert drawn[0] != drawn[1]

@@ -97,6 +97,12 @@ def _fields() -> dict[str, list[Any]]:
         "use_beam_search": [True],
         "prompt_embeds": ["AAAA"],
         "logits_processors": [["x"]],
+        "logprob_token_ids": [[5]],
+        "stream_interval": [5],
+        "grammar": ["root ::= x"],
+        "json_schema": [{}],
+        "regex": ["a+"],
+        "n_predict": [5],
     }
 
 
@@ -179,6 +185,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
             "unclosed depth": b"[" * 300_000,
         }.items():
             add(name, path, raw)
+        add("no type", path, json.dumps(body), status=415, headers={})
         add("form", path, "prompt=hi", status=415, headers={"content-type": "text/plain"})
         add(
             "form data",
@@ -337,6 +344,8 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         "float": [1.5],
         "huge": [HUGE],
         "nested": [[5]],
+        "outside": [5, 2**31 - 1],
+        "far outside": [2**62],
     }.items():
         add(f"tokens {name}", "/detokenize", {"tokens": tokens}, param="tokens")
     add("nothing", "/detokenize", {}, param="tokens")

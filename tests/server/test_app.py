@@ -146,13 +146,49 @@ def test_version_metrics_and_docs():
     with_server(scenario)
 
 
+ADMIN_ROUTES = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
+
+
+@pytest.mark.parametrize("path", ADMIN_ROUTES)
+def test_the_operators_routes_are_closed_unless_it_is_known_who_that_is(path):
+    async def closed(served):
+        response = await served.post(path)
+        assert response.status_code == 403
+        error = response.json()["error"]
+        assert error["code"] == "admin_disabled"
+        assert path in error["message"]
+        assert "--enable-admin" in error["message"]
+        assert not served.engine.was_reset
+        assert not served.engine.profiling
+
+    with_server(closed, profiled_engine)
+
+    async def with_keys(served):
+        assert (await served.post(path)).status_code == 401
+        headers = {"Authorization": "Bearer k"}
+        response = await served.http.post(path, json={}, headers=headers)
+        assert response.status_code in (200, 409)
+
+    with_server(with_keys, profiled_engine, api_key=["k"])
+
+    async def from_a_web_page(served):
+        # What a page may send without asking first: no type, or one of a form's.
+        for headers in ({}, {"Content-Type": "text/plain"}):
+            response = await served.http.post(path, headers=headers)
+            assert response.status_code == 415
+        assert not served.engine.was_reset
+        assert not served.engine.profiling
+
+    with_server(from_a_web_page, profiled_engine, enable_admin=True)
+
+
 def test_reset_prefix_cache():
     async def scenario(served):
         response = await served.post("/reset_prefix_cache")
         assert response.json() == {"success": True}
         assert served.engine.was_reset
 
-    with_server(scenario)
+    with_server(scenario, enable_admin=True)
 
 
 def profiled_engine():
@@ -170,7 +206,7 @@ def test_profiles_are_started_and_stopped():
         assert "recorded already" in response.json()["error"]["message"]
         assert (await served.post("/stop_profile")).json() == {"path": "/traces/1.trace.json"}
 
-    with_server(scenario, profiled_engine)
+    with_server(scenario, profiled_engine, enable_admin=True)
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
@@ -181,7 +217,7 @@ def test_without_a_folder_there_are_no_profiles(path):
         assert "--profiler-dir" in response.json()["error"]["message"]
         assert not served.engine.profiling
 
-    with_server(scenario)
+    with_server(scenario, enable_admin=True)
 
 
 def test_tokenize_and_back():
@@ -200,6 +236,29 @@ def test_tokenize_and_back():
         assert long["count"] == 50_001
 
     with_server(scenario)
+
+
+def test_ids_outside_the_vocabulary_are_not_turned_into_text():
+    async def scenario(served):
+        assert (await served.post("/detokenize", tokens=[257])).status_code == 200
+        for tokens in ([258], [5, 258, 6], [2**31 - 1]):
+            response = await served.post("/detokenize", tokens=tokens)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == "tokens"
+            assert f"{max(tokens)}" in error["message"]
+            assert "258 tokens" in error["message"]
+
+    with_server(scenario)
+
+    async def more_tokens_than_rows(served):
+        served.engine.spec.vocab_size = 200
+        ids = (await served.post("/tokenize", prompt="a")).json()["tokens"]
+        assert max(ids) > 200
+        response = await served.post("/detokenize", tokens=ids)
+        assert response.json() == {"prompt": "<s>a"}
+
+    with_server(more_tokens_than_rows)
 
 
 def test_tokenize_a_chat():
@@ -264,4 +323,4 @@ def test_an_unexpected_error_is_a_500_and_harms_no_other():
         assert "boom" not in response.text
         assert (await served.complete()).status_code == 200
 
-    with_server(scenario)
+    with_server(scenario, enable_admin=True)

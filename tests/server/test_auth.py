@@ -1,8 +1,9 @@
 import pytest
 
+from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.server.auth import ApiKeys, private_salt
-from octavo.server.errors import AuthenticationError
+from octavo.server.auth import AllowedHosts, ApiKeys, private_salt
+from octavo.server.errors import AuthenticationError, HostError
 from tests.server.fake_engine import with_server
 
 
@@ -73,3 +74,66 @@ def test_each_key_has_its_own_prefix_cache():
         assert len(set(salts)) == 4
 
     with_server(scenario, api_key=["a", "b"])
+
+
+def answered(host, *headers, allowed=()):
+    """Whether a server that listens on `host` answers to these Host headers."""
+    try:
+        AllowedHosts(ServerConfig(host=host, allowed_hosts=list(allowed))).check(headers)
+    except HostError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.9"])
+def test_on_a_loopback_address_other_names_are_not_answered(host):
+    for name in ("localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+        assert answered(host, name), name
+    assert answered(host, "localhost.")
+    assert answered(host)  # HTTP/1.0 has no such header, and no browser leaves it out
+    for name in ("evil.test", "evil.test:8000", "localhost.evil.test", "127.0.0.1.evil.test"):
+        assert not answered(host, name), name
+    for name in ("", ":8000", "[::1", "[::2]:8000", "localhost@evil.test", "evil.test#localhost"):
+        assert answered(host, name) == (name == "[::1"), name
+    assert not answered(host, "localhost", "evil.test")
+
+
+def test_the_name_it_is_bound_to_is_answered():
+    assert answered("127.0.0.9", "127.0.0.9:8000")
+    assert not answered("127.0.0.1", "127.0.0.9:8000")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no-such-host.invalid", "a" * 80])
+def test_on_other_addresses_all_names_are_answered(host):
+    assert answered(host, "anything.test")
+
+
+def test_the_operators_names_count_everywhere():
+    for host in ("127.0.0.1", "0.0.0.0"):
+        allowed = ["api.test", "::1"]
+        assert answered(host, "API.test:443", allowed=allowed)
+        assert answered(host, "[::1]:8000", allowed=allowed)
+        assert not answered(host, "evil.test", allowed=allowed)
+        assert not answered(host, "localhost", allowed=allowed)
+        assert answered(host, "evil.test", allowed=["*"])
+
+
+def test_a_page_whose_name_points_here_reads_nothing():
+    async def scenario(served):
+        for path in ("/", "/v1/models", "/health", "/metrics", "/openapi.json", "/nothing"):
+            response = await served.http.get(path, headers={"Host": "evil.test:8000"})
+            assert response.status_code == 421
+            error = response.json()["error"]
+            assert error["code"] == "host_not_allowed"
+            assert "evil.test" in error["message"]
+            assert "--allowed-hosts" in error["message"]
+        for name in ("localhost:8000", "127.0.0.1"):
+            response = await served.http.get("/v1/models", headers={"Host": name})
+            assert response.status_code == 200
+        response = await served.http.post(
+            "/v1/completions", json={"prompt": "hi"}, headers={"Host": "evil.test"}
+        )
+        assert response.status_code == 421
+        assert not served.engine.requests
+
+    with_server(scenario, host="127.0.0.1")

@@ -154,6 +154,29 @@ def test_template_flags_and_variables():
     with_server(scenario)
 
 
+@pytest.mark.parametrize("value", [1, None, {"a": [1]}, "x"])
+def test_a_variable_may_have_any_name(value):
+    ours = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    names = ["name", "self", "variables", "template", "kwargs", "args", "context", "loop", "caller"]
+    names += ["True", "None", "range", "raise_exception", "bos_token", "__class__", "", "a b", "é"]
+
+    async def scenario(served):
+        for name in [*names, *ours]:
+            response = await served.chat(chat_template_kwargs={name: value})
+            if name in ours:
+                assert response.status_code == 400, name
+                assert response.json()["error"]["param"] == "chat_template_kwargs"
+            else:
+                # One that hides what the template needs may make it fail; that is the caller's.
+                assert response.status_code in (200, 400), (name, response.text)
+        hidden = {"name": value, "self": value}
+        assert (await served.chat(chat_template_kwargs=hidden)).status_code == 200
+        tokenized = await served.post("/tokenize", messages=[USER], chat_template_kwargs=hidden)
+        assert tokenized.status_code == 200
+
+    with_server(scenario)
+
+
 def test_a_template_of_ones_own():
     async def scenario(served):
         await served.chat()

@@ -150,7 +150,8 @@ def test_an_interrupted_upload_and_a_large_one():
         port = httpx.URL(server.url).port
         with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
             raw.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\n"
                 b"Transfer-Encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n"
             )
             raw.sendall((b"400\r\n" + b"x" * 1024 + b"\r\n") * 2)

@@ -1,0 +1,188 @@
+"""Fields that OpenAI's, vLLM's, SGLang's, llama.cpp's and other APIs have and this one has not.
+
+Each stands with the values that ask for nothing. Any other value is refused: an answer that leaves
+out what was asked for is worse than none. What no table knows is reported: see
+`octavo.server.body`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+Unsupported: TypeAlias = Mapping[str, tuple[object, ...]]
+"""Names of fields, and the values of each that are let through."""
+
+_NOTHING = (None,)
+_OFF = (None, False)
+_ZERO = (None, 0)
+_ONE = (None, 1)
+
+
+def _all(values: tuple[object, ...], names: str) -> dict[str, tuple[object, ...]]:
+    return dict.fromkeys(names.split(), values)
+
+
+# Notes for whoever keeps the answer, hints for routing and caching, and settings of something that
+# is refused itself: whatever they hold, the text is the same without them.
+NO_EFFECT = frozenset(
+    _all(
+        (),
+        "metadata safety_identifier prompt_cache_key prompt_cache_retention session_id "
+        "parallel_tool_calls return_mm_kwargs cache_control "
+        "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold id_slot n_cache_reuse "
+        "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
+    )
+)
+
+GENERATION: Unsupported = {
+    # OpenAI
+    "response_format": (None, {"type": "text"}),
+    "store": _OFF,
+    "service_tier": (None, "auto", "default"),
+    # vLLM, newer and older
+    **_all(
+        _NOTHING,
+        "structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar "
+        "guided_decoding_backend guided_whitespace_pattern prompt_embeds logits_processors "
+        "kv_transfer_params ec_transfer_params vllm_xargs extra_args repetition_detection "
+        "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
+        "output_kind early_stopping",
+    ),
+    **_all(
+        _OFF,
+        "use_beam_search return_tokens_as_token_ids return_token_offsets return_prompt_text "
+        "return_weight_versions skip_reading_prefix_cache flat_logprobs watermarking",
+    ),
+    "length_penalty": _ONE,
+    "truncation_side": (None, "left"),
+    "thinking_token_budget": (None, -1),
+    "stream_interval": _ONE,
+    "routed_experts_prompt_start": _ZERO,
+    "detokenize": (None, True),
+    # SGLang
+    **_all(
+        _NOTHING,
+        "regex ebnf stop_regex custom_params custom_logit_processor lora_path session_params "
+        "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank logprob_start_len "
+        "token_ids_logprob max_new_tokens sampling_seed input_ids input_embeds rid extra_key",
+    ),
+    **_all(
+        _OFF,
+        "no_stop_trim return_hidden_states return_routed_experts return_logprob "
+        "return_text_in_logprobs return_cached_tokens_details",
+    ),
+    "min_new_tokens": _ZERO,
+    "top_logprobs_num": _ZERO,
+    "beam_width": _ONE,
+    # llama.cpp
+    **_all(
+        _NOTHING,
+        "grammar json_schema grammar_triggers preserved_tokens samplers lora image_data "
+        "response_fields t_max_predict_ms t_max_prompt_ms n_indent adaptive_target "
+        "adaptive_decay reasoning_format reasoning_budget reasoning_budget_tokens input_prefix "
+        "input_suffix input_extra n_predict",
+    ),
+    **_all(
+        _OFF,
+        "grammar_lazy return_tokens timings_per_token return_progress post_sampling_probs "
+        "backend_sampling thinking_forced_open parse_tool_calls",
+    ),
+    **_all(
+        _ZERO, "mirostat dynatemp_range dry_multiplier xtc_probability n_probs n_keep n_discard"
+    ),
+    **_all((None, 1), "repeat_penalty typical_p tfs_z n_cmpl"),
+    "repeat_last_n": (None, -1, 64),
+    "top_n_sigma": (None, -1, 0),
+    "min_keep": (None, 0, 1),
+    "cache_prompt": (None, True),
+    # TGI, Ollama, TensorRT-LLM, LMDeploy, transformers
+    **_all(
+        _NOTHING,
+        "adapter_id guideline do_sample inputs parameters options keep_alive format think images "
+        "context num_predict num_ctx max_length stop_sequences lora_request disaggregated_params "
+        "lookahead_config top_p_min top_p_decay",
+    ),
+    **_all(
+        _OFF,
+        "watermark decoder_input_details details raw return_context_logits "
+        "return_generation_logits return_perf_metrics",
+    ),
+    **_all(_ZERO, "top_a top_n_tokens no_repeat_ngram_size"),
+    **_all(_ONE, "num_beams num_return_sequences"),
+}
+
+_TOOLS: Unsupported = {
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+}
+_TEMPLATE = _all(_NOTHING, "chat_template media_io_kwargs mm_processor_kwargs")
+
+COMPLETION: Unsupported = {
+    **GENERATION,
+    **_all(
+        _NOTHING,
+        "messages top_logprobs max_completion_tokens chat_template_kwargs add_generation_prompt "
+        "continue_final_message system template",
+    ),
+    **_TOOLS,
+    "suffix": (None, ""),
+}
+
+CHAT: Unsupported = {
+    **GENERATION,
+    **_TOOLS,
+    **_TEMPLATE,
+    **_all(
+        _NOTHING, "audio prediction web_search_options reasoning_effort reasoning prompt suffix"
+    ),
+    "modalities": (None, ["text"]),
+    "verbosity": (None, "medium"),
+    "documents": (None, []),
+    "include_reasoning": (None, True),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
+    "echo": _OFF,
+    "best_of": _ONE,
+}
+
+MESSAGE: Unsupported = {
+    **_all(_NOTHING, "audio function_call tool_call_id reasoning reasoning_content thinking"),
+    **_all(_OFF, "prefix partial"),
+    "refusal": _NOTHING,
+    "annotations": (None, []),
+    "tool_calls": (None, []),
+}
+
+STREAM_OPTIONS: Unsupported = {"include_obfuscation": _OFF}
+
+TOKENIZE: Unsupported = {
+    **_TOOLS,
+    **_TEMPLATE,
+    **_all(_NOTHING, "content add_special documents"),
+    "with_pieces": _OFF,
+    "parse_special": (None, True),
+    "return_token_offsets": _OFF,
+}
+
+DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
+
+# What to use instead.
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length"), "max_tokens"),
+    "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "sampling_seed": "seed",
+    "input_ids": "prompt",
+    "inputs": "prompt",
+    "rid": "request_id",
+    "stop_sequences": "stop",
+    "num_return_sequences": "n",
+    "n_cmpl": "n",
+    "n_probs": "logprobs",
+    "top_logprobs_num": "logprobs",
+    "content": "prompt",
+    "add_special": "add_special_tokens",
+}

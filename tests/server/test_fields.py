@@ -1,0 +1,229 @@
+"""Fields that the API does not have: refused if others know them, reported if nobody does."""
+
+import json
+
+import pytest
+
+from octavo.server import known_fields
+from octavo.server.body import MAX_UNKNOWN_FIELDS, Body, unknown_fields
+from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+from tests.server.fake_engine import Call, events, with_server
+
+HEADER = "X-Octavo-Ignored-Fields"
+USER = {"role": "user", "content": "hi"}
+BODIES = {
+    "/v1/completions": (CompletionBody, {"prompt": "hi", "max_tokens": 2}),
+    "/v1/chat/completions": (ChatBody, {"messages": [USER], "max_tokens": 2}),
+    "/tokenize": (TokenizeBody, {"prompt": "hi"}),
+    "/detokenize": (DetokenizeBody, {"tokens": [5]}),
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_known_but_cannot_be_done_is_refused_and_what_asks_for_nothing_passes(path):
+    model, good = BODIES[path]
+
+    async def scenario(served):
+        for name, harmless in model.unsupported.items():
+            for value in harmless:
+                response = await served.post(path, **good, **{name: value})
+                assert response.status_code == 200, (name, value, response.text)
+                assert HEADER not in response.headers
+            asked = [["x"], {"type": "x"}, "x" * 3, 7]
+            for value in [v for v in asked if v not in harmless]:
+                response = await served.post(path, **good, **{name: value})
+                assert response.status_code == 400, (name, value)
+                error = response.json()["error"]
+                assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+                assert error["message"].startswith(f"{name}=")
+        for name in known_fields.NO_EFFECT:
+            response = await served.post(path, **good, **{name: ["anything"]})
+            assert response.status_code == 200
+            assert HEADER not in response.headers
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_no_table_names_a_field_that_there_is(path):
+    model, _ = BODIES[path]
+    for kind in (model, *model.inner.values()):
+        assert not set(kind.model_fields) & (set(kind.unsupported) | known_fields.NO_EFFECT)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprob_token_ids": [5]},
+        {"stream_interval": 5, "stream": True},
+        {"grammar": "root ::= x"},
+        {"json_schema": {"type": "object"}},
+        {"regex": "a+"},
+        {"ebnf": "root ::= x"},
+        {"mirostat": 2},
+        {"n_predict": 5},
+        {"watermarking": True},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+    ],
+)
+def test_named_in_the_issue_and_their_like(fields):
+    async def scenario(served):
+        for response in (await served.complete(**fields), await served.chat(**fields)):
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["code"] == "unsupported_parameter"
+            assert list(fields)[-1] in error["param"]
+        assert not served.engine.requests
+
+    with_server(scenario)
+
+
+def test_the_error_says_what_to_use_instead():
+    async def scenario(served):
+        error = (await served.complete(n_predict=5)).json()["error"]
+        assert error["message"] == "n_predict=5 is not supported yet; use max_tokens."
+
+    with_server(scenario)
+
+
+UNKNOWN = [
+    ({"mood": "good"}, "mood"),
+    ({"mood": 1, "tempreature": 0}, "mood, tempreature"),
+    ({"stream_options": {"a": 1}, "stream": True}, "stream_options.a"),
+    ({"max_tokens": 1, "model": "fake"}, None),
+    ({"a,b\r\nX-Evil: 1\u00e9 \u2028": 1}, "a?b??X-Evil:?1???"),
+    ({"x" * 100_000: 1}, "x" * 48),
+    ({"": 1}, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "shown"), UNKNOWN)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_nobody_knows_is_named_in_a_header(fields, shown, stream):
+    async def scenario(served):
+        body = {"prompt": "hi", "max_tokens": 2, "stream": stream, **fields}
+        response = await served.post("/v1/completions", **body)
+        assert response.status_code == 200, response.text
+        assert response.headers.get(HEADER) == shown
+        if body["stream"]:
+            assert await events(response)
+
+    with_server(scenario)
+
+
+def test_unknown_fields_of_messages_are_named_once():
+    parts = [{"type": "text", "text": "a", "size": 1}, {"type": "text", "text": "b", "size": 2}]
+    messages = [{"role": "user", "content": "a", "mood": 1, "cache_control": {}}] * 3
+    messages.append({"role": "user", "content": parts})
+    body = {"messages": messages}
+    expected = ["messages[].mood", "messages[].content[].size"]
+    assert unknown_fields(ChatBody, body) == expected
+
+    async def scenario(served):
+        response = await served.chat(*messages)
+        assert response.headers[HEADER] == ", ".join(expected)
+        response = await served.post("/tokenize", **body)
+        assert response.headers[HEADER] == ", ".join(expected)
+
+    with_server(scenario)
+
+
+def test_known_fields_of_messages_are_refused():
+    async def scenario(served):
+        for name in Message.unsupported:
+            response = await served.chat(USER, {"role": "assistant", "content": "a", name: "b"})
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["code"], error["param"]) == (
+                "unsupported_parameter",
+                f"messages[].{name}",
+            )
+        answer = (await served.chat(USER)).json()["choices"][0]["message"]
+        extra = {"annotations": [], "tool_calls": [], "refusal": None, "reasoning": None}
+        response = await served.chat(USER, answer | extra, USER)
+        assert response.status_code == 200
+        assert HEADER not in response.headers
+
+    with_server(scenario)
+
+
+def test_the_header_is_bounded():
+    body = {"prompt": "hi", "max_tokens": 1, **{f"{i:x<99}": 1 for i in range(5000)}}
+
+    async def scenario(served):
+        response = await served.post("/v1/completions", **body)
+        assert response.status_code == 200
+        shown = response.headers[HEADER]
+        assert shown.count(",") == MAX_UNKNOWN_FIELDS - 1
+        assert len(shown) < 1100
+
+    with_server(scenario)
+
+
+def test_the_header_does_not_go_to_the_next_request():
+    async def scenario(served):
+        assert HEADER in (await served.complete(mood=1)).headers
+        assert HEADER not in (await served.complete()).headers
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_strict_fields(path):
+    _, good = BODIES[path]
+
+    async def scenario(served):
+        assert (await served.post(path, **good)).status_code == 200
+        assert (await served.post(path, **good, metadata={})).status_code == 200
+        count = len(served.engine.requests)
+        response = await served.post(path, **good, mood=1, tempreature=0)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("unknown_parameter", "mood")
+        assert "mood, tempreature" in error["message"]
+        # What is wrong with a known field is said first.
+        response = await served.post(path, **good, mood=1, model=5)
+        assert response.json()["error"]["param"] == "model"
+        assert len(served.engine.requests) == count
+
+    with_server(scenario, strict_fields=True)
+
+
+def test_strict_fields_of_messages():
+    async def scenario(served):
+        response = await served.chat({**USER, "mood": 1})
+        assert response.json()["error"]["param"] == "messages[].mood"
+
+    with_server(scenario, strict_fields=True)
+
+
+def test_an_image_is_unsupported_not_unknown():
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+
+    async def scenario(served):
+        response = await served.chat({"role": "user", "content": [part]})
+        assert response.json()["error"]["code"] == "unsupported_parameter"
+
+    with_server(scenario, strict_fields=True)
+
+
+def test_looking_does_not_depend_on_the_form_of_what_is_wrong():
+    for value in (None, 5, "x", [5], [None], [[{"a": 1}]], {"a": {"b": 1}}):
+        body = {"messages": value, "stream_options": value}
+        assert isinstance(unknown_fields(ChatBody, body), list)
+    assert unknown_fields(Body, {}) == []
+
+
+def test_a_content_type_is_asked_for():
+    body = json.dumps({"prompt": "hi"}).encode()
+
+    async def scenario(served):
+        for path in BODIES:
+            response = await served.http.post(path, content=body)
+            assert response.status_code == 415
+            assert "missing" in response.json()["error"]["message"]
+        call = Call(served, "/v1/completions", body, {"content-type": "application/json; x=y"})
+        await call.task
+        assert call.status == 200
+
+    with_server(scenario)
