@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +18,8 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continu
 # Two processes for all templates: a short chat does not wait while a long one is rendered.
 _short_client = TemplateClient()
 _long_client = TemplateClient()
+atexit.register(_short_client.close)
+atexit.register(_long_client.close)
 # In characters of the messages and in messages.
 _LONG_TEXT = 20_000
 _MANY_MESSAGES = 100

@@ -76,8 +76,9 @@ class TemplateClient:
         return self._thread.submit(self._render, request)
 
     def close(self) -> None:
-        """Ends the process, which is started again if another render comes."""
-        self._thread.submit(self._end).result()
+        """Ends the process and the thread; renders that wait are cancelled."""
+        self._thread.shutdown(cancel_futures=True)
+        self._end()
 
     def _render(self, request: RenderRequest) -> str:
         try:
