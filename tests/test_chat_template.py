@@ -1,13 +1,14 @@
-"""Chat templates: what transformers makes of them, forms of content, errors, hostile templates."""
+"""Chat templates: what transformers makes of them, forms of content, errors."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import octavo.chat_template
 from octavo.chat_template import ChatTemplate
 from octavo.errors import ConfigError, ModelError, OctavoError, RequestError, UnsupportedError
+from octavo.template_client import RenderRequest
+from octavo.template_process import _Templates
 from tests.conftest import SHARED_DATA
 from tests.small_tokenizers import byte_level
 
@@ -323,35 +324,15 @@ def test_the_sandbox_holds(source):
         simple(source).render(USER)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 'x' * 10000000000 }}",
-        "{{ 10000000000 * [1] }}",
-        "{{ 9 ** (9 ** 9) }}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
-        "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(99) %}"
-        "{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
-def test_hostile_templates_are_stopped(source, monkeypatch):
-    monkeypatch.setattr(octavo.chat_template, "MAX_RENDER_SECONDS", 0.3)
-    monkeypatch.setattr(octavo.chat_template, "MAX_RENDERED_CHARS", 100_000)
-    with pytest.raises((ModelError, RequestError)):
-        simple(source).render(USER)
-
-
 def test_user_text_is_no_template():
     assert "{{ 7 * 7 }}" in simple(CHATML).render([{"role": "user", "content": "{{ 7 * 7 }}"}])
 
 
 def test_odd_roles_fill_no_memory():
-    template = simple(CHATML)
+    templates = _Templates({"default": CHATML}, SPECIAL)
     for i in range(50):
-        template.render([{"role": f"role{i}", "content": "x"}])
-    assert len(template._habits) < 10
+        templates.render(RenderRequest({}, {}, [{"role": f"role{i}", "content": ["x"]}]))
+    assert len(templates._habits) < 10
 
 
 def test_threads():

@@ -21,8 +21,8 @@ LAYERS = [
     {"engine"},
     {"executor"},
     {"worker", "scheduler"},
-    {"kv_cache", "chat_template"},
-    {"models", "sampling", "tokenizer"},
+    {"kv_cache", "chat_template", "template_process"},
+    {"models", "sampling", "tokenizer", "template_client"},
     {"layers"},
     {"attention", "quantization"},
     {"kernels", "device"},
@@ -97,6 +97,8 @@ def test_control_plane_imports_no_torch(module):
 LEAN = {
     "octavo.cli": {"torch", "numpy", "tokenizers", "jinja2", "fastapi", "zmq", "tqdm"},
     "octavo.llm": {"torch", "jinja2", "fastapi", "zmq", "prometheus_client", "huggingface_hub"},
+    "octavo.server.run": {"torch", "jinja2"},
+    "octavo.template_process": {"torch", "numpy", "tokenizers", "fastapi", "pydantic", "zmq"},
     "octavo.engine.core_process": {"torch", "tokenizers", "jinja2", "fastapi", "prometheus_client"},
 }
 

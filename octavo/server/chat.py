@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -15,7 +14,6 @@ from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import (
-    LONG_TEXT,
     Generation,
     Prompt,
     encode,
@@ -27,8 +25,6 @@ from octavo.server.schema import ChatBody, Message
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
-
-_MANY_MESSAGES = 100
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -54,6 +50,7 @@ async def render_messages(
 
     Raises:
         RequestError: the template refuses the chat.
+        ModelError: the template is broken, or took too much time or memory.
     """
     plain = [
         {
@@ -65,18 +62,14 @@ async def render_messages(
     ]
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    render = partial(
-        template.render,
-        plain,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=bool(continue_final_message),
-        template_kwargs=template_kwargs,
+    return await asyncio.wrap_future(
+        template.submit(
+            plain,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            template_kwargs=template_kwargs,
+        )
     )
-    num_chars = sum(len(m.content) for m in messages)
-    # What may take long runs on a thread, so that the streams of others go on meanwhile.
-    if num_chars > LONG_TEXT or len(messages) > _MANY_MESSAGES or template_kwargs:
-        return await asyncio.to_thread(render)
-    return render()
 
 
 class ChatCompletion(Generation[ChatBody]):
@@ -119,7 +112,7 @@ class ChatCompletion(Generation[ChatBody]):
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         prompt = await render_messages(
-            self.state.chat_template(tokenizer),
+            await self.state.chat_template(tokenizer),
             body.messages,
             body.add_generation_prompt,
             body.continue_final_message,

@@ -86,7 +86,7 @@ class ServerState:
         self._num_admitted = 0
         self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
         self._counter = itertools.count()
-        self._template: ChatTemplate | None = None
+        self._template: asyncio.Task[ChatTemplate] | None = None
 
     # Life of the engine
 
@@ -105,7 +105,7 @@ class ServerState:
         try:
             engine = await asyncio.shield(self._started)
             if engine.tokenizer is not None:
-                self.chat_template(engine.tokenizer)  # a wrong --chat-template is told at once
+                await self.chat_template(engine.tokenizer)  # a wrong one is told at once
             await engine.wait_ready()
             logger.info("ready", extra={"model": self.model_names[0]})
             while engine.ready:
@@ -284,15 +284,17 @@ class ServerState:
             )
         return engine.tokenizer
 
-    def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+    async def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """The template given by flag, or the model's own.
 
         Raises:
             ConfigError: the one given by flag cannot be used.
         """
         if self._template is None:
-            self._template = ChatTemplate.from_tokenizer(tokenizer, self.config.chat_template)
-        return self._template
+            self._template = asyncio.create_task(
+                asyncio.to_thread(ChatTemplate.from_tokenizer, tokenizer, self.config.chat_template)
+            )
+        return await asyncio.shield(self._template)
 
 
 def state_of(request: Request) -> ServerState:

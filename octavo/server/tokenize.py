@@ -30,7 +30,7 @@ async def tokenize(request: Request) -> Response:
         special = True if special is None else special
     else:
         text = await render_messages(
-            state.chat_template(tokenizer),
+            await state.chat_template(tokenizer),
             body.messages,
             body.add_generation_prompt,
             body.continue_final_message,

@@ -57,7 +57,7 @@ def test_large_parameters_hold_up_nobody(server):
     before = server.resident_bytes()
     for fields in HARMLESS.values():
         statuses = []
-        large = threading.Thread(target=lambda f=fields: statuses.append(ask(server, **f)[0]))
+        large = threading.Thread(target=lambda f=fields, s=statuses: s.append(ask(server, **f)[0]))
         large.start()
         waits = []
         while large.is_alive():
