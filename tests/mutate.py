@@ -413,10 +413,11 @@ class Tree:
                 os._exit(code)
         code = None
         while code is None and time.monotonic() - start < timeout:
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
+            pid, status = os.waitpid(-1, os.WNOHANG)  # orphans, too: tests look whether they ended
+            if pid == child:
                 code = os.waitstatus_to_exitcode(status)
-            time.sleep(0.02)
+            elif not pid:
+                time.sleep(0.02)
         seconds = time.monotonic() - start
         _end_children()
         if code is None:
@@ -487,7 +488,7 @@ def _time(file: str) -> Outcome:
 
 def _try(fault: Fault, stages: Sequence[tuple[Sequence[str], float]]) -> Outcome:
     """Puts a fault in, runs the stages until one finds it, takes it out again."""
-    source = (ROOT / fault.path).read_bytes()
+    source = (_tree.folder / fault.path).read_bytes()
     outcome, seconds = Outcome(True, "", 0.0), 0.0
     _tree.put(fault.path, fault.apply(source))
     try:
