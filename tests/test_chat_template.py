@@ -227,6 +227,8 @@ def test_continue_final_message():
     assert render(trims) == "<hi><Once upon"
     with_parts = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}]
     assert render(CHATML, with_parts) == "<|user|>hi\n<|assistant|>Once"
+    twice = "{{ messages[-1].content }}|" + CHATML
+    assert render(twice).endswith("|<|user|>hi\n<|assistant|>Once upon "), "cut at the last one"
     with pytest.raises(RequestError, match="leaves the last"):
         render("{{ messages[0].content }}")
     with pytest.raises(RequestError, match="with text"):
@@ -328,6 +330,8 @@ def test_the_sandbox_holds(source):
     [
         "{{ 'x' * 10000000000 }}",
         "{{ 10000000000 * [1] }}",
+        "{{ ('x' * 50000 * 50000) | length }}",
+        "{{ ((1, 2) * 50000 * 50000) | length }}",
         "{{ 9 ** (9 ** 9) }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
@@ -341,6 +345,12 @@ def test_hostile_templates_are_stopped(source, monkeypatch):
     monkeypatch.setattr(octavo.chat_template, "MAX_RENDERED_CHARS", 100_000)
     with pytest.raises((ModelError, RequestError)):
         simple(source).render(USER)
+
+
+def test_what_is_small_is_repeated():
+    assert simple("{{ 'ab' * 3 }}{{ 2 * [1] }}{{ 3 * 4 }}{{ 2 ** 10 }}").render(USER) == (
+        "ababab[1, 1]121024"
+    )
 
 
 def test_user_text_is_no_template():
