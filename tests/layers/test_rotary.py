@@ -33,13 +33,8 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 0.7,
         "truncate": False,
     },
-    "yarn-equal-bounds": {  # no ramp, but a step
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 4,
-        "beta_slow": 4,
-        "truncate": False,
-    },
+    # The ramp has no length where both bounds are rounded to dimension 0.
+    "yarn-equal-bounds": {"factor": 4.0, "original_max_position_embeddings": 6},
     "longrope": {
         "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
         "long_factor": [2.0 + 0.5 * i for i in range(HEAD // 2)],
