@@ -228,6 +228,8 @@ def test_continue_final_message():
     assert render(trims) == "<hi><Once upon"
     with_parts = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}]
     assert render(CHATML, with_parts) == "<|user|>hi\n<|assistant|>Once"
+    twice = "{{ messages[-1].content }}|" + CHATML
+    assert render(twice).endswith("|<|user|>hi\n<|assistant|>Once upon "), "cut at the last one"
     with pytest.raises(RequestError, match="leaves the last"):
         render("{{ messages[0].content }}")
     with pytest.raises(RequestError, match="with text"):

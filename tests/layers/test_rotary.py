@@ -33,6 +33,8 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 0.7,
         "truncate": False,
     },
+    # The ramp has no length where both bounds are rounded to dimension 0.
+    "yarn-equal-bounds": {"factor": 4.0, "original_max_position_embeddings": 6},
     "longrope": {
         "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
         "long_factor": [2.0 + 0.5 * i for i in range(HEAD // 2)],
@@ -71,6 +73,7 @@ def test_equals_transformers(name: str) -> None:
     cache = build_cos_sin_cache(spec_of(config), 30000)
     assert cache.shape == (30000, HEAD)
     assert cache.dtype == torch.float32
+    assert cache.isfinite().all()
     # longrope: a table longer than the original context has the long factors throughout
     expected = expected_rows(config, torch.arange(30000), 30000)
     torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
@@ -81,6 +84,18 @@ def test_short_longrope_table() -> None:
     cache = build_cos_sin_cache(spec_of(config), 16)
     expected = expected_rows(config, torch.arange(16), 16)
     torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
+
+
+def test_the_original_context_beside_the_parameters_wins() -> None:
+    """As in Phi-3's config.json, where it stands there only; transformers takes that one."""
+    config = config_of("longrope")
+    config.original_max_position_embeddings = 32
+    spec = spec_of(config)
+    assert spec.original_max_position == 32
+    for length in (16, 32, 33):
+        cache = build_cos_sin_cache(spec, length)
+        expected = expected_rows(config, torch.arange(length), length)
+        torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
 
 
 def test_dynamic_takes_each_row_from_its_own_length() -> None:

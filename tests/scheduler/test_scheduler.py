@@ -241,6 +241,31 @@ class TestPreemption:
         ends = [i for i, work in enumerate(engine.steps) for r in work.finished_req_ids if r == "a"]
         assert len(ends) == 1
 
+    def test_what_was_cached_at_the_start_is_told_to_the_end(self):
+        """Prefixes that a request finds again after a preemption are its own."""
+        engine = FakeEngine(num_blocks=12)
+        engine.add("earlier", [1] * 16, max_tokens=1)
+        engine.run()
+        a = engine.add("a", [2] * 30, max_tokens=30)
+        b = engine.add("b", [1] * 16 + [3] * 14, max_tokens=30)
+        engine.now = 5.0
+        engine.step()
+        engine.now = 6.0
+        engine.run()
+        assert a.num_preemptions == 0
+        assert b.num_preemptions > 0
+        again = [
+            data.num_computed_tokens
+            for work in engine.steps
+            for data in work.scheduled_new_reqs
+            if data.req_id == "b"
+        ]
+        assert again[0] == 16
+        assert set(again) != {16}, "it finds more than at first"
+        assert {output.num_cached_tokens for output in engine.outputs["b"]} == {16}
+        assert {output.num_cached_tokens for output in engine.outputs["a"]} == {0}
+        assert b.first_scheduled_time == 5.0
+
     def test_no_request_of_the_step_is_preempted(self):
         engine = FakeEngine(num_blocks=8, num_drafts=3)
         for i in range(5):

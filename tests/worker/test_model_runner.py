@@ -1,0 +1,196 @@
+"""The model runner on a tiny Llama: what one request does must not show in another's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.config import EngineConfig
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from octavo.models.spec import ModelSpec
+from octavo.sampling.sampler import NOT_FINITE
+from octavo.sampling_params import SamplingParams
+from octavo.worker import model_runner
+from octavo.worker.model_runner import ModelRunner, SampledTokens
+from octavo.worker.setup import WorkerSetup
+from tests.models.harness import CPU, make_hf
+from tests.models.test_parity import CASES, VOCAB
+
+BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS = 8, 5, 40, 3
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config).save_pretrained(path)
+    return path
+
+
+class Runner:
+    """A model runner whose requests have blocks of their own, all handed out at the start."""
+
+    def __init__(self, folder: Path) -> None:
+        config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS)
+        spec = ModelSpec.from_folder(folder)
+        setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
+        self.runner = ModelRunner(setup, CPU)
+        groups, group_size = make_kv_cache_groups(spec.layer_windows)
+        with torch.inference_mode():
+            self.runner.initialize_kv_cache(
+                KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
+            )
+        self.computed: dict[str, int] = {}
+        self._first_block = 1
+
+    def new(
+        self, req_id: str, token_ids: Sequence[int], params: SamplingParams = GREEDY
+    ) -> NewRequestData:
+        blocks = list(range(self._first_block, self._first_block + BLOCKS))
+        self._first_block += BLOCKS
+        self.computed[req_id] = 0
+        return NewRequestData(req_id, list(token_ids), len(token_ids), params, [blocks], 0)
+
+    def step(
+        self,
+        counts: dict[str, int],
+        new: Sequence[NewRequestData] = (),
+        finished: Sequence[str] = (),
+    ) -> model_runner.PendingOutput:
+        """Runs a step of so many tokens of each request."""
+        cached = [req_id for req_id in counts if req_id not in {data.req_id for data in new}]
+        work = SchedulerOutput(
+            scheduled_new_reqs=list(new),
+            scheduled_cached_reqs=CachedRequestData(
+                cached, [None] * len(cached), [self.computed[req_id] for req_id in cached]
+            ),
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            finished_req_ids=list(finished),
+        )
+        for req_id, count in counts.items():
+            self.computed[req_id] += count
+        with torch.inference_mode():
+            self.runner.execute_model(work)
+            return self.runner.sample_tokens()
+
+    def generate(self, data: NewRequestData, count: int) -> list[int]:
+        """Tokens of a request that runs alone."""
+        tokens = token_of(self.step({data.req_id: len(data.token_ids)}, [data]).get(), data.req_id)
+        while len(tokens) < count:
+            tokens += token_of(self.step({data.req_id: 1}).get(), data.req_id)
+        return tokens
+
+
+def token_of(output: ModelRunnerOutput, req_id: str) -> list[int]:
+    return output.sampled_token_ids[output.req_ids.index(req_id)]
+
+
+@pytest.fixture
+def runner(folder: Path) -> Runner:
+    return Runner(folder)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Sampled tokens come from the device only once the list says so."""
+    arrived = [False]
+    monkeypatch.setattr(SampledTokens, "ready", lambda self: arrived[0])
+    return arrived
+
+
+PROMPT, OTHER = [5, 6, 7], [9, 8, 7, 6, 5, 4]
+
+
+class NanRow:
+    """The runner's way to run a step, but one row of logits is no numbers; it notes all ids."""
+
+    def __init__(self, steps: model_runner.StepRunner, row: int) -> None:
+        self.steps, self.row, self.ids = steps, row, np.empty(0, np.int64)
+        self.buffers, self.put_tokens = steps.buffers, steps.put_tokens
+
+    def run(self, inputs, buffers, params):
+        self.ids = np.append(self.ids, inputs.input_ids)
+        hidden, logits, tokens = self.steps.run(inputs, buffers, params)
+        logits[self.row :][:1] = torch.nan
+        return hidden, logits, tokens
+
+
+@pytest.mark.parametrize("late_tokens", [False, True])
+def test_logits_that_are_no_numbers_fail_their_request_only(
+    folder: Path, late: list[bool], late_tokens: bool
+) -> None:
+    """Steps that were scheduled before that was known compute on, with ids that there are."""
+    late[0] = True
+    alone = Runner(folder)
+    expected = alone.generate(alone.new("b", OTHER), 3)
+
+    runner = Runner(folder)
+    runner.runner.steps = steps = NanRow(runner.runner.steps, 0)
+    late[0] = not late_tokens
+    outputs = [runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT), runner.new("b", OTHER)])]
+    late[0] = True
+    # Before this one samples, the tokens that have come are taken in. (On a GPU the next step could
+    # be one of the same requests, and would read their tokens there.)
+    steps.row = 1
+    outputs.append(runner.step({"c": 3}, [runner.new("c", PROMPT)]))
+    steps.row = 0
+    outputs += [runner.step({"a": 1, "b": 1}), runner.step({"a": 1, "b": 1})]
+    first, other, *rest = [output.get() for output in outputs]
+    assert other.errors == {}
+    for output in (first, *rest):
+        assert output.errors == {"a": NOT_FINITE}
+        assert token_of(output, "a") == []
+    assert [token_of(output, "b")[0] for output in (first, *rest)] == expected
+    assert ((steps.ids >= 0) & (steps.ids < VOCAB)).all()
+
+
+def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
+    folder: Path, late: list[bool]
+) -> None:
+    """Neither among its tokens nor among those that its penalties count."""
+    penalised = SamplingParams(temperature=0.0, presence_penalty=2.0)
+    late[0] = True
+    alone = Runner(folder)
+    [ended] = alone.generate(alone.new("a", PROMPT), 1)
+    prompts = [[*PROMPT, (ended + 1) % VOCAB, 11, 12], PROMPT]
+    for prompt in prompts:
+        alone = Runner(folder)
+        expected = alone.generate(alone.new("b", prompt, penalised), 3)
+        runner = Runner(folder)
+        late[0] = False
+        runner.step({"a": 3}, [runner.new("a", PROMPT)])  # its token would be at place 3
+        new = [runner.new("b", prompt, penalised)]
+        runner.step({"b": 2}, new, finished=["a"])
+        assert runner.runner.batch.row_of == {"b": 0}
+        late[0] = True
+        output = runner.step({"b": 1, "c": 4}, [runner.new("c", [3, 3, 4, 4])]).get()
+        left = len(prompt) - 3
+        if left:
+            output = runner.step({"b": left}).get()
+        tokens = token_of(output, "b")
+        while len(tokens) < 3:
+            tokens += token_of(runner.step({"b": 1}).get(), "b")
+        assert tokens == expected
+
+
+def test_an_id_that_comes_again_has_only_what_it_asks_for(runner: Runner) -> None:
+    """As a request does that was preempted, or a client's next one."""
+    asking = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=1)
+    first = runner.step({"a": 3}, [runner.new("a", PROMPT, asking)]).get()
+    assert len(first.prompt_logprobs["a"].token_ids) == 2
+    assert set(first.logprobs) == {"a"}
+    again = runner.step({"a": 6}, [runner.new("a", OTHER)], finished=["a"]).get()
+    assert again.prompt_logprobs == {}
+    assert again.logprobs == {}
+    [token] = token_of(first, "a")
+    biased = SamplingParams(temperature=0.0, logit_bias={(token + 1) % VOCAB: 100.0})
+    for params, expected in ((biased, (token + 1) % VOCAB), (GREEDY, token)):
+        new = [runner.new("a", PROMPT, params)]
+        assert token_of(runner.step({"a": 3}, new, finished=["a"]).get(), "a") == [expected]
