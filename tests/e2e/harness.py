@@ -45,8 +45,12 @@ class Server:
         return sum(p.memory_info().rss for p in [server, *server.children(recursive=True)])
 
     def engine_process(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
+        (engine,) = (
+            child
+            for child in psutil.Process(self.process.pid).children()
+            if "octavo.engine.core_process" in child.cmdline()
+        )
+        return engine
 
 
 def free_port() -> int:
