@@ -11,6 +11,7 @@ from octavo.engine.core import EngineCore
 from octavo.messages import EngineCoreRequest, FinishReason
 from octavo.models.hub import resolve_model
 from octavo.sampling_params import SamplingParams
+from octavo.worker.memory import Scratch
 from tests.fakes import FakeExecutor, expected_output
 
 
@@ -35,6 +36,10 @@ class FakeWorkerExecutor:
         self.interrupt = False
         self._max_num_seqs = setup.config.scheduler.max_num_seqs
         self._step = None
+
+    @staticmethod
+    def measure_scratch(setup):
+        return Scratch(0, 0, 0)
 
     def initialize_kv_cache(self, kv_cache):
         self._worker = FakeExecutor(kv_cache, self._max_num_seqs)
