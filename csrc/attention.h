@@ -3,7 +3,8 @@
 // The cache is [num_blocks][2][kv_heads][block_size * head_size]. A block's values are kept as
 // [block_size][head_size]; its keys are turned, [head_size][block_size], so that one vector holds one
 // dimension of W keys and a score needs no sum across lanes. bfloat16 keys keep two dimensions side
-// by side, [head_size / 2][block_size][2], for the dot product of AVX-512.
+// by side, [head_size / 2][block_size][2], for the dot product of AVX-512; the last one of an odd number
+// lies by itself, [block_size].
 //
 // A row is one query head of one token. It walks the positions that it may see in tiles of kTile, cut
 // at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867). Every
@@ -39,6 +40,16 @@ struct Keys {
       UNROLL for (int j = 0; j < V; j++) acc[i][j] = fma(q[i * q_stride], b[j], acc[i][j]);
   }
 };
+
+// A dimension of N keys that lies by itself.
+template <int N, int R, int V, class Q>
+INLINE void add_dimension(vf (&acc)[R][V], const Q* q, int64_t q_stride, const bf16* const (&k)[V]) {
+  UNROLL for (int j = 0; j < V; j++) {
+    const vf key = load(k[j], N);
+    UNROLL for (int i = 0; i < R; i++)
+      acc[i][j] = fma(load(q + i * q_stride, 1)[0], key, acc[i][j]);
+  }
+}
 
 template <int N>
 INLINE vu load_pairs(const bf16* p) {
@@ -78,33 +89,41 @@ struct Keys<bf16> {
 
 constexpr int kScoreRows = W == 16 ? 6 : 2;  // rows and key vectors at once: the registers again
 constexpr int kScoreVectors = 4;
-// scores[R][...] = q . k for V vectors of N keys. `next`: the keys that come after these, to be
-// fetched from memory meanwhile, or null.
+// scores[R][...] = q . k for V vectors of N keys, the first one at position `at` of its block or, modulo
+// block_size, beyond it. `next`: the keys that come after these, to be fetched from memory meanwhile, or
+// null.
 template <class T, int N, int R>
 NOINLINE void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const T* const* keys,
-                           const T* const* next, int64_t block_size, int64_t head_size,
+                           const T* const* next, int64_t at, int64_t block_size, int64_t head_size,
                            float* scores) {
+  constexpr int dims = Keys<T>::kDims;
   constexpr int V = kScoreVectors;
   const T *k[V], *ahead[V];
   UNROLL for (int j = 0; j < V; j++) k[j] = keys[j], ahead[j] = next ? next[j] : nullptr;
   vf acc[R][V] = {};
-  for (int64_t d = 0; d < head_size; d += Keys<T>::kDims) {
+  for (int64_t d = 0; d + dims <= head_size; d += dims) {
     Keys<T>::template step<N, R, V>(acc, q + d, q_stride, k, d * block_size);
     if (next)
       UNROLL for (int j = 0; j < V; j++) __builtin_prefetch(ahead[j] + d * block_size);
   }
+  if constexpr (dims == 2)
+    if (head_size % 2) {
+      const int64_t d = head_size - 1;  // keys are one element apart there, not two
+      UNROLL for (int j = 0; j < V; j++) k[j] += d * block_size - (at + j * N) % block_size;
+      add_dimension<N>(acc, q + d, q_stride, k);
+    }
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < V; j++) store(scores + i * kTile + j * N, acc[i][j], N);
 }
 
 template <class T, int N, int R>
 INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stride,
-                          const T* const* keys, const T* const* next, int64_t block_size,
-                          int64_t head_size, float* scores) {
+                          const T* const* keys, const T* const* next, int64_t at,
+                          int64_t block_size, int64_t head_size, float* scores) {
   if (rows == R)
-    return score_kernel<T, N, R>(q, q_stride, keys, next, block_size, head_size, scores);
+    return score_kernel<T, N, R>(q, q_stride, keys, next, at, block_size, head_size, scores);
   if constexpr (R > 1)
-    score_kernels<T, N, R - 1>(rows, q, q_stride, keys, next, block_size, head_size, scores);
+    score_kernels<T, N, R - 1>(rows, q, q_stride, keys, next, at, block_size, head_size, scores);
 }
 
 // How values of storage type T are summed. `P`: what the probabilities are kept as; `kStep`: positions
@@ -326,8 +345,8 @@ struct Attention {
   };
   using Place = std::conditional_t<kBytes, Blocks, Tile>;
 
-  // A tile of bytes as numbers of type T: keys [kTile / span][head_size / kDims][span][kDims], values
-  // [kTile][head_size].
+  // A tile of bytes as numbers of type T: keys [kTile / span], each as a block of span positions has
+  // them; values [kTile][head_size].
   struct Widened {
     T* keys;
     T* values;
@@ -429,8 +448,10 @@ struct Attention {
       if (span == a.block_size)
         widen_at(keys, 0, span * a.head_size);
       else
-        for (int64_t d = 0; d < a.head_size; d += dims)
-          widen_at(keys + d * span, d * a.block_size + offset * dims, span * dims);
+        for (int64_t d = 0; d < a.head_size; d += dims) {
+          const int64_t some = min<int64_t>(dims, a.head_size - d);
+          widen_at(keys + d * span, d * a.block_size + offset * some, span * some);
+        }
       widen_at(to.values + i * a.head_size, values + offset * a.head_size, span * a.head_size);
       if constexpr (kScales) {
         const int64_t at = numbers + offset * kScaleBytes<C>, n = span * kScaleBytes<C>;
@@ -489,10 +510,10 @@ struct Attention {
         float* s = t.scores + i * kTile + v * lanes_of_keys;
         const int n = min(kScoreRows, t.count - i);
         if (W <= 8 || lanes_of_keys == W)
-          score_kernels<T, W, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, key_stride,
+          score_kernels<T, W, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, at, key_stride,
                                           a.head_size, s);
         else if constexpr (W > 8)
-          score_kernels<T, W / 2, kScoreRows>(n, q, a.head_size, here.keys + v, ahead,
+          score_kernels<T, W / 2, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, at,
                                               key_stride, a.head_size, s);
       }
     }
@@ -778,8 +799,10 @@ INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
       C* keys = block + h * head_size;
       const C* key = prepare(
           static_cast<const T*>(a.key) + token * a.key_stride + h * a.key_head_stride, keys);
-      for (int64_t d = 0; d < a.head_size; d += dims)
+      int64_t d = 0;
+      for (; d + dims <= a.head_size; d += dims)
         memcpy(keys + d * a.block_size + offset * dims, key + d, dims * sizeof(C));
+      if (d < a.head_size) keys[d * a.block_size + offset] = key[d];
       C* values = block + (a.kv_heads + h) * head_size;
       const C* value = prepare(
           static_cast<const T*>(a.value) + token * a.value_stride + h * a.value_head_stride, values);

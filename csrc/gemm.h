@@ -288,6 +288,10 @@ INLINE void gather_typed(const GatherArgs& a, T) {
   parallel_for(a.rows, a.rows * a.dim / step, [&](int64_t i) {
     const int64_t id = a.ids[i];
     T* out = static_cast<T*>(a.out) + i * a.dim;
+    if (id < 0 || id >= a.n) {
+      for_lanes(a.dim, [&](int64_t k, int lanes) { store(out + k, splat(NAN), lanes); });
+      return;
+    }
     if (!a.packed) {
       memcpy(out, static_cast<const T*>(a.table) + id * a.table_stride, a.dim * sizeof(T));
       return;

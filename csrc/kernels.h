@@ -250,9 +250,9 @@ struct SampleArgs {
 };
 
 struct GatherArgs {
-  const void* table;  // [*, dim], or a packed weight [n, dim]
-  int64_t table_stride;
-  const int64_t* ids;  // [rows]
+  const void* table;  // [n, dim], or a packed weight of that shape
+  int64_t table_stride, n;
+  const int64_t* ids;  // [rows]; one that is not in [0, n) gives a row of NaN
   void* out;  // [rows, dim], dense
   int64_t rows, dim;
   bool packed;

@@ -161,14 +161,21 @@ INLINE void widen_some(T* to, const C* from) {
   UNROLL for (int i = 0; i < kWidened; i += W) store(to + i, load(exact + i));
 }
 
-// from[n] -> to[n], n a multiple of kWidened. `next`: n bytes that are wanted after these, to be
-// fetched from memory meanwhile, or null.
+// from[n] -> to[n]. `next`: n bytes that are wanted after these, to be fetched from memory meanwhile, or
+// null.
 template <class T, class C>
 NOINLINE void widen_all(T* to, const C* from, const C* next, int64_t n) {
-  for (int64_t i = 0; i < n; i += kWidened) {
+  int64_t i = 0;
+  for (; i + kWidened <= n; i += kWidened) {
     if (next) __builtin_prefetch(next + i);
     widen_some(to + i, from + i);
   }
+  if (i == n) return;
+  C rest[kWidened] = {};
+  T widened[kWidened];
+  memcpy(rest, from + i, n - i);
+  widen_some(widened, rest);
+  memcpy(to + i, widened, (n - i) * sizeof(T));
 }
 
 OCTAVO_END

@@ -91,20 +91,23 @@ NB_MODULE(_native, m) {
 
   using Addresses = std::vector<Address>;
   nb::class_<StepArrays>(m, "StepArrays")
-      .def("__init__", [](StepArrays* self, Address query_start_loc, Address seq_lens,
-                          Address samples, Address last_tokens, const Addresses& block_tables,
-                          Address input_ids, Address positions, const Addresses& slot_mappings) {
-        new (self) StepArrays{at<int32_t>(query_start_loc), at<int32_t>(seq_lens),
+      .def("__init__", [](StepArrays* self, int64_t num_reqs, int64_t num_tokens,
+                          Address query_start_loc, Address seq_lens, Address samples,
+                          Address last_tokens, const Addresses& block_tables, Address input_ids,
+                          Address positions, const Addresses& slot_mappings) {
+        new (self) StepArrays{num_reqs, num_tokens,
+                              at<int32_t>(query_start_loc), at<int32_t>(seq_lens),
                               at<bool>(samples),            at<int64_t>(last_tokens),
                               all_at<int32_t>(block_tables), at<int64_t>(input_ids),
                               at<int64_t>(positions),       all_at<int64_t>(slot_mappings)};
       });
   nb::class_<InputGatherer>(m, "InputGatherer")
       .def("__init__",
-           [](InputGatherer* self, Address token_ids, int64_t max_model_len, Address num_tokens,
-              Address num_computed_tokens, const Addresses& block_tables, int64_t blocks,
-              int64_t block_size) {
+           [](InputGatherer* self, Address token_ids, int64_t max_num_seqs, int64_t max_model_len,
+              Address num_tokens, Address num_computed_tokens, const Addresses& block_tables,
+              int64_t blocks, int64_t block_size) {
              new (self) InputGatherer{at<int32_t>(token_ids),
+                                      max_num_seqs,
                                       max_model_len,
                                       at<int64_t>(num_tokens),
                                       at<int64_t>(num_computed_tokens),
@@ -212,10 +215,10 @@ NB_MODULE(_native, m) {
            {at<void>(x), at<void>(y), at<void>(out), rows, dim, dtype_of(dtype)});
   });
 
-  m.def("gather", [](Address table, int64_t table_stride, Address ids, Address out, int64_t rows,
-                     int64_t dim, bool packed, int dtype) {
+  m.def("gather", [](Address table, int64_t table_stride, int64_t n, Address ids, Address out,
+                     int64_t rows, int64_t dim, bool packed, int dtype) {
     submit("gather", kernels().gather,
-           {at<void>(table), table_stride, at<int64_t>(ids), at<void>(out), rows, dim, packed,
+           {at<void>(table), table_stride, n, at<int64_t>(ids), at<void>(out), rows, dim, packed,
             dtype_of(dtype)});
   });
 

@@ -3,6 +3,8 @@
 class StepArrays:
     def __init__(
         self,
+        num_reqs: int,
+        num_tokens: int,
         query_start_loc: int,
         seq_lens: int,
         samples: int,
@@ -18,6 +20,7 @@ class InputGatherer:
     def __init__(
         self,
         token_ids: int,
+        max_num_seqs: int,
         max_model_len: int,
         num_tokens: int,
         num_computed_tokens: int,
@@ -167,6 +170,7 @@ def add(x: int, y: int, out: int, rows: int, dim: int, dtype: int, /) -> None: .
 def gather(
     table: int,
     table_stride: int,
+    n: int,
     ids: int,
     out: int,
     rows: int,

@@ -16,7 +16,10 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 """Block sizes that the kernel takes: they fit its tiles of 64 positions."""
 
 MAX_HEAD_SIZE = 512
-"""Largest head size; sizes are multiples of 8. kMaxHeadSize in csrc/kernels.h."""
+"""Largest head size: kMaxHeadSize in csrc/kernels.h."""
+
+# kSegment and kTileRows in csrc/attention.h, and the widest 2 * W.
+_SEGMENT, _TILE_ROWS, _LANES = 512, 36, 32
 
 _CACHE_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 """CacheType in csrc/kernels.h."""
@@ -49,14 +52,29 @@ class CPUAttention:
         """
         if block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={block_size}: attention on the CPU takes {BLOCK_SIZES}.")
-        if head_size % 8 or not 0 < head_size <= MAX_HEAD_SIZE:
+        if not 0 < head_size <= MAX_HEAD_SIZE:
             raise ConfigError(
-                f"head_size={head_size}: attention on the CPU takes multiples of 8 "
-                f"up to {MAX_HEAD_SIZE}; use attention_backend=reference."
+                f"head_size={head_size}: attention on the CPU takes up to {MAX_HEAD_SIZE}; use "
+                "attention_backend=reference."
             )
         if dtype is not None:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+    def scratch_nbytes(
+        self,
+        num_tokens: int,
+        max_model_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        num_threads: int,
+    ) -> int:
+        """The segments of long contexts that few rows are shared out by: see csrc/attention.h."""
+        tasks = min(4 * num_threads, num_tokens * num_kv_heads)
+        segments = -(-max_model_len // _SEGMENT)
+        row = -(-head_size // _LANES) * _LANES + 2
+        return 4 * tasks * segments * _TILE_ROWS * row if segments > 1 else 0
 
     def write_kv(
         self,

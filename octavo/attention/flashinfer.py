@@ -50,6 +50,18 @@ class FlashInferAttention:
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
+    def scratch_nbytes(
+        self,
+        num_tokens: int,
+        max_model_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        num_threads: int,
+    ) -> int:
+        """None: what it takes is on the device, where it is measured."""
+        return 0
+
     def write_kv(
         self,
         key: Tensor,

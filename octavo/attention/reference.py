@@ -10,6 +10,9 @@ from torch import Tensor
 from octavo.attention.base import AttentionMetadata, Rotary, cached_head_size, copy_blocks
 from octavo.kernels.reference import to_bytes
 
+# Of float32 logits: as they come, without what is hidden, their exponentials, their shares.
+_LOGITS_COPIES = 4
+
 
 def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., head_size] as a cache of type `dtype` holds it, as bits where that type has 8."""
@@ -57,6 +60,20 @@ class ReferenceAttention:
         if dtype is not None:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def scratch_nbytes(
+        self,
+        num_tokens: int,
+        max_model_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        num_threads: int,
+    ) -> int:
+        """One request's logits, some copies of them, and its keys and values for each head."""
+        rows = min(num_tokens, max_model_len)
+        logits = (4 * _LOGITS_COPIES * num_heads + 16) * rows * max_model_len
+        return logits + 4 * max_model_len * head_size * (4 * num_kv_heads + 4 * num_heads)
 
     def write_kv(
         self,

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from octavo.config import EngineConfig
@@ -66,30 +68,26 @@ class EngineCore:
         budget = resolve_max_num_batched_tokens(
             config, default_batched_tokens, self.spec.max_model_len
         )
-        max_model_len = resolve_max_model_len(config, self.spec)
+        setup = WorkerSetup(
+            config=config,
+            spec=self.spec,
+            model_path=model_path,
+            dtype=resolve_dtype(config, self.spec),
+            max_model_len=resolve_max_model_len(config, self.spec),
+            max_num_batched_tokens=budget,
+        )
+        started = time.monotonic()
+        executor_class = get_executor_class(config)
+        plan = partial(make_memory_plan, config, self.spec, max_num_batched_tokens=budget)
         on_cpu = resolve_device(config.device.device) == "cpu"
         if on_cpu:  # what does not fit is refused before anything is loaded
-            self.plan, kv_cache = make_memory_plan(config, self.spec, max_num_batched_tokens=budget)
-            max_model_len = self.plan.max_model_len
+            scratch = executor_class.measure_scratch(setup)
+            self.plan, kv_cache = plan(measured=scratch)
             self._log_plan()
-        started = time.monotonic()
-        self.executor = get_executor_class(config)(
-            WorkerSetup(
-                config=config,
-                spec=self.spec,
-                model_path=model_path,
-                dtype=resolve_dtype(config, self.spec),
-                max_model_len=max_model_len,
-                max_num_batched_tokens=budget,
-            )
-        )
+            setup = replace(setup, max_model_len=self.plan.max_model_len, scratch=scratch)
+        self.executor = executor_class(setup)
         if not on_cpu:
-            self.plan, kv_cache = make_memory_plan(
-                config,
-                self.spec,
-                max_num_batched_tokens=budget,
-                device=self.executor.measure_memory(),
-            )
+            self.plan, kv_cache = plan(measured=self.executor.measure_memory())
             self._log_plan()
         self.executor.initialize_kv_cache(kv_cache)
         self.max_model_len = self.plan.max_model_len

@@ -17,7 +17,7 @@ from octavo.kv_cache.groups import (
 from octavo.models.spec import ModelSpec
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.memory import DeviceMemory
+from octavo.worker.memory import DeviceMemory, Scratch
 
 # Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
 # users than the engine.
@@ -151,17 +151,17 @@ def make_memory_plan(
     spec: ModelSpec,
     *,
     max_num_batched_tokens: int,
-    device: DeviceMemory | None = None,
+    measured: Scratch | DeviceMemory,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
     """Plans the memory of an engine.
 
-    On a CPU all of it is computed beforehand; on CUDA all but the KV cache has been measured.
+    On a CPU all of it is known beforehand; on CUDA all but the KV cache has been measured.
 
     Args:
         config: the settings.
         spec: the model.
         max_num_batched_tokens: token budget of a step.
-        device: the GPU with the model loaded; None: a CPU.
+        measured: what steps take on a CPU, or the GPU with the model loaded.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
@@ -179,32 +179,33 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    runtime = RUNTIME_NBYTES
-    weights = spec.weight_nbytes(dtype, max_model_len, config.model.quantization)
-    activations = spec.activation_nbytes(max_num_batched_tokens, dtype)
-    # Logits as they come, a processed copy where logprobs are asked for, the sampler's workspace.
-    logits = 2 * 4 * max_num_seqs * spec.vocab_size
-    logits += workspace_nbytes(max_num_seqs, spec.vocab_size)
-    loading = spec.loading_nbytes(dtype)
-    rows = InputBatch.nbytes(
-        max_num_seqs, max_model_len, max_num_batched_tokens, cache.block_size, len(groups)
-    )
-    rows += state_nbytes(max_num_seqs, spec.vocab_size)
-    most = DEFAULT_CPU_KV_BYTES
-    if device is None:
-        _, available = cpu_memory(config.device.numa_node)
-    else:
-        available = most = device.total
-        runtime, weights, activations = device.foreign, device.weights, device.step
+    if isinstance(measured, DeviceMemory):
+        available = most = measured.total
+        runtime, weights, activations = measured.foreign, measured.weights, measured.step
         logits = loading = rows = 0  # measured with the step, over, and on the host
+    else:
+        _, available = cpu_memory(config.device.numa_node)
+        most = DEFAULT_CPU_KV_BYTES
+        runtime = RUNTIME_NBYTES
+        weights = spec.weight_nbytes(dtype, max_model_len, config.model.quantization)
+        activations = measured.activations + measured.kernels
+        # Logits as they come; as much again for those of prompt tokens, of which there are fewer at
+        # once, or for a copy before they are changed, where logprobs are asked for; and what the
+        # sampler works in.
+        logits = 2 * measured.logits + workspace_nbytes(max_num_seqs, spec.vocab_size)
+        loading = spec.loading_nbytes(dtype)
+        rows = InputBatch.nbytes(
+            max_num_seqs, max_model_len, max_num_batched_tokens, cache.block_size, len(groups)
+        )
+        rows += state_nbytes(max_num_seqs, spec.vocab_size)
     limit = int(available * cache.gpu_memory_utilization)
     left = limit - runtime - weights - max(activations + logits, loading) - rows
     if left < 0:
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
             f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
-            f"{'what is free' if device is None else 'the GPU'}). Take a smaller model or dtype, "
-            "or lower max_num_batched_tokens or max_num_seqs."
+            f"{'the GPU' if isinstance(measured, DeviceMemory) else 'what is free'}). Take a "
+            "smaller model or dtype, or lower max_num_batched_tokens or max_num_seqs."
         )
     most_useful = max_num_seqs * blocks_for(max_model_len) + 1
     if cache.num_gpu_blocks_override is not None:

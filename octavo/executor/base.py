@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from octavo.config import EngineConfig
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
-from octavo.worker.memory import DeviceMemory
+from octavo.worker.memory import DeviceMemory, Scratch
 from octavo.worker.setup import WorkerSetup
 
 
@@ -23,6 +23,15 @@ class Executor(ABC):
     @abstractmethod
     def __init__(self, setup: WorkerSetup) -> None:
         """Starts the workers and loads the weights."""
+
+    @staticmethod
+    @abstractmethod
+    def measure_scratch(setup: WorkerSetup) -> Scratch:
+        """What steps on a CPU will take, before anything is loaded: exactly what will be reserved.
+
+        Raises:
+            ConfigError: if the attention backend cannot do the model's heads or the block size.
+        """
 
     @abstractmethod
     def measure_memory(self) -> DeviceMemory:

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from octavo.executor.base import Executor
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import ModelRunnerOutput, SchedulerOutput
-from octavo.worker.memory import DeviceMemory
+from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.worker.scratch import measure_scratch
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.worker import Worker
 
@@ -28,6 +29,11 @@ class UniProcExecutor(Executor):
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+
+    @staticmethod
+    def measure_scratch(setup: WorkerSetup) -> Scratch:
+        """See `Executor`."""
+        return measure_scratch(setup)
 
     def measure_memory(self) -> DeviceMemory:
         """See `Executor`."""

@@ -246,8 +246,8 @@ class Ops(Protocol):
         """A tensor for a result, its contents undefined, of a given tensor's dtype and device."""
         ...
 
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap) of a dense x (Gemma 2)."""
+    def soft_cap_(self, x: Tensor, cap: float) -> None:
+        """cap * tanh(x / cap) of a dense x (Gemma 2), in place."""
         ...
 
     def exp(self, x: Tensor) -> Tensor:

@@ -40,6 +40,24 @@ def map_memory(nbytes: int) -> Tensor:
     return tensor[start : start + nbytes]
 
 
+class _Nowhere:
+    __array_interface__ = {  # noqa: RUF012
+        "version": 3,
+        "typestr": "|u1",
+        "shape": (2**62,),
+        "data": (_HUGE_PAGE, False),
+    }
+
+
+_NOWHERE: NDArray[np.uint8] = np.asarray(_Nowhere())
+
+
+def placeholder(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory, for calls that are recorded and never run: it cannot be read."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(_NOWHERE[:nbytes]).view(dtype).view(shape)
+
+
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """An array as a tensor on a device; nobody waits for what the device still has to do."""
     tensor = torch.from_numpy(array)
@@ -54,11 +72,13 @@ class Arena:
     is gone; the next buffer takes the first free place that is large enough.
 
     Args:
-        nbytes: of all buffers that live at the same time, and of the gaps between them.
+        nbytes: of all buffers that live at the same time, and of the gaps between them; None: there
+            is no memory behind the buffers and no end to them, which a recording finds out `peak`
+            with. The same recording in an arena of that size puts each buffer at the same place.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._memory = map_memory(nbytes).numpy()
+    def __init__(self, nbytes: int | None = None) -> None:
+        self._memory = _NOWHERE if nbytes is None else map_memory(nbytes).numpy()
         self._free = [(0, len(self._memory))]  # (offset, size), ascending, never adjacent
         self.peak = 0
         """Bytes used at the fullest moment."""

@@ -353,9 +353,9 @@ class NativeOps:
         )
         return out
 
-    def _unary(self, kind: int, x: Tensor, param: float = 0.0) -> Tensor:
+    def _unary(self, kind: int, x: Tensor) -> Tensor:
         out = self._empty(*x.shape, dtype=x.dtype)
-        self._unary_into(out, kind, x, param)
+        self._unary_into(out, kind, x, 0.0)
         return out
 
     def _unary_into(self, out: Tensor, kind: int, x: Tensor, param: float) -> None:
@@ -433,9 +433,9 @@ class NativeOps:
         """Two comparisons."""
         self._unary_into(x, _CLAMP, x, bound)
 
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+    def soft_cap_(self, x: Tensor, cap: float) -> None:
         """Computed in float32, rounded once."""
-        return self._unary(_SOFT_CAP, x, cap)
+        self._unary_into(x, _SOFT_CAP, x, cap)
 
     def exp(self, x: Tensor) -> Tensor:
         """Within 2 ulp in float32."""
@@ -558,20 +558,21 @@ class NativeOps:
         return values, indices
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        """Copies, out of a packed weight too."""
+        """Copies, out of a packed weight too. An id that the table does not have gives NaN."""
         packed = isinstance(weight, PackedWeight)
         if isinstance(weight, PackedWeight):
             assert weight.panel == _native.panel(), "weight was packed for another instruction set"
-            table, dim, stride = weight.data, weight.k, 0
+            table, n, dim, stride = weight.data, weight.n, weight.k, 0
         else:
             _rows(weight)
-            table, dim, stride = weight, weight.shape[1], weight.stride(0)
+            table, (n, dim), stride = weight, weight.shape, weight.stride(0)
         assert ids.dtype == torch.int64
         assert ids.is_contiguous()
         out = self._empty(len(ids), dim, dtype=weight.dtype)
         _native.gather(
             table.data_ptr(),
             stride,
+            n,
             ids.data_ptr(),
             out.data_ptr(),
             len(ids),

@@ -236,9 +236,9 @@ class ReferenceOps:
         """Torch's own."""
         x.clamp_(-bound, bound)
 
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+    def soft_cap_(self, x: Tensor, cap: float) -> None:
         """Computed in float32, rounded once."""
-        return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
+        x.copy_(cap * torch.tanh(x.float() / cap))
 
     def exp(self, x: Tensor) -> Tensor:
         """Torch's own."""

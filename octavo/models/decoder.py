@@ -124,7 +124,7 @@ class DecoderModel:
         self._linear = ops.linear
         self._add = ops.add
         self._gather = ops.embedding
-        self._soft_cap = ops.soft_cap
+        self._soft_cap_ = ops.soft_cap_
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,7 +177,7 @@ class DecoderModel:
             hidden = self.project_out(hidden)
         logits = self._linear(hidden, self.lm_head, out_dtype=torch.float32)
         if self.spec.final_logit_softcap is not None:
-            logits = self._soft_cap(logits, self.spec.final_logit_softcap)
+            self._soft_cap_(logits, self.spec.final_logit_softcap)
         return logits
 
 

@@ -136,26 +136,6 @@ class ModelSpec:
 
         return (4 + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in model_weights(self))
 
-    def activation_nbytes(self, num_tokens: int, dtype: str) -> int:
-        """Upper bound of the memory that a forward pass holds beside weights and KV cache.
-
-        Counts the widest moment of a layer: its input and the residual stream before and after
-        the first norm, what attention or MLP hold at once, and the gap that a recorded step has
-        between its buffers. Logits are not part of it.
-
-        Args:
-            num_tokens: tokens of the step.
-            dtype: "float32", "float16" or "bfloat16".
-        """
-        hidden = self.hidden_size
-        query = self.num_attention_heads * self.head_size
-        key = self.num_key_value_heads * self.head_size
-        attention = (query + 2 * key) + query + hidden
-        inner = (2 if self.gated_mlp else 1) * self.intermediate_size
-        mlp = inner + max(self.intermediate_size, hidden)
-        per_token = 5 * hidden + max(attention, mlp, 2 * hidden)
-        return num_tokens * per_token * DTYPE_NBYTES[dtype]
-
 
 def checkpoint_dtype(folder: Path) -> str:
     """Type of the weights of a checkpoint whose config names none, from safetensors headers.

@@ -10,6 +10,8 @@ CHUNK_ELEMENTS = 2**19
 _WORKSPACE_BYTES = 96
 # Penalties: an int32 count and an int32 list entry for each token id.
 _PENALTY_BYTES = 8
+# The native sampler's workspace of each thread, for each token id, and the widest vector.
+_CANDIDATE_BYTES, _LANES = 14, 16
 # The per-row parameters: a SAMPLING_ROW and 9 arrays of at most 8 bytes.
 _ROW_BYTES = 32 + 9 * 8
 
@@ -27,6 +29,11 @@ def state_nbytes(max_num_rows: int, vocab_size: int) -> int:
     `allowed_token_ids`, `bad_words`) are not counted.
     """
     return max_num_rows * (vocab_size * _PENALTY_BYTES + _ROW_BYTES)
+
+
+def kernel_nbytes(num_threads: int, vocab_size: int) -> int:
+    """Bytes that `Ops.sample` keeps at most: see csrc/sample.h."""
+    return num_threads * (vocab_size + _LANES) * _CANDIDATE_BYTES
 
 
 def workspace_nbytes(max_num_rows: int, vocab_size: int) -> int:

@@ -119,15 +119,12 @@ class CapturedSteps:
     Args:
         eager: what to record. Its model and backend must be the native ones.
         ops: the model's table of operations.
-        activation_nbytes: what the memory plan has for intermediate results.
+        activations: where the forward pass has its intermediate results.
+        logits: where the logits are, and what they are made from.
     """
 
     def __init__(
-        self,
-        eager: EagerSteps,
-        ops: NativeOps,
-        *,
-        activation_nbytes: int,
+        self, eager: EagerSteps, ops: NativeOps, *, activations: Arena, logits: Arena
     ) -> None:
         buffers = eager.buffers(0, 0)
         groups = [
@@ -144,10 +141,9 @@ class CapturedSteps:
             for table, slots in zip(buffers.block_tables, buffers.slot_mappings, strict=True)
         ]
         self._buffers = buffers
-        self._owner = eager  # weights and KV cache, which the plans hold addresses of
-        self._arena = Arena(2 * activation_nbytes)
+        self._owners = eager, activations, logits  # of the memory that the plans have addresses of
         self._forward, self._logits = _native.Plan(), _native.Plan()
-        with ops.record(self._forward, self._arena):
+        with ops.record(self._forward, activations):
             self.hidden = eager.model.forward(
                 torch.from_numpy(buffers.input_ids),
                 torch.from_numpy(buffers.positions),
@@ -155,12 +151,10 @@ class CapturedSteps:
                 [groups[g] for g in eager.layer_groups],
                 eager.backend,
             )
-        head = Arena(2 * len(buffers.seq_lens) * (eager.model.spec.vocab_size + 64) * 4)
-        with ops.record(self._logits, head):
+        with ops.record(self._logits, logits):
             self.logits = eager.model.compute_logits(
                 self.hidden, torch.from_numpy(buffers.last_tokens)
             )
-        assert self._arena.peak <= activation_nbytes, "activations exceed their plan"
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """See `StepRunner`."""

@@ -118,6 +118,8 @@ class StepBuffers:
         self.slot_mappings: list[LongArray] = [arrays[f"slot_mapping_{g}"] for g in groups]
         self.block_tables: list[IntArray] = [arrays[f"block_table_{g}"] for g in groups]
         self.native = _native.StepArrays(
+            layout.num_reqs,
+            layout.num_tokens,
             self.query_start_loc.ctypes.data,
             self.seq_lens.ctypes.data,
             self.samples.ctypes.data,
@@ -151,6 +153,7 @@ class InputBatch:
         self._counts: LongArray = np.zeros(max_num_seqs, np.int64)
         self._gatherer = _native.InputGatherer(
             self.token_ids.ctypes.data,
+            max_num_seqs,
             max_model_len,
             self.num_tokens.ctypes.data,
             self.num_computed_tokens.ctypes.data,
@@ -229,7 +232,11 @@ class InputBatch:
         return places
 
     def gather(self, num_scheduled_tokens: dict[str, int], buffers: StepBuffers) -> StepInputs:
-        """Puts together a step's inputs; requests keep the order of `num_scheduled_tokens`."""
+        """Puts together a step's inputs; requests keep the order of `num_scheduled_tokens`.
+
+        Raises:
+            IndexError: if tokens lie beyond a row's end, or do not fit the buffers.
+        """
         req_ids, row_of = list(num_scheduled_tokens), self.row_of
         num_reqs = len(req_ids)
         rows = self._rows[:num_reqs]

@@ -1,4 +1,4 @@
-"""What a device has for an engine. Imports no torch, so that the memory plan can read it."""
+"""What a device has for an engine, and what steps take. Without torch: the memory plan reads it."""
 
 from __future__ import annotations
 
@@ -22,3 +22,18 @@ class DeviceMemory:
     foreign: int
     weights: int
     step: int
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What steps on a CPU hold beside weights, rows and KV cache: found out before loading.
+
+    Attributes:
+        activations: bytes of the arena that the forward pass of the largest step fits exactly.
+        logits: the same of its logits, with all that they are made from.
+        kernels: what the kernels keep for themselves, at most.
+    """
+
+    activations: int
+    logits: int
+    kernels: int

@@ -10,7 +10,7 @@ import torch
 
 from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
 from octavo.errors import ConfigError
-from octavo.kernels.memory import map_memory, to_device
+from octavo.kernels.memory import Arena, map_memory, to_device
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
@@ -190,10 +190,12 @@ class ModelRunner:
                 steps.capture(graph_sizes(max_num_seqs))
         elif self.backend.name == "cpu" and capture:
             assert isinstance(ops, NativeOps)
+            assert setup.scratch is not None
             self.steps = CapturedSteps(
                 eager,
                 ops,
-                activation_nbytes=setup.spec.activation_nbytes(tokens, setup.dtype),
+                activations=Arena(setup.scratch.activations),
+                logits=Arena(setup.scratch.logits),
             )
 
     def run_largest_step(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from octavo.config import EngineConfig
 from octavo.models.spec import ModelSpec
+from octavo.worker.memory import Scratch
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,5 @@ class WorkerSetup:
     """"float32", "float16" or "bfloat16"."""
     max_model_len: int
     max_num_batched_tokens: int
+    scratch: Scratch | None = None
+    """On a CPU what the memory plan has for steps."""

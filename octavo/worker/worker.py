@@ -71,9 +71,11 @@ class Worker:
             kv_nbytes, graphs = self.runner.run_largest_step()
         step = torch.cuda.max_memory_allocated(self.device) - loaded - kv_nbytes
         if graphs:  # beside what other steps compute, the captured ones hold what the largest does
-            rows, spec = self.runner.setup.config.scheduler.max_num_seqs, self.runner.spec
-            step += graphs * _GRAPH_NBYTES + 4 * rows * spec.vocab_size
-            step += spec.activation_nbytes(rows, self.runner.setup.dtype)
+            setup, vocab_size = self.runner.setup, self.runner.spec.vocab_size
+            rows = setup.config.scheduler.max_num_seqs
+            # The measured step's activations are those of each token, times the tokens.
+            step += -(-step * rows // setup.max_num_batched_tokens)
+            step += graphs * _GRAPH_NBYTES + 4 * rows * vocab_size
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         total, free = cuda_memory(self.device)

@@ -36,7 +36,7 @@ def test_block_sizes(block_size: int, dtype: torch.dtype) -> None:
 
 @isas
 @dtypes
-@pytest.mark.parametrize("head_size", [8, 24, 40, 64, 128, 256])
+@pytest.mark.parametrize("head_size", [1, 2, 7, 8, 12, 15, 20, 24, 33, 40, 64, 100, 128, 256])
 def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     case = Case(((70, 1), (90, 20)), head_size=head_size, dtype=dtype, scale=head_size**-0.5)
     assert_near(case.run(backend), case.truth())
@@ -101,6 +101,7 @@ FEATURES = [
     {"window": 3, "block_size": 8},
     {"soft_cap": 3.0, "alibi": True, "heads": 6, "kv_heads": 1},
     {"heads": 2, "kv_heads": 2, "head_size": 40, "block_size": 128},
+    {"heads": 2, "kv_heads": 1, "head_size": 15},
 ]
 
 
@@ -146,6 +147,7 @@ def test_caches_of_bytes(cache_dtype: torch.dtype, block_size: int, dtype: torch
         {"heads": 8, "kv_heads": 1, "head_size": 64, "window": 20},
         {"soft_cap": 3.0, "alibi": True, "head_size": 128, "scale": 0.1},
         {"requests": ((300, 1), (300, 90), (600, 3)), "window": 65},
+        {"heads": 2, "kv_heads": 1, "head_size": 15, "window": 70},
     ):
         case = dataclasses.replace(base, **features)  # type: ignore[arg-type]
         assert_near(case.run(backend), case.truth(), LARGEST)
@@ -154,7 +156,7 @@ def test_caches_of_bytes(cache_dtype: torch.dtype, block_size: int, dtype: torch
 @isas
 @byte_caches
 def test_head_sizes_of_caches_of_bytes(cache_dtype: torch.dtype) -> None:
-    for head_size in (8, 40, 256, 512):
+    for head_size in (1, 7, 8, 12, 33, 40, 100, 256, 512):
         case = Case(
             ((70, 1), (90, 20)),
             head_size=head_size,
@@ -277,9 +279,13 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
 
 @isas
 def test_block_size_changes_no_bit() -> None:
-    results = [Case(MIXED, block_size=size).run(backend) for size in BLOCK_SIZES]
-    for result in results[1:]:
-        assert_same(result, results[0])
+    for dtype, head_size in ((torch.float32, 16), (torch.bfloat16, 15)):
+        results = [
+            Case(MIXED, block_size=size, dtype=dtype, head_size=head_size).run(backend)
+            for size in BLOCK_SIZES
+        ]
+        for result in results[1:]:
+            assert_same(result, results[0])
 
 
 def test_shapes_it_cannot_do() -> None:
@@ -287,6 +293,6 @@ def test_shapes_it_cannot_do() -> None:
     assert backend.kv_cache_shape(3, 16, 2, 64, torch.int8) == (3, 2, 2, 16, 68)
     with pytest.raises(ConfigError, match="block_size=24"):
         backend.kv_cache_shape(3, 24, 2, 64)
-    for head_size in (0, 12, 520):
+    for head_size in (0, 513):
         with pytest.raises(ConfigError, match="head_size="):
             backend.kv_cache_shape(3, 16, 2, head_size)

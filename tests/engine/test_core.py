@@ -10,6 +10,7 @@ from octavo.engine import core as core_module
 from octavo.engine.core import EngineCore
 from octavo.messages import EngineCoreRequest, FinishReason
 from octavo.models.hub import resolve_model
+from octavo.worker.memory import Scratch
 from tests.fakes import FakeExecutor, expected_output
 from tests.params import core_params
 
@@ -35,6 +36,10 @@ class FakeWorkerExecutor:
         self.interrupt = False
         self._max_num_seqs = setup.config.scheduler.max_num_seqs
         self._step = None
+
+    @staticmethod
+    def measure_scratch(setup):
+        return Scratch(0, 0, 0)
 
     def initialize_kv_cache(self, kv_cache):
         self._worker = FakeExecutor(kv_cache, self._max_num_seqs)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +11,21 @@ from octavo.engine.memory_plan import make_memory_plan, resolve_max_num_batched_
 from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
 from octavo.models.spec import ModelSpec
-from octavo.worker.memory import DeviceMemory
+from octavo.sampling.sizes import state_nbytes
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.memory import DeviceMemory, Scratch
 from tests.triton import needs_triton
 
 SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
 
 
-def plan(**kwargs):
-    return make_memory_plan(EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048)
+SCRATCH = Scratch(activations=7_000_000, logits=5_000_000, kernels=300_000)
+
+
+def plan(scratch=SCRATCH, **kwargs):
+    return make_memory_plan(
+        EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048, measured=scratch
+    )
 
 
 def test_parts_add_up_and_stay_below_the_limit():
@@ -28,6 +36,73 @@ def test_parts_add_up_and_stay_below_the_limit():
     assert kv_cache.bytes_per_block == 16 * per_token
     for word in ("weights", "KV cache", "logits", f"{result.num_blocks:,} blocks"):
         assert word in result.report()
+
+
+def test_every_part_is_what_is_taken():
+    """Byte by byte: a plan that says less is broken later, one that says more wastes the memory."""
+    rows, length = 3, 100
+    result, kv_cache = plan(max_num_seqs=rows, max_model_len=length, dtype="float32")
+    vocab = SPEC.vocab_size
+    assert result.runtime == memory_plan.RUNTIME_NBYTES
+    assert result.weights == SPEC.weight_nbytes("float32", length)
+    assert result.activations == 7_000_000 + 300_000
+    # The logits twice, and the sampler's workspace: 96 bytes for each of a group of rows.
+    assert result.logits == 2 * 5_000_000 + 96 * rows * vocab
+    assert result.loading == SPEC.loading_nbytes("float32")
+    # What a row is in the worker: its tokens, its blocks, its state; and the inputs of a step.
+    batch = InputBatch(rows, length, kv_cache)
+    arrays = [batch.token_ids, *batch.block_tables]
+    assert result.rows == (
+        sum(array.nbytes for array in arrays)
+        + batch.layout(2048, rows).nbytes
+        + state_nbytes(rows, vocab)
+    )
+    assert result.num_blocks == rows * -(-length // 16) + 1
+    assert result.steady == sum(
+        (
+            result.runtime,
+            result.weights,
+            result.activations,
+            result.logits,
+            result.rows,
+            result.num_blocks * kv_cache.bytes_per_block,
+        )
+    )
+    assert result.total == result.steady  # loading is over when steps begin
+
+
+def test_loading_counts_where_it_takes_more_than_steps():
+    result, _ = plan(Scratch(1000, 1000, 0), max_num_seqs=1)
+    between = result.loading - result.activations - result.logits
+    assert between > 0
+    assert result.total == result.steady + between
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 90}])
+def test_the_last_byte_counts(settings, monkeypatch):
+    """A plan fits memory of its own size, and not a byte less."""
+    settings = settings | {"max_num_seqs": 1, "max_model_len": 1024, "gpu_memory_utilization": 1.0}
+    needed = plan(**settings)[0]
+    assert needed.blocks_per_request == 64
+
+    def with_memory(nbytes):
+        monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, nbytes))
+        return plan(**settings)[0]
+
+    assert with_memory(needed.total) == replace(needed, limit=needed.total)
+    with pytest.raises(ConfigError, match=r"does not fit|needs 64 and the one kept free"):
+        with_memory(needed.total - 1)
+
+
+def test_one_block_too_few_is_refused():
+    settings = {"max_model_len": 1024, "max_num_seqs": 5}
+    assert plan(num_gpu_blocks_override=65, **settings)[0].max_concurrency == 1
+    with pytest.raises(ConfigError, match="max_model_len=1008"):
+        plan(num_gpu_blocks_override=64, **settings)
+    size = plan(**settings)[0].block_nbytes
+    assert plan(kv_cache_memory_bytes=65 * size, **settings)[0].num_blocks == 65
+    with pytest.raises(ConfigError, match="max_model_len=1008"):
+        plan(kv_cache_memory_bytes=65 * size - 1, **settings)
 
 
 def test_the_kv_cache_is_no_larger_than_all_requests_can_use():
@@ -93,7 +168,7 @@ GPU = DeviceMemory(total=2000 * 2**20, foreign=300 * 2**20, weights=100 * 2**20,
 
 def gpu_plan(memory=GPU, **kwargs):
     return make_memory_plan(
-        EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048, device=memory
+        EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048, measured=memory
     )
 
 

@@ -157,6 +157,14 @@ _CONFIGS = {
 }
 
 
+def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> ModelSpec:
+    """Saves a config.json as transformers writes it, and reads it."""
+    hf_config = getattr(transformers, _CONFIGS[architecture])(**config)
+    hf_config.architectures = [architecture]
+    hf_config.save_pretrained(folder)
+    return ModelSpec.from_folder(folder)
+
+
 def save_and_load(
     hf_model: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
 ) -> DecoderModel:

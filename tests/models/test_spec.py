@@ -4,20 +4,18 @@ import json
 import struct
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import ModelError
 from octavo.models.loader import load_model
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
-from tests.models.harness import CPU, Runner
-from tests.models.test_parity import CASES, make_hf
+from tests.models.harness import CPU, save_config
+from tests.models.test_parity import CASES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -227,67 +225,12 @@ def tensors_of(value: object, seen: dict[int, int]) -> None:
 def test_weight_nbytes_is_exact(
     case: str, dtype: str, quantization: str | None, tmp_path: Path
 ) -> None:
-    architecture, config = CASES[case]
-    make_hf(architecture, **config).config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    save_config(tmp_path, *CASES[case])
     model = load_dummy(tmp_path, getattr(torch, dtype), quantization)
     seen: dict[int, int] = {}
     tensors_of(model, seen)
     planned = model.spec.weight_nbytes(dtype, quantization=quantization)
     assert sum(seen.values()) == planned
-
-
-class PeakMemory(TorchDispatchMode):
-    """Most bytes of tensors made while it is on and alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users: dict[int, int] = {}
-        self.sizes: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (list, tuple)) else [out]:
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            address = tensor.untyped_storage().data_ptr()
-            if address not in self.users:
-                if tensor._base is not None or func._schema.name.startswith("aten::view"):
-                    continue  # of something older
-                self.users[address] = 0
-                self.sizes[address] = tensor.untyped_storage().nbytes()
-            self.users[address] += 1
-            weakref.finalize(tensor, self.release, address)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return out
-
-    def release(self, address: int) -> None:
-        self.users[address] -= 1
-        if not self.users[address]:
-            del self.users[address], self.sizes[address]
-
-
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "opt-350m", "gpt2", "bloom"])
-def test_activation_nbytes_is_an_upper_bound(case: str, tmp_path: Path) -> None:
-    architecture, config = CASES[case]
-    config = config | {"vocab_size": 3000}
-    make_hf(architecture, **config).config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
-    model = load_dummy(tmp_path, torch.float32)
-    runner = Runner(model, 1, 128)
-    tokens = list(range(100))
-    memory = PeakMemory()
-    compute_logits = model.compute_logits
-    model.compute_logits = lambda hidden: hidden
-    with memory:
-        runner.step({0: tokens})
-    model.compute_logits = compute_logits
-    bound = model.spec.activation_nbytes(len(tokens), "float32")
-    inputs = 8192  # the harness's own small tensors
-    assert bound / 3 < memory.peak < bound + inputs
 
 
 def test_control_plane_imports_no_torch() -> None:

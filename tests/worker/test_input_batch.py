@@ -116,3 +116,36 @@ def test_gathered_as_in_python(data):
 def _chunk(request):
     _, _, computed, count = request
     return computed, computed + count
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("row", -1, "row -1 of 3"),
+        ("row", 3, "row 3 of 3"),
+        ("computed", -1, "5 tokens from position -1"),
+        ("computed", 12, "5 tokens from position 12 of 16"),
+        ("count", -1, "-1 tokens"),
+        ("count", 2**62, "tokens from position 0"),
+        ("room", 4, "5 tokens from position 0 of 16, and room for 4"),
+        ("requests", 0, "1 requests in a step for 0"),
+    ],
+)
+def test_what_lies_outside_is_refused_before_anything_is_written(batch, field, value, message):
+    row = batch.add(new("a", [1, 2, 3, 4, 5, 6], [[10, 11], [20, 21]]))
+    count, room, requests = 5, 5, 1
+    if field == "row":
+        batch.row_of["a"] = value
+    elif field == "computed":
+        batch.num_computed_tokens[row] = value
+    elif field == "count":
+        count = value
+    elif field == "room":
+        room = value
+    else:
+        requests = value
+    buffers = StepBuffers(batch.layout(room, requests))
+    buffers.input_ids[:] = -7
+    with pytest.raises(IndexError, match=message):
+        batch.gather({"a": count}, buffers)
+    assert (buffers.input_ids == -7).all()

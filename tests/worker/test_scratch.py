@@ -1,0 +1,125 @@
+"""What steps are planned to take is what they take, however they are run."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.config import EngineConfig
+from octavo.device import resident_memory
+from octavo.errors import ConfigError
+from octavo.models.spec import ModelSpec
+from octavo.worker.memory import Scratch
+from octavo.worker.scratch import measure_scratch
+from octavo.worker.setup import WorkerSetup
+from tests.models.harness import Runner, save_config
+from tests.models.test_parity import CASES
+from tests.models.test_spec import load_dummy
+
+
+class PeakMemory(TorchDispatchMode):
+    """Most bytes of tensors made while it is on and alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            address = tensor.untyped_storage().data_ptr()
+            if address not in self.users:
+                if tensor._base is not None or func._schema.name.startswith("aten::view"):
+                    continue  # of something older
+                self.users[address] = 0
+                self.sizes[address] = tensor.untyped_storage().nbytes()
+            self.users[address] += 1
+            weakref.finalize(tensor, self.release, address)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return out
+
+    def release(self, address: int) -> None:
+        self.users[address] -= 1
+        if not self.users[address]:
+            del self.users[address], self.sizes[address]
+
+
+def measure(spec: ModelSpec, dtype: str, tokens: int, requests: int, **settings: Any) -> Scratch:
+    return measure_scratch(
+        WorkerSetup(
+            config=EngineConfig.from_kwargs(max_num_seqs=requests, **settings),
+            spec=spec,
+            model_path=Path("nowhere"),
+            dtype=dtype,
+            max_model_len=128,
+            max_num_batched_tokens=tokens,
+        )
+    )
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_layer_by_layer_a_step_takes_no_more(case: str, backend: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    spec = save_config(tmp_path, architecture, config | {"vocab_size": 3000})
+    runner = Runner(load_dummy(tmp_path, torch.float32), 1, 128, backend)
+    compute_logits, tokens = runner.model.compute_logits, list(range(100))
+    scratch = measure(spec, "float32", 100, 100, attention_backend=backend)
+    inputs = 8192  # the harness's own small tensors
+    hidden: list[torch.Tensor] = []
+    runner.model.compute_logits = lambda x: hidden.append(x) or x  # type: ignore[method-assign, func-returns-value]
+    with PeakMemory() as forward:
+        runner.step({0: tokens})
+    planned = scratch.activations + (scratch.kernels if backend == "reference" else 0)
+    assert planned / 3 < forward.peak < planned + inputs
+    rows = torch.arange(100)
+    with PeakMemory() as logits, torch.inference_mode():
+        compute_logits(hidden[0], rows)
+    assert 0.9 * scratch.logits < logits.peak <= scratch.logits
+
+
+def test_logits_are_planned_with_the_rows_that_they_are_made_from(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 768, "intermediate_size": 40, "vocab_size": 333}
+    spec = save_config(tmp_path, "LlamaForCausalLM", CASES["llama"][1] | sizes)
+    assert measure(spec, "float32", 8, 3).logits == 3 * 768 * 4 + 64 * -(-3 * 333 * 4 // 64)
+
+
+def test_it_takes_no_memory_and_grows_with_the_step(tmp_path: Path) -> None:
+    spec = save_config(tmp_path, *CASES["gemma2"])
+    small = measure(spec, "bfloat16", 64, 64)
+    before = resident_memory()
+    large = measure(spec, "bfloat16", 64 * 2**20, 4096)
+    assert resident_memory() < before + 8 * 2**20
+    assert large.activations == 2**20 * small.activations
+    assert large.logits == 64 * small.logits
+    assert measure(spec, "float32", 64, 64).activations == 2 * small.activations
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_quantized_weights_change_nothing(quantization: str | None, tmp_path: Path) -> None:
+    spec = save_config(tmp_path, *CASES["llama-mqa-tied-bias"])
+    assert measure(spec, "float32", 9, 3, quantization=quantization) == measure(
+        spec, "float32", 9, 3
+    )
+
+
+def test_heads_that_attention_cannot_do_are_refused_before_loading(tmp_path: Path) -> None:
+    config = CASES["llama"][1] | {"head_dim": 520}
+    spec = save_config(tmp_path, "LlamaForCausalLM", config)
+    with pytest.raises(ConfigError, match="head_size=520"):
+        measure(spec, "float32", 8, 2)
+    assert measure(spec, "float32", 8, 2, attention_backend="reference").activations > 0
+
+
+def test_the_kernels_own_memory_grows_with_threads_and_context(tmp_path: Path) -> None:
+    spec = save_config(tmp_path, *CASES["llama"])
+    one = measure(spec, "float32", 8, 2, num_threads=1).kernels
+    assert measure(spec, "float32", 8, 2, num_threads=2).kernels == 2 * one
+    assert one >= 14 * spec.vocab_size
