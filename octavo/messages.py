@@ -9,6 +9,7 @@ All are msgspec structs, so every one of them can cross a process border.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -102,15 +103,42 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class LogprobsLists(msgspec.Struct, array_like=True):
-    """Logprobs of some consecutive positions; the first entry of a row is the token itself.
+    """Logprobs of some consecutive positions of one request, as arrays.
 
-    Rows may differ in length: `token_ids[i]` and `logprobs[i]` have 1 + k entries.
+    A row has 1 + k entries; the first one is the token itself.
     """
 
-    token_ids: list[list[int]]
-    logprobs: list[list[float]]
-    ranks: list[int]
-    """1-based rank of the token itself among the whole vocabulary."""
+    token_ids: bytes = b""
+    """int32 [rows, 1 + k]"""
+    logprobs: bytes = b""
+    """float32 [rows, 1 + k]"""
+    ranks: bytes = b""
+    """int32 [rows], 1-based rank of the token itself among the whole vocabulary."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many positions."""
+        return len(self.ranks) // 4
+
+    def select(self, start: int, stop: int) -> LogprobsLists:
+        """The rows from `start` up to `stop`."""
+        if not self.ranks:
+            return self
+        row = len(self.token_ids) // self.num_rows
+        return LogprobsLists(
+            self.token_ids[start * row : stop * row],
+            self.logprobs[start * row : stop * row],
+            self.ranks[start * 4 : stop * 4],
+        )
+
+    @staticmethod
+    def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
+        """All rows, in order; they are equally long."""
+        return LogprobsLists(
+            b"".join(part.token_ids for part in parts),
+            b"".join(part.logprobs for part in parts),
+            b"".join(part.ranks for part in parts),
+        )
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 
 @dataclass(slots=True)
@@ -15,8 +18,88 @@ class Logprob:
 
 
 # For each position the reported candidates; the token itself is always among them.
-SampleLogprobs = list[dict[int, Logprob]]
-PromptLogprobs = list[dict[int, Logprob] | None]
+SampleLogprobs = Sequence[dict[int, Logprob]]
+PromptLogprobs = Sequence[dict[int, Logprob] | None]
+
+
+class FlatLogprobs(Sequence[Any]):
+    """A list of a dict for each position (`SampleLogprobs`), kept as arrays of numbers.
+
+    A dict is made when it is asked for: as objects all of them would take twenty times the memory.
+    It compares, slices and prints like the list that it stands for, and is pickled as one.
+
+    Args:
+        text_of: the text of a token; None: no text.
+        of_prompt: nothing is known of the first position, which is None (`PromptLogprobs`).
+    """
+
+    __slots__ = ("_logprobs", "_num_rows", "_of_prompt", "_ranks", "_token_ids", "text_of")
+
+    def __init__(self, text_of: Callable[[int], str] | None, *, of_prompt: bool = False) -> None:
+        self.text_of = text_of
+        self._of_prompt = of_prompt
+        self._token_ids, self._logprobs, self._ranks = array("i"), array("f"), array("i")
+        self._num_rows = 0  # a copy shares the arrays, which may have become longer since
+
+    def append_rows(self, token_ids: bytes, logprobs: bytes, ranks: bytes) -> None:
+        """Adds positions; the arguments are the fields of `octavo.messages.LogprobsLists`."""
+        self._token_ids.frombytes(token_ids)
+        self._logprobs.frombytes(logprobs)
+        self._ranks.frombytes(ranks)
+        self._num_rows = len(self._ranks)
+
+    def extend(self, other: FlatLogprobs) -> None:
+        """Adds the positions of another one, which is not of a prompt."""
+        self._token_ids.extend(other._token_ids)
+        self._logprobs.extend(other._logprobs)
+        self._ranks.extend(other._ranks)
+        self._num_rows = len(self._ranks)
+
+    def copy(self) -> FlatLogprobs:
+        """What is there now: positions added later are not in it. Neither is it to be added to."""
+        new = FlatLogprobs(self.text_of, of_prompt=self._of_prompt)
+        new._token_ids, new._logprobs, new._ranks = self._token_ids, self._logprobs, self._ranks
+        new._num_rows = self._num_rows
+        return new
+
+    def __len__(self) -> int:
+        return self._num_rows + self._of_prompt
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index] - self._of_prompt
+        if at < 0:
+            return None
+        text_of, width = self.text_of, len(self._token_ids) // len(self._ranks)
+        row: dict[int, Logprob] = {}
+        begin = at * width
+        for i in range(width):
+            token_id = self._token_ids[begin + i]
+            if token_id not in row:
+                text = None if text_of is None else text_of(token_id)
+                # Behind the token itself come the most probable ones, of rank 1, 2 ...
+                row[token_id] = Logprob(self._logprobs[begin + i], i or self._ranks[at], text)
+        return row
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FlatLogprobs | list | tuple):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[type, tuple[list[Any]]]:
+        return list, (list(self),)
 
 
 @dataclass(slots=True)

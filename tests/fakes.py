@@ -28,7 +28,7 @@ from octavo.messages import (
 )
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
-from tests.params import core_params
+from tests.params import core_params, pack_logprobs
 
 VOCAB = 50
 
@@ -215,7 +215,7 @@ class FakeExecutor:
 
 
 def _logprobs(tokens: Sequence[int]) -> LogprobsLists:
-    return LogprobsLists([[t] for t in tokens], [[-float(t)] for t in tokens], [1] * len(tokens))
+    return pack_logprobs([[t] for t in tokens], [[-float(t)] for t in tokens], [1] * len(tokens))
 
 
 class FakeEngine:

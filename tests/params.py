@@ -1,11 +1,13 @@
-"""Parameters as the engine core gets them, without an input processor."""
+"""Parameters as the engine core gets them, and logprobs as it gives them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from octavo.engine.core_params import make_core_params
-from octavo.messages import CoreSamplingParams
+from octavo.messages import CoreSamplingParams, LogprobsLists
 from octavo.sampling_params import SamplingParams
 
 
@@ -30,3 +32,26 @@ class Params(SamplingParams, kw_only=True):
 def core_params(vocab_size: int = 100, **fields: object) -> CoreSamplingParams:
     """The same from the fields of `Params`."""
     return Params(**fields).core(vocab_size)
+
+
+def pack_logprobs(
+    token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], ranks: Sequence[int]
+) -> LogprobsLists:
+    """Rows of equal length."""
+    return LogprobsLists(
+        np.asarray(token_ids, np.int32).tobytes(),
+        np.asarray(logprobs, np.float32).tobytes(),
+        np.asarray(ranks, np.int32).tobytes(),
+    )
+
+
+def unpack_logprobs(
+    lists: LogprobsLists,
+) -> tuple[list[list[int]], list[list[float]], list[int]]:
+    """Token ids, logprobs, ranks."""
+    shape = (lists.num_rows, -1) if lists.num_rows else (0, 1)
+    return (
+        np.frombuffer(lists.token_ids, np.int32).reshape(shape).tolist(),
+        np.frombuffer(lists.logprobs, np.float32).reshape(shape).tolist(),
+        np.frombuffer(lists.ranks, np.int32).tolist(),
+    )

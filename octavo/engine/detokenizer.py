@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from array import array
 from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
@@ -10,6 +11,8 @@ from typing import Protocol
 from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import REPLACEMENT, Tokenizer
 
+# So many pieces of text are kept before they are joined: small ones take ten times their length.
+_MAX_PIECES = 256
 # How many tokens of the prompt are looked at for context; a character has at most 4 bytes.
 _NUM_CONTEXT_TOKENS = 6
 # No character takes more tokens than this: text that still ends in U+FFFD then is really broken.
@@ -140,7 +143,7 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
     ) -> None:
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")
         self._stream: TextStream | None = None
         if tokenizer is not None and params.detokenize:
             self._stream = make_text_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
@@ -176,6 +179,8 @@ class IncrementalDetokenizer:
                 continue
             if not self._stops:
                 self._released.append(new_text)
+                if len(self._released) > _MAX_PIECES:
+                    self.text()
                 continue
             num_old = len(self._held)
             self._held += new_text
@@ -184,6 +189,8 @@ class IncrementalDetokenizer:
                 if stop is not None:
                     return stop
             self._release(len(self._held) - self._num_held)
+            if len(self._released) > _MAX_PIECES:
+                self.text()
         return None
 
     def finish(self) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.errors import OctavoError, RequestError, make_error
-from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
+from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from octavo.outputs import (
     CompletionOutput,
-    Logprob,
-    PromptLogprobs,
+    FlatLogprobs,
     RequestMetrics,
     RequestOutput,
-    SampleLogprobs,
 )
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
@@ -83,7 +82,7 @@ class _Group:
     prompt_token_ids: list[int]
     output_kind: RequestOutputKind
     queue: RequestOutputCollector | None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: FlatLogprobs | None = None
     num_cached_tokens: int = 0
     live: dict[str, _RequestState] = field(default_factory=dict)
     """Unfinished answers by core request id."""
@@ -133,8 +132,8 @@ class _RequestState:
     stop_token_ids: frozenset[int]
     max_tokens: int
     times: RequestMetrics
-    logprobs: SampleLogprobs | None
-    prompt_logprobs: PromptLogprobs | None
+    logprobs: FlatLogprobs | None
+    prompt_logprobs: FlatLogprobs | None
     """Collects until the first token comes; only the first of n answers does it."""
     cumulative_logprob: float | None
     num_delivered: int = 0
@@ -152,13 +151,13 @@ class _RequestState:
         detokenizer, logprobs = self.detokenizer, self.logprobs
         if self.group.output_kind == RequestOutputKind.DELTA:
             text = detokenizer.take_text()
-            token_ids = detokenizer.token_ids[self.num_delivered :]
+            token_ids = detokenizer.token_ids[self.num_delivered :].tolist()
             self.num_delivered += len(token_ids)
             if logprobs is not None:
-                self.logprobs = []
+                self.logprobs = FlatLogprobs(logprobs.text_of)
         else:
             text = detokenizer.text()
-            token_ids = detokenizer.token_ids.copy()
+            token_ids = detokenizer.token_ids.tolist()
             logprobs = None if logprobs is None else logprobs.copy()
         return CompletionOutput(
             self.index,
@@ -225,6 +224,7 @@ class OutputProcessor:
             queue,
         )
         core_params = request.sampling_params
+        text_of = None if self._tokenizer is None else self._tokenizer.token_text
         for index, child_id in enumerate(child_ids):
             times = RequestMetrics(arrival_time=request.arrival_time)
             state = _RequestState(
@@ -237,8 +237,8 @@ class OutputProcessor:
                 stop_token_ids=core_params.all_stop_token_ids,
                 max_tokens=core_params.max_tokens,
                 times=times,
-                logprobs=None if params.logprobs is None else [],
-                prompt_logprobs=[None]
+                logprobs=None if params.logprobs is None else FlatLogprobs(text_of),
+                prompt_logprobs=FlatLogprobs(text_of, of_prompt=True)
                 if params.prompt_logprobs is not None and not index
                 else None,
                 cumulative_logprob=None if params.logprobs is None else 0.0,
@@ -336,7 +336,8 @@ class OutputProcessor:
         if state.index == 0 and output.num_cached_tokens:
             group.num_cached_tokens = output.num_cached_tokens
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
-            state.prompt_logprobs += self._logprob_rows(output.new_prompt_logprobs, None)
+            rows = output.new_prompt_logprobs
+            state.prompt_logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)
         reason = output.finish_reason
         stop_text: str | None = None
         num_new = 0
@@ -359,11 +360,12 @@ class OutputProcessor:
             stop_text = detokenizer.update(new_token_ids, by_token)
             num_new = len(detokenizer.token_ids) - num_before
             if output.new_logprobs is not None and state.logprobs is not None:
-                rows = output.new_logprobs
+                rows = output.new_logprobs.select(0, num_new)
                 assert state.cumulative_logprob is not None
-                state.logprobs += self._logprob_rows(rows, num_new)
-                for row in rows.logprobs[:num_new]:
-                    state.cumulative_logprob += row[0]
+                state.logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)
+                # The tokens' own ones, after one another: sums depend on their order.
+                for logprob in array("f", rows.logprobs)[:: len(rows.logprobs) // 4 // num_new]:
+                    state.cumulative_logprob += logprob
         if stop_text is not None:
             if reason is None:
                 result.reqs_to_abort.append(state.request_id)
@@ -435,30 +437,14 @@ class OutputProcessor:
         else:
             request_outputs.append(output)
 
-    def _logprob_rows(self, rows: LogprobsLists, num_rows: int | None) -> SampleLogprobs:
-        """The first `num_rows` rows as dicts, the token itself first in each."""
-        text_of = None if self._tokenizer is None else self._tokenizer.token_text
-        dicts: SampleLogprobs = []
-        for token_ids, logprobs, rank in zip(
-            rows.token_ids[:num_rows], rows.logprobs, rows.ranks, strict=False
-        ):
-            row: dict[int, Logprob] = {}
-            for i, token_id in enumerate(token_ids):
-                if token_id not in row:
-                    text = None if text_of is None else text_of(token_id)
-                    # Behind the token itself come the most probable ones, of rank 1, 2 ...
-                    row[token_id] = Logprob(logprobs[i], i or rank, text)
-            dicts.append(row)
-        return dicts
-
 
 def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:
     """Appends a delta to the one before."""
     held.text += new.text
     held.token_ids += new.token_ids
     held.cumulative_logprob = new.cumulative_logprob
-    if held.logprobs is not None and new.logprobs is not None:
-        held.logprobs += new.logprobs
+    if isinstance(held.logprobs, FlatLogprobs) and isinstance(new.logprobs, FlatLogprobs):
+        held.logprobs.extend(new.logprobs)
     held.finish_reason = new.finish_reason
     held.stop_reason = new.stop_reason
 

@@ -124,9 +124,7 @@ class Sampler:
                 logits = raw[to_device(raw_rows[some], raw.device)]
                 lists = _gather_logprobs(self.ops, logits, chosen, k)
                 for i, row in enumerate(rows[some].tolist()):
-                    output.logprobs[row] = LogprobsLists(
-                        [lists.token_ids[i]], [lists.logprobs[i]], [lists.ranks[i]]
-                    )
+                    output.logprobs[row] = lists.select(i, i + 1)
 
 
 def prompt_logprobs(
@@ -143,16 +141,15 @@ def prompt_logprobs(
     Returns:
         T rows of 1 + num_logprobs entries.
     """
-    lists = LogprobsLists([], [], [])
     step = rows_per_chunk(logits.shape[1])
-    for at in range(0, len(logits), step):
-        part = _gather_logprobs(
-            ops, logits[at : at + step], target_token_ids[at : at + step], num_logprobs
-        )
-        lists.token_ids += part.token_ids
-        lists.logprobs += part.logprobs
-        lists.ranks += part.ranks
-    return lists
+    return LogprobsLists.join(
+        [
+            _gather_logprobs(
+                ops, logits[at : at + step], target_token_ids[at : at + step], num_logprobs
+            )
+            for at in range(0, len(logits), step)
+        ]
+    )
 
 
 def top_candidates(ops: Ops, logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -205,8 +202,14 @@ def _gather_logprobs(
     lower_id = torch.arange(logits.shape[1], device=logits.device) < token
     ahead = (logits > value) | ((logits == value) & lower_id)
     return LogprobsLists(
-        ids.tolist(), logprobs.gather(1, ids).tolist(), (ahead.sum(dim=-1) + 1).tolist()
+        _bytes(ids.to(torch.int32)),
+        _bytes(logprobs.gather(1, ids)),
+        _bytes((ahead.sum(dim=-1) + 1).to(torch.int32)),
     )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
 
 
 def _chunks(rows: LongArray, vocab_size: int) -> Iterator[LongArray]:

@@ -243,7 +243,7 @@ class Scheduler:
                 finished, count = self._check_stop(request, tokens)
                 if count < len(tokens):
                     tokens = tokens[:count]
-                    token_logprobs = token_logprobs and _first(token_logprobs, count)
+                    token_logprobs = token_logprobs and token_logprobs.select(0, count)
                 request.append_output_token_ids(tokens)
             new_prompt_logprobs = None
             if prompt_logprobs and req_id in prompt_logprobs:
@@ -539,12 +539,10 @@ class Scheduler:
         again what it has handed out.
         """
         known = request.num_prompt_logprobs - start
-        if known >= len(rows.token_ids):
+        if known >= rows.num_rows:
             return None
-        request.num_prompt_logprobs = start + len(rows.token_ids)
-        if known <= 0:
-            return rows
-        return LogprobsLists(rows.token_ids[known:], rows.logprobs[known:], rows.ranks[known:])
+        request.num_prompt_logprobs = start + rows.num_rows
+        return rows if known <= 0 else rows.select(known, rows.num_rows)
 
     def _fail_expired(self, now: float) -> None:
         """Ends the requests whose deadline has passed; a scan only when one may have."""
@@ -595,8 +593,3 @@ class Scheduler:
 
 def _queue_key(request: Request) -> tuple[int, float, int]:
     return request.queue_key
-
-
-def _first(rows: LogprobsLists, count: int) -> LogprobsLists:
-    """The first `count` rows."""
-    return LogprobsLists(rows.token_ids[:count], rows.logprobs[:count], rows.ranks[:count])

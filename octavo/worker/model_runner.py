@@ -358,21 +358,14 @@ class ModelRunner:
             count = min(end - begin, int(self.batch.num_prompt_tokens[row]) - 1 - first)
             if k is None or count <= 0:
                 continue
-            lists = LogprobsLists([], [], [])
+            parts: list[LogprobsLists] = []
             for at in range(0, count, self._prompt_logprobs_rows):
                 n = min(self._prompt_logprobs_rows, count - at)
                 logits = self.model.compute_logits(hidden[begin + at : begin + at + n])
                 targets = self.batch.token_ids[row, first + at + 1 : first + at + 1 + n]
-                part = prompt_logprobs(
-                    self.sampler.ops,
-                    logits,
-                    to_device(targets.astype(np.int64), self.device),
-                    k,
-                )
-                lists.token_ids += part.token_ids
-                lists.logprobs += part.logprobs
-                lists.ranks += part.ranks
-            result[req_id] = lists
+                ids = to_device(targets.astype(np.int64), self.device)
+                parts.append(prompt_logprobs(self.sampler.ops, logits, ids, k))
+            result[req_id] = LogprobsLists.join(parts)
         return result
 
 

@@ -30,7 +30,7 @@ RICH = SamplingParams(
     seed=5,
     max_tokens=6,
     repetition_penalty=1.2,
-    bad_words_token_ids=[[3, 4], [7]],
+    allowed_token_ids=list(range(1, 200)),
     ignore_eos=True,
 )
 LOGPROBS = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, ignore_eos=True)

@@ -142,7 +142,7 @@ def test_stop_token_has_no_text():
         assert detokenizer.update(b"X", ended_by_stop_token=True) is None
         detokenizer.finish()
         assert detokenizer.text() == expected
-        assert detokenizer.token_ids == list(b"abX")
+        assert detokenizer.token_ids.tolist() == list(b"abX")
 
 
 def test_unfinished_character_is_held_back_and_flushed():
@@ -170,7 +170,7 @@ def test_stop_across_tokens(num_at_once, keep):
     seen += detokenizer.take_text()
     assert found == "END"
     assert seen == ("one EN two END" if keep else "one EN two ")
-    assert bytes(detokenizer.token_ids) == b"one EN two END"
+    assert bytes(detokenizer.token_ids.tolist()) == b"one EN two END"
 
 
 def test_held_back_text_never_takes_part_in_a_stop():
@@ -266,4 +266,30 @@ def test_without_text():
         assert detokenizer.update([65, 66]) is None
         detokenizer.finish()
         assert detokenizer.text() == ""
-        assert detokenizer.token_ids == [65, 66]
+        assert detokenizer.token_ids.tolist() == [65, 66]
+
+
+def test_nothing_follows_a_stop_text():
+    """Not even what the token that completed it began."""
+
+    class Pieces:
+        has_bytes = True
+        strips_leading_space = False
+        pieces = pieces_without_special = ("one", b".\xc3", "!")
+
+    params = SamplingParams(stop=["."], max_tokens=None)
+    detokenizer = IncrementalDetokenizer(Pieces(), [], params)
+    assert detokenizer.update([0, 1]) == "."
+    detokenizer.finish()
+    assert detokenizer.text() == "one"
+    assert detokenizer.update([2]) is None
+    assert detokenizer.text() == "one"
+
+
+def test_long_answers_are_kept_in_few_pieces():
+    params = SamplingParams(max_tokens=None)
+    detokenizer = IncrementalDetokenizer(byte_level(), [], params)
+    for _ in range(5000):
+        detokenizer.update([65])
+    assert len(detokenizer._released) < 300
+    assert detokenizer.text() == "A" * 5000

@@ -16,9 +16,10 @@ from octavo.errors import (
     OctavoError,
     RequestError,
 )
-from octavo.messages import EngineCoreOutput, FinishReason, LogprobsLists
+from octavo.messages import EngineCoreOutput, FinishReason
 from octavo.metrics import EngineMetrics
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from tests.params import pack_logprobs
 from tests.small_tokenizers import EOS, byte_level
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -120,7 +121,7 @@ def test_stop_text(kind):
     bench = Bench()
     bench.add(stop=["STOP"], output_kind=kind, logprobs=0)
     seen = bench.step(("r", "one ST")).request_outputs
-    rows = LogprobsLists([[t] for t in b"OPQ"], [[-0.5], [-0.25], [-4.0]], [1, 1, 9])
+    rows = pack_logprobs([[t] for t in b"OPQ"], [[-0.5], [-0.25], [-4.0]], [1, 1, 9])
     processed = bench.step(EngineCoreOutput("r", list(b"OPQ"), rows))
     seen += processed.request_outputs
     assert processed.reqs_to_abort == ["r"]
@@ -150,7 +151,7 @@ def test_stop_text_in_the_cores_last_output_needs_no_abort():
 def test_logprobs():
     bench = Bench()
     bench.add(logprobs=2)
-    rows = LogprobsLists(
+    rows = pack_logprobs(
         token_ids=[[65, 66, 65], [0xE4, 97, 98]],
         logprobs=[[-1.0, -0.5, -1.0], [-9.0, -0.1, -0.2]],
         ranks=[2, 77],
@@ -168,21 +169,13 @@ def test_logprobs():
     }
 
 
-def test_rows_of_different_lengths():
-    bench = Bench()
-    bench.add(logprobs=0)
-    rows = LogprobsLists([[65], [66, 67]], [[-1.0], [-2.0, -0.1]], [5, 2])
-    answer = only(bench.step(EngineCoreOutput("r", [65, 66], rows))).outputs[0]
-    assert [len(row) for row in answer.logprobs] == [1, 2]
-
-
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_prompt_logprobs(kind):
     bench = Bench()
     bench.add(prompt="abcd", prompt_logprobs=1, output_kind=kind)
 
     def rows(text):
-        return LogprobsLists([[t, 65] for t in text], [[-1.0, -0.5]] * len(text), [3] * len(text))
+        return pack_logprobs([[t, 65] for t in text], [[-1.0, -0.5]] * len(text), [3] * len(text))
 
     assert bench.step(EngineCoreOutput("r", [], None, rows(b"b"))).request_outputs == []
     seen = bench.step(EngineCoreOutput("r", [65], None, rows(b"cd"))).request_outputs
@@ -229,7 +222,7 @@ def test_several_answers_on_the_way():
 def test_prompt_logprobs_of_several_answers_come_once():
     bench = Bench()
     bench.add(n=2, output_kind=DELTA, prompt_logprobs=0)
-    rows = LogprobsLists([[98]], [[-1.0]], [1])
+    rows = pack_logprobs([[98]], [[-1.0]], [1])
     outputs = [EngineCoreOutput(f"{i}_r", [65], None, rows) for i in range(2)]
     assert len(only(bench.step(outputs[1])).prompt_logprobs or []) == 0
     assert len(only(bench.step(outputs[0])).prompt_logprobs) == 2
@@ -346,7 +339,7 @@ def test_collector_merges_deltas():
     queue = bench.add(queue=True, n=2, output_kind=DELTA, logprobs=0, prompt_logprobs=0)
 
     def row(token):
-        return LogprobsLists([[token]], [[-1.0]], [1])
+        return pack_logprobs([[token]], [[-1.0]], [1])
 
     for token in b"xyz":
         assert bench.step(EngineCoreOutput("0_r", [token], row(token))).request_outputs == []
@@ -444,7 +437,7 @@ def test_times_of_several_answers():
 def test_without_tokenizer():
     bench = Bench(tokenizer=None)
     bench.add(prompt=[1, 2], logprobs=0)
-    rows = LogprobsLists([[65]], [[-1.0]], [1])
+    rows = pack_logprobs([[65]], [[-1.0]], [1])
     answer = only(bench.step(EngineCoreOutput("r", [65], rows))).outputs[0]
     assert (answer.text, answer.token_ids) == ("", [65])
     assert answer.logprobs[0][65].decoded_token is None

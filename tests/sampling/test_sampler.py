@@ -8,7 +8,7 @@ from scipy import stats
 from octavo.kernels import native
 from octavo.sampling import philox
 from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
-from tests.params import Params
+from tests.params import Params, unpack_logprobs
 from tests.sampling.harness import Row, make_metadata, make_state, random_row, reference_sample
 
 GREEDY = Params(temperature=0.0)
@@ -332,8 +332,9 @@ def test_grammar_restricts_its_rows_only(sampler):
     assert list(out.errors) == [2]
     # Logprobs are those of the model, not of what the grammar left.
     expected = logits[1].log_softmax(-1)
-    np.testing.assert_allclose(out.logprobs[1].logprobs[0][0], expected[37].item(), atol=1e-5)
-    assert out.logprobs[1].token_ids[0][1] == logits[1].argmax()
+    ids, values, _ = unpack_logprobs(out.logprobs[1])
+    np.testing.assert_allclose(values[0][0], expected[37].item(), atol=1e-5)
+    assert ids[0][1] == logits[1].argmax()
 
 
 # --- logprobs -------------------------------------------------------------------------------
@@ -343,11 +344,13 @@ def check_logprobs(lists, logits, tokens, k):
     """One position for each row of logits: the token, its rank, and the k best."""
     expected = torch.log_softmax(logits.double(), -1).numpy()
     values = logits.numpy()
+    ids, found, ranks = unpack_logprobs(lists)
+    assert len(ids) == len(tokens)
     for i, token in enumerate(tokens):
         order = np.lexsort((np.arange(values.shape[1]), -values[i])).tolist()
-        assert lists.token_ids[i] == [token, *order[:k]]
-        assert lists.ranks[i] == order.index(token) + 1
-        np.testing.assert_allclose(lists.logprobs[i], expected[i][lists.token_ids[i]], atol=2e-5)
+        assert ids[i] == [token, *order[:k]]
+        assert ranks[i] == order.index(token) + 1
+        np.testing.assert_allclose(found[i], expected[i][ids[i]], atol=2e-5)
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 64, 70, 100])
@@ -365,7 +368,7 @@ def test_logprobs_are_of_the_raw_logits(sampler, k, ties):
     assert out.token_ids[1] == 7
     for i in range(4):
         check_logprobs(out.logprobs[i], logits[i : i + 1], [out.token_ids[i].item()], k)
-    assert out.logprobs[0].ranks == [1]
+    assert unpack_logprobs(out.logprobs[0])[2] == [1]
 
 
 def test_logprobs_of_the_whole_vocabulary_beside_fewer(sampler):

@@ -10,6 +10,7 @@ from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason
 from octavo.request import Request, RequestStatus
 from tests.fakes import VOCAB, FakeEngine, expected_output
+from tests.params import unpack_logprobs
 
 MAX_MODEL_LEN = 64
 
@@ -197,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert last.finish_reason == (FinishReason.STOP if is_stop else FinishReason.LENGTH)
         if request.skip_reading_prefix_cache:
             rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs is not None]
-            assert [t for r in rows for (t,) in r.token_ids] == prompt[1:]
+            assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == prompt[1:]
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -5,6 +5,7 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.messages import FinishReason, ModelRunnerOutput
 from octavo.request import RequestStatus
 from tests.fakes import FakeEngine, expected_output
+from tests.params import unpack_logprobs
 
 
 def ids(requests):
@@ -167,10 +168,12 @@ class TestOutputs:
         engine.run()
         outputs = engine.outputs["a"]
         prompt_rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs]
-        assert [t for rows in prompt_rows for (t,) in rows.token_ids] == list(range(1, 10))
+        assert [t for rows in prompt_rows for (t,) in unpack_logprobs(rows)[0]] == list(
+            range(1, 10)
+        )
         assert len(prompt_rows) == 3
         rows = [o.new_logprobs for o in outputs if o.new_logprobs]
-        assert [t for r in rows for (t,) in r.token_ids] == engine.tokens("a")
+        assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == engine.tokens("a")
         assert [o.new_token_ids for o in outputs][:2] == [[], []]
 
     def test_prompt_logprobs_come_once_after_a_preemption(self):
@@ -180,7 +183,7 @@ class TestOutputs:
         engine.run()
         assert b.num_preemptions > 0
         rows = [o.new_prompt_logprobs for o in engine.outputs["b"] if o.new_prompt_logprobs]
-        assert [t for r in rows for (t,) in r.token_ids] == list(range(21, 40))
+        assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == list(range(21, 40))
         check_tokens(engine, a, b)
 
     def test_what_a_request_is_told_about_itself(self):
@@ -585,7 +588,7 @@ class TestSpeculation:
             a = engine.add("a", range(10), max_tokens=40, stop=stop, logprobs=0)
             engine.run()
             check_tokens(engine, a)
-            rows = [t for o in engine.outputs["a"] for (t,) in o.new_logprobs.token_ids]
+            rows = [t for o in engine.outputs["a"] for (t,) in unpack_logprobs(o.new_logprobs)[0]]
             assert rows == engine.tokens("a")
 
     def test_never_past_the_context(self):

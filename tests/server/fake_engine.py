@@ -31,6 +31,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
 from octavo.tokenizer import Tokenizer
+from tests.params import pack_logprobs
 
 ANSWER = "Hello, wörld!"
 MAX_MODEL_LEN = 256
@@ -227,7 +228,7 @@ def _rows(tokens: list[int], k: int) -> LogprobsLists:
     ids = [[t, *((t + i) % 256 for i in range(k))] for t in tokens]
     last = float("-inf")
     values = [[-0.5, *(last if i == k - 1 > 0 else -0.5 - i for i in range(k))] for _ in tokens]
-    return LogprobsLists(ids, values, [1] * len(tokens))
+    return pack_logprobs(ids, values, [1] * len(tokens))
 
 
 @dataclass

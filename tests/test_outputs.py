@@ -1,0 +1,75 @@
+"""`FlatLogprobs` is a list of dicts that takes little memory."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from octavo.outputs import FlatLogprobs, Logprob
+from tests.params import pack_logprobs
+
+ROWS = [
+    {7: Logprob(-1.0, 3, "7"), 1: Logprob(-0.25, 1, "1"), 2: Logprob(-0.5, 2, "2")},
+    {1: Logprob(-0.25, 1, "1"), 5: Logprob(-4.0, 2, "5")},  # the token itself is the best one
+]
+
+
+def make(**kwargs):
+    flat = FlatLogprobs(str, **kwargs)
+    lists = pack_logprobs(
+        [[7, 1, 2], [1, 1, 5]], [[-1.0, -0.25, -0.5], [-0.25, -0.25, -4.0]], [3, 1]
+    )
+    flat.append_rows(lists.token_ids, lists.logprobs, lists.ranks)
+    return flat
+
+
+def test_it_is_a_list():
+    flat = make()
+    assert flat == ROWS
+    assert flat == ROWS
+    assert flat == make()
+    assert flat != ROWS[:1]
+    assert flat != 5
+    assert len(flat) == 2
+    assert [*flat] == ROWS
+    assert (flat[0], flat[-1]) == (ROWS[0], ROWS[1])
+    assert flat[1:] == ROWS[1:]
+    assert flat[::-1] == ROWS[::-1]
+    assert repr(flat) == repr(ROWS)
+    assert list(flat[0]) == [7, 1, 2]  # the token itself comes first
+    assert type(pickle.loads(pickle.dumps(flat))) is list
+    for wrong in (2, -3):
+        with pytest.raises(IndexError):
+            flat[wrong]
+    assert FlatLogprobs(None) == []
+    assert not FlatLogprobs(None)
+
+
+def test_nothing_is_known_of_a_prompts_first_token():
+    assert make(of_prompt=True) == [None, *ROWS]
+    assert make(of_prompt=True)[-3:1] == [None]
+    assert FlatLogprobs(None, of_prompt=True) == [None]
+
+
+def test_a_copy_stays_as_it_is():
+    flat = make()
+    copy = flat.copy()
+    flat.extend(make())
+    assert copy == ROWS
+    assert flat == ROWS + ROWS
+
+
+def test_without_texts():
+    flat = FlatLogprobs(None)
+    lists = pack_logprobs([[7]], [[-1.0]], [3])
+    flat.append_rows(lists.token_ids, lists.logprobs, lists.ranks)
+    assert flat == [{7: Logprob(-1.0, 3, None)}]
+
+
+def test_a_row_takes_as_many_bytes_as_its_numbers():
+    rows, width = 1000, 21
+    flat = FlatLogprobs(str)
+    for _ in range(rows):
+        flat.append_rows(bytes(4 * width), np.zeros(width, np.float32).tobytes(), bytes(4))
+    held = sum(a.buffer_info()[1] * 4 for a in (flat._token_ids, flat._logprobs, flat._ranks))
+    assert held == rows * (2 * width + 1) * 4
