@@ -19,6 +19,7 @@ import ast
 import compileall
 import ctypes
 import difflib
+import hashlib
 import importlib.util
 import json
 import multiprocessing
@@ -69,7 +70,8 @@ WIDER = {
 # Loaded once, so that each run of tests starts with them; nothing of them is ever changed.
 WARM = ["pytest", "numpy", "torch", "transformers", "hypothesis", "fastapi", "httpx", "uvicorn"]
 MEMORY = 12 * 2**30  # bytes that a run may map for data: a fault can ask for any number
-SLACK = 10.0  # seconds that a run may take besides four times what it takes without a fault
+SLACK = 10.0  # seconds that a run may take besides twice what it takes without a fault
+LONGEST = 60  # seconds of one test
 
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -448,7 +450,7 @@ class Tree:
         phases = (Phase.explicit, Phase.generate)
         settings.register_profile("mutate", deadline=None, database=None, phases=phases)
         options = ["-x", "-p", "no:cacheprovider", "--assert=plain", "--tb=short", "-rfE"]
-        options += ["--hypothesis-profile=mutate", "--hypothesis-seed=0"]
+        options += ["--hypothesis-profile=mutate", "--hypothesis-seed=0", f"--timeout={LONGEST}"]
         return int(pytest.main([*options, *files]))
 
     def put(self, path: str, source: bytes) -> None:
@@ -477,7 +479,9 @@ _tree: Tree
 def _start(folder: Path) -> None:
     """Makes this process one that runs tests."""
     global _tree
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to this process
+    prctl = ctypes.CDLL(None).prctl
+    prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with its parent
+    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _tree = Tree(Path(tempfile.mkdtemp(dir=folder)))
 
@@ -522,13 +526,83 @@ def report(results: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _fingerprint() -> str:
+    """Of what decides how tests end: as long as it stays, they need not be run without a fault."""
+    digest = hashlib.sha256()
+    for file in sorted([*ROOT.glob("octavo/**/*.py"), *ROOT.glob("tests/**/*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def _tests_without_faults(
     pool: ProcessPoolExecutor, files: Sequence[str]
 ) -> Iterator[tuple[str, float]]:
+    """How many seconds each test file takes."""
     for file, outcome in zip(files, pool.map(_time, files), strict=True):
         if not outcome.passed:
             raise SystemExit(f"{file} fails without a fault: {outcome.first_failure}")
         yield file, outcome.seconds
+
+
+class Session:
+    """Faults to try, and what is known of them already, kept in a file."""
+
+    def __init__(self, faults: Sequence[Fault], output: Path, *, again: bool) -> None:
+        self.output, self.count = output, len(faults)
+        state = json.loads(output.read_text()) if output.exists() else {}
+        self.fingerprint = _fingerprint()
+        same = state.get("fingerprint") == self.fingerprint
+        self.seconds: dict[str, float] = state["seconds"] if same else {}
+        """What each test file takes without a fault."""
+        known = {result["diff"]: result for result in state.get("results", [])}
+        self.results: list[dict[str, object]] = []
+        self.todo: dict[Fault, str] = {}
+        """Each with its diff."""
+        for fault in faults:
+            diff = fault.diff((ROOT / fault.path).read_bytes())
+            earlier = known.get(diff)
+            if earlier is None or (again and not earlier["found"]):
+                self.todo[fault] = diff
+            else:
+                self.results.append(earlier)
+
+    def save(self) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "fingerprint": self.fingerprint,
+            "seconds": self.seconds,
+            "results": self.results,
+        }
+        self.output.write_text(json.dumps(state, indent=1))
+        self.output.with_suffix(".md").write_text(report(self.results))
+
+    def run(self, pool: ProcessPoolExecutor) -> None:
+        """Times the tests that are needed, then tries each fault."""
+        stages = {fault.path: stages_for(fault.path) for fault in self.todo}
+        files = {name for parts in stages.values() for part in parts for name in part}
+        for file, took in _tests_without_faults(pool, sorted(files - {*self.seconds})):
+            self.seconds[file] = took
+            self.save()
+        futures = {}
+        for fault in self.todo:
+            parts = [sorted(part, key=self.seconds.__getitem__) for part in stages[fault.path]]
+            timed = [(part, SLACK + 2 * sum(self.seconds[f] for f in part)) for part in parts]
+            futures[pool.submit(_try, fault, timed)] = fault
+        for future in as_completed(futures):
+            self._note(futures[future], future.result())
+
+    def _note(self, fault: Fault, outcome: Outcome) -> None:
+        diff = self.todo[fault]
+        self.results.append(
+            asdict(fault)
+            | {"found": not outcome.passed, "by": outcome.first_failure}
+            | {"seconds": round(outcome.seconds, 1), "diff": diff}
+        )
+        self.save()
+        verdict = f"SURVIVED\n{diff}" if outcome.passed else f"found by {outcome.first_failure}"
+        where = f"{fault.path}:{fault.line} {fault.kind}"
+        done = f"[{len(self.results)}/{self.count}] {outcome.seconds:.0f} s"
+        print(f"{done} {where}: {verdict}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -541,27 +615,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="try survivors once more")
     args = parser.parse_args(argv)
     faults = sample(args.paths, args.count, args.seed)
-    key = {"paths": args.paths, "count": args.count, "seed": args.seed}
-    state = json.loads(args.output.read_text()) if args.output.exists() else {}
-    seconds: dict[str, float] = state.get("seconds", {})
-    # Of earlier results those are kept whose fault is one of these, in the same file as it was.
-    known = {result["diff"]: result for result in state.get("results", [])}
-    results: dict[str, dict[str, object]] = {}
-    todo: list[tuple[str, Fault]] = []
-    for fault in faults:
-        diff = fault.diff((ROOT / fault.path).read_bytes())
-        earlier = known.get(diff)
-        if earlier is None or (args.again and not earlier["found"]):
-            todo.append((diff, fault))
-        else:
-            results[diff] = earlier
-
-    def save() -> None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        state = {**key, "seconds": seconds, "results": list(results.values())}
-        args.output.write_text(json.dumps(state, indent=1))
-        args.output.with_suffix(".md").write_text(report(list(results.values())))
-
+    session = Session(faults, args.output, again=args.again)
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "TRITON_INTERPRET": "1"}
     for name in WARM:
         if importlib.util.find_spec(name) is not None:
@@ -571,32 +625,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         tempfile.TemporaryDirectory(prefix="mutate-") as folder,
         ProcessPoolExecutor(args.jobs, fork, _start, (Path(folder),)) as pool,
     ):
-        stages = {fault.path: stages_for(fault.path) for _, fault in todo}
-        files = {name for parts in stages.values() for part in parts for name in part}
-        for file, took in _tests_without_faults(pool, sorted(files - {*seconds})):
-            seconds[file] = took
-            save()
-        futures = {}
-        for diff, fault in todo:
-            parts = [sorted(part, key=seconds.__getitem__) for part in stages[fault.path]]
-            timed = [(part, SLACK + 4 * sum(seconds[name] for name in part)) for part in parts]
-            futures[pool.submit(_try, fault, timed)] = diff, fault
-        for future in as_completed(futures):
-            diff, fault = futures[future]
-            outcome = future.result()
-            results[diff] = asdict(fault) | {
-                "found": not outcome.passed,
-                "by": outcome.first_failure,
-                "seconds": round(outcome.seconds, 1),
-                "diff": diff,
-            }
-            save()
-            verdict = "SURVIVED\n" + diff if outcome.passed else f"found by {outcome.first_failure}"
-            place = f"{fault.path}:{fault.line} {fault.kind}"
-            took = f"{outcome.seconds:.0f} s"
-            print(f"[{len(results)}/{len(faults)}] {took} {place}: {verdict}", flush=True)
-    save()
-    print("\n" + report(list(results.values())), end="")
+        try:
+            session.run(pool)
+        except BaseException:  # Ctrl-C: what is under way is not waited for
+            _end_children()
+            raise
+    session.save()
+    print("\n" + report(session.results), end="")
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def test_top_candidates_order(ops, k):
     values[0, :500] = -np.inf
     values[1, ::7] = -0.0
     values[2] *= 1e37
+    values[3] = (np.float32(1.5).view(np.int32) + np.arange(1000, dtype=np.int32)).view(np.float32)
     expected = np.stack([np.lexsort((np.arange(1000), -row))[:k] for row in values])
     got = top_candidates(ops, torch.from_numpy(values), k)
     np.testing.assert_array_equal(got.numpy(), expected)

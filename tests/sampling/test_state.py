@@ -176,6 +176,7 @@ def test_removed_row_leaves_nothing_behind():
     assert meta.params["temperature"][0] == 0.0
     assert meta.num_logprobs[0] == NO_LOGPROBS
     assert not meta.changes_logits
+    assert not used.needs_tokens(ONE)
     for params in (RICH, core_params(seed=1, frequency_penalty=1.0), PLAIN):
         for state in (used, fresh):
             state.add_row(1, params, [5, 6, 6], 1)
@@ -210,6 +211,11 @@ def test_row_stays_empty_whatever_goes_wrong():
     with pytest.raises(ValueError, match="buffer"):
         state.add_row(1, broken, [1, 2, 3], 1)
     assert same(state.metadata(ONE), SamplingState(2, VOCAB).metadata(ONE))
+    # Its request's failure is not known yet where steps are scheduled ahead: it samples on.
+    assert not state.needs_tokens(ONE)
+    state.append_token(ONE, np.array([7]))
+    assert not state.metadata(ONE).changes_logits
+    state.remove_row(1)
     fresh = SamplingState(2, VOCAB)
     for each in (state, fresh):
         each.add_row(1, RICH, [4], 1)
