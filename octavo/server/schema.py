@@ -316,7 +316,7 @@ class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
