@@ -130,7 +130,10 @@ class Message(Body):
     inner = {"content": ContentPart}  # noqa: RUF012
 
     role: str
-    content: Annotated[str, BeforeValidator(_check_content)]
+    content: Annotated[
+        str,
+        BeforeValidator(_check_content, json_schema_input_type=str | list[str | ContentPart]),
+    ]
     name: str | None = None
 
 
