@@ -225,7 +225,7 @@ def _path(loc: tuple[int | str, ...], body: object, missing: bool) -> str:
 def _deeper_than(value: object, limit: int) -> bool:
     """Whether lists and dicts are nested more than `limit` levels; looks level by level."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         inner: list[object] = []
         for item in level:
             children = item.values() if type(item) is dict else item if type(item) is list else ()
