@@ -78,7 +78,7 @@ def fan_out(
     assert params.seed is not None  # filled in by the input processor
     children: list[tuple[EngineCoreRequest, ParentRequest | None, int]] = []
     for i in range(params.n):
-        seed = (params.seed + i) % 2**64
+        seed = (params.seed + i) % 2**64  # unsigned: -1 would mean none
         # Logprobs of the prompt are the same for all: the first answer brings them.
         prompt_logprobs = params.prompt_logprobs if i == 0 else None
         child = replace(
@@ -166,8 +166,7 @@ class InputProcessor:
         self._check_ids("prompt", ids)
         ids = self._truncate(ids, params)
         max_tokens = self._max_tokens(len(ids), params, clip_max_tokens)
-        # Unsigned, so that no sibling's seed (seed + i) becomes -1, which means none.
-        seed = self._derive_seed(request_id) if params.seed is None else params.seed % 2**64
+        seed = params.seed if params.seed is not None else self._derive_seed(request_id)
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(self._eos_token_ids)
