@@ -116,6 +116,7 @@ def test_a_fault_is_found_and_shrunk(server):
     [
         (503, "application/json", b'{"error":{"message":"x","type":"t","param":null,"code":null}}'),
         (400, "application/json", b'{"detail":"x"}'),
+        (418, "application/json", b'{"error":{"message":"x","type":"t","param":null,"code":null}}'),
         (200, "application/json", b'{"choices":[]}'),
         (200, "text/event-stream", b"data: {}\n\ndata: [DONE]\n\n"),
         (200, "text/event-stream", b"data: [DONE]\n"),
