@@ -64,8 +64,11 @@ class EngineMetrics:
         self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self._preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
         self._iteration_tokens = self._histogram(
-            "iteration_tokens_total", "Tokens computed in a step.", _ITERATION_BUCKETS
+            "iteration_tokens_total",
+            "Of a step: prompt tokens computed for prompts that are done, and tokens generated.",
+            _ITERATION_BUCKETS,
         )
+        self._step_prompt_tokens = 0
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
         self._prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens that the prefix cache had."
@@ -138,11 +141,6 @@ class EngineMetrics:
         self._prefix_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
         self._prefix_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
         self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
-        if stats.num_steps > last.num_steps:
-            self._iteration_tokens.observe(
-                (stats.num_scheduled_tokens - last.num_scheduled_tokens)
-                / (stats.num_steps - last.num_steps)
-            )
 
     def engine_restarted(self) -> None:
         """The next stats come from a new engine, whose counters start at zero."""
@@ -155,6 +153,7 @@ class EngineMetrics:
         self._ttft.observe(time_to_first_token)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_tokens_cached.inc(num_cached_tokens)
+        self._step_prompt_tokens += num_prompt_tokens - num_cached_tokens
 
     def record_inter_token_latencies(self, latencies: Sequence[float]) -> None:
         """Requests got further tokens; how long each had waited since its last ones."""
@@ -163,8 +162,10 @@ class EngineMetrics:
             observe(latency)
 
     def record_generation_tokens(self, num_tokens: int) -> None:
-        """So many tokens were generated."""
+        """A step generated so many tokens; called once for each that brought something."""
         self._generation_tokens.inc(num_tokens)
+        self._iteration_tokens.observe(self._step_prompt_tokens + num_tokens)
+        self._step_prompt_tokens = 0
 
     def record_finished(
         self,

@@ -99,8 +99,6 @@ def test_scheduler_stats(metrics):
     assert read(metrics, "prefix_cache_queries_total") == 150
     assert read(metrics, "prefix_cache_hits_total") == 40
     assert read(metrics, "num_preemptions_total") == 1
-    assert read(metrics, "iteration_tokens_total_count") == 2
-    assert read(metrics, "iteration_tokens_total_sum") == 14
     # A new engine starts at zero: what it counts comes on top.
     stats(1, 5, 30, 10, 0)
     assert read(metrics, "prefix_cache_queries_total") == 180
@@ -110,6 +108,17 @@ def test_scheduler_stats(metrics):
     stats(7, 70, 500, 0, 2)
     assert read(metrics, "prefix_cache_queries_total") == 680
     assert read(metrics, "num_preemptions_total") == 3
+
+
+def test_tokens_of_a_step(metrics):
+    metrics.record_first_token(3.0, 50, 20)
+    metrics.record_first_token(3.0, 8, 0)
+    metrics.record_generation_tokens(5)
+    assert read(metrics, "iteration_tokens_total_count") == 1
+    assert read(metrics, "iteration_tokens_total_sum") == 30 + 8 + 5
+    metrics.record_generation_tokens(5)
+    assert read(metrics, "iteration_tokens_total_count") == 2
+    assert read(metrics, "iteration_tokens_total_sum") == 48
 
 
 def test_a_requests_times(metrics):

@@ -274,7 +274,7 @@ class OutputProcessor:
                 touched[state.group.request_id] = state.group
         for group in touched.values():
             self._deliver(group, result.request_outputs)
-        if self._metrics is not None:
+        if self._metrics is not None and outputs:
             self._metrics.record_inter_token_latencies(latencies)
             self._metrics.record_generation_tokens(num_tokens)
         return result

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -23,20 +22,12 @@ from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.errors import AdminError, RouteError, on_http_exception, show
 from octavo.server.middleware import RequestMiddleware
-from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.openapi import OPERATIONS, document
 from octavo.server.state import ServerState, state_of
 from octavo.server.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
-
-_BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
-_SCHEMA_REF = "#/components/schemas/{model}"
 
 
 def build_app(state: ServerState) -> FastAPI:
@@ -45,7 +36,10 @@ def build_app(state: ServerState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.start()
+        # Made once; it takes a tenth of a second, in which streams would stand still.
+        documented = asyncio.create_task(asyncio.to_thread(app.openapi))
         yield
+        await documented
         await state.close()
 
     app = FastAPI(
@@ -91,9 +85,10 @@ def build_app(state: ServerState) -> FastAPI:
             endpoint,
             methods=methods,
             response_class=Response,
-            openapi_extra=_request_body(path),
+            responses=OPERATIONS[path].responses(),
+            openapi_extra=OPERATIONS[path].extra(path),
         )
-    _document_bodies(app)
+    document(app)
     return app
 
 
@@ -223,26 +218,3 @@ def _model_card(state: ServerState, name: str) -> dict[str, object]:
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
-
-
-def _request_body(path: str) -> dict[str, Any] | None:
-    """The documentation of a request body: bodies are parsed by `octavo.server.body`."""
-    if path not in _BODIES:
-        return None
-    schema = {"$ref": _SCHEMA_REF.format(model=_BODIES[path].__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _document_bodies(app: FastAPI) -> None:
-    """Adds the request bodies to the OpenAPI description that FastAPI makes."""
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        description = make()
-        _, bodies = models_json_schema(
-            [(model, "validation") for model in _BODIES.values()], ref_template=_SCHEMA_REF
-        )
-        description.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way

@@ -27,6 +27,7 @@ MAX_JSON_DEPTH = 64
 BODY_TIMEOUT = 60.0
 MAX_UNKNOWN_FIELDS = 20
 _MAX_SHOWN_NAME = 48
+_LONG_BODY = 50_000
 
 M = TypeVar("M", bound="Body")
 
@@ -184,9 +185,15 @@ async def read_model(request: Request, model: type[M], limit: int) -> M:
     Raises:
         RequestError: anything is wrong with it; with --strict-fields an unknown field is, too.
     """
-    body = parse_json(await read_body(request, limit))
-    unknown = unknown_fields(model, body)
-    checked = validate(model, body)
+
+    def check() -> tuple[M, list[str]]:
+        body = parse_json(data)
+        unknown = unknown_fields(model, body)
+        return validate(model, body), unknown
+
+    data = await read_body(request, limit)
+    # What may take long runs on a thread, so that the streams of others go on meanwhile.
+    checked, unknown = await asyncio.to_thread(check) if len(data) > _LONG_BODY else check()
     if unknown and state_of(request).config.strict_fields:
         raise RequestError(
             f"There are no fields {', '.join(unknown)}; leave them out (this server runs with "
@@ -225,7 +232,7 @@ def _path(loc: tuple[int | str, ...], body: object, missing: bool) -> str:
 def _deeper_than(value: object, limit: int) -> bool:
     """Whether lists and dicts are nested more than `limit` levels; looks level by level."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         inner: list[object] = []
         for item in level:
             children = item.values() if type(item) is dict else item if type(item) is list else ()

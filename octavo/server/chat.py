@@ -82,7 +82,6 @@ class ChatCompletion(Generation[ChatBody]):
 
     def __init__(self, request: Request, body: ChatBody) -> None:
         super().__init__(request, body)
-        self._started = False
         last = body.messages[-1]
         self._role = last.role if body.continue_final_message else self.state.config.response_role
 
@@ -96,7 +95,8 @@ class ChatCompletion(Generation[ChatBody]):
         body = self.body
         tokenizer = self.state.tokenizer(engine, "messages")
         limit = self.state.engine_config.model.max_logprobs
-        if body.top_logprobs is not None and 0 <= limit < body.top_logprobs:
+        asked = body.top_logprobs or 0
+        if 0 <= limit < (engine.spec.vocab_size if asked == -1 else asked):
             raise RequestError(
                 f"top_logprobs={body.top_logprobs} is more than this server gives: {limit} "
                 "(--max-logprobs).",
@@ -143,36 +143,38 @@ class ChatCompletion(Generation[ChatBody]):
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
             }
-            if self.body.return_token_ids:
-                choice["token_ids"] = completion.token_ids
+            choice["token_ids"] = completion.token_ids if self.body.return_token_ids else None
             choices.append(choice)
         return choices
 
     def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """See `Generation.extras`."""
-        extras: dict[str, object] = {}
-        if self.body.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = prompt_logprobs_json(outputs[0].prompt_logprobs)
-        if self.body.return_token_ids:
-            extras["prompt_token_ids"] = outputs[0].prompt_token_ids
-        return extras
+        (output,) = outputs
+        ids = output.prompt_token_ids if self.body.return_token_ids else None
+        return {
+            "prompt_logprobs": prompt_logprobs_json(output.prompt_logprobs),
+            "prompt_token_ids": ids,
+        }
+
+    def opening(self, output: RequestOutput) -> list[dict[str, object]]:
+        """See `Generation.opening`: the role of each answer."""
+        opening: list[dict[str, object]] = []
+        for number in range(self.n):
+            role: dict[str, object] = {
+                "index": number,
+                "delta": {"role": self._role, "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            opening.append({"choices": [role]})
+        ids = output.prompt_token_ids if self.body.return_token_ids else None
+        opening[0]["prompt_token_ids"] = ids
+        return opening
 
     def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
         """See `Generation.chunks`."""
         body = self.body
         chunks = []
-        if not self._started:
-            self._started = True
-            for number in range(self.n):
-                role: dict[str, object] = {
-                    "index": number,
-                    "delta": {"role": self._role, "content": ""},
-                    "logprobs": None,
-                    "finish_reason": None,
-                }
-                if body.return_token_ids:
-                    role["prompt_token_ids"] = output.prompt_token_ids
-                chunks.append(encode(role))
         for completion in output.outputs:
             has_tokens = bool(completion.token_ids)
             if has_tokens and (body.logprobs or body.return_token_ids):
@@ -204,11 +206,14 @@ class ChatCompletion(Generation[ChatBody]):
     def _logprobs(self, completion: CompletionOutput) -> dict[str, object] | None:
         if not self.body.logprobs:
             return None
+        asked = self.body.top_logprobs or 0
         content = []
         for token_id, row in zip(completion.token_ids, completion.logprobs or [], strict=True):
             # The token itself is in the row even if it is not among the most probable ones.
             best = sorted(row.items(), key=lambda item: -item[1].logprob)
-            top = [self._candidate(t, e) for t, e in best[: self.body.top_logprobs or 0]]
+            if asked != -1:
+                best = best[:asked]
+            top = [self._candidate(t, e) for t, e in best]
             content.append({**self._candidate(token_id, row[token_id]), "top_logprobs": top})
         return {"content": content, "refusal": None}
 

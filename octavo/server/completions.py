@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.detokenizer import TextStream, make_text_stream
 from octavo.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import (
@@ -20,6 +21,7 @@ from octavo.server.generation import (
     token_text,
 )
 from octavo.server.schema import CompletionBody, Prompts
+from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -45,8 +47,12 @@ class Completion(Generation[CompletionBody]):
         self._prompts = _split(body.prompt)
         self._only_echo = bool(body.echo) and body.max_tokens == 0
         self.usage = Usage(count_completions=not self._only_echo)
-        self._offsets: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
         """Length of the text of each choice that has been streamed."""
+        self._offsets: dict[int, _Offsets] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._held: dict[int, list[RequestOutput]] = {}
+        """Outputs of prompts to be echoed whose logprobs are not there yet."""
 
     @property
     def num_prompts(self) -> int:
@@ -80,12 +86,23 @@ class Completion(Generation[CompletionBody]):
 
     def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
         """See `Generation.chunks`."""
+        if not (self.body.echo and self.body.logprobs is not None):
+            return self._chunks(index, output)
+        # Of n answers only the first brings them, and another one may come before it.
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
+        self._held.setdefault(index, []).append(output)
+        if index not in self._prompt_logprobs:
+            return []
+        return [chunk for held in self._held.pop(index) for chunk in self._chunks(index, held)]
+
+    def _chunks(self, index: int, output: RequestOutput) -> list[bytes]:
         body = self.body
         plain = body.logprobs is None and not body.return_token_ids
         chunks = []
         for completion in output.outputs:
             number = index * self.n + completion.index
-            first = number not in self._offsets
+            first = number not in self._sent
             finished = completion.finish_reason is not None
             if (first and (body.echo or body.return_token_ids)) or finished or not plain:
                 choice = self._choice(index, output, completion, first)
@@ -95,7 +112,7 @@ class Completion(Generation[CompletionBody]):
                     b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
                     % (number, encode(completion.text))
                 )
-            self._offsets[number] = self._offsets.get(number, 0) + len(completion.text)
+            self._sent[number] = self._sent.get(number, 0) + len(completion.text)
         return chunks
 
     def _choice(
@@ -109,30 +126,44 @@ class Completion(Generation[CompletionBody]):
         logprobs: PromptLogprobs = list(completion.logprobs or [])
         if self._only_echo:
             text, token_ids, logprobs = "", [], []
-        offset = self._offsets.get(number, 0)
+        prompt = self._prompt_text(output) if echo else ""
+        places: list[int] = []
+        if body.logprobs is not None:
+            if first:
+                self._offsets[number] = _Offsets(self.tokenizer, body, output, len(prompt))
+            end = self._sent.get(number, 0) + len(prompt) + len(text)
+            places = self._offsets[number].place(token_ids)
+            if completion.finish_reason is not None:  # text behind a stop text has been cut off
+                places = [min(place, end) for place in places]
         if echo:
-            prompt = self._prompt_text(output)
-            self._offsets[number] = len(prompt) if body.stream else 0
+            self._sent[number] = len(prompt)
             text = prompt + text
             if body.logprobs is not None:
-                logprobs = [*(output.prompt_logprobs or [None]), *logprobs]
+                rows = self._prompt_logprobs.get(index) or output.prompt_logprobs or []
+                logprobs = [*rows, *logprobs]
                 token_ids = [*output.prompt_token_ids, *token_ids]
+                places = _prompt_offsets(self.tokenizer, output.prompt_token_ids, prompt) + places
         choice: dict[str, object] = {
             "index": number,
             "text": text,
             "logprobs": None
             if body.logprobs is None
-            else self._logprobs(token_ids, logprobs, offset),
+            else self._logprobs(token_ids, logprobs, places),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
         if self._only_echo:
             choice["finish_reason"] = None if completion.finish_reason is None else "length"
-        if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+        if not body.stream:
+            asked = body.prompt_logprobs is not None
+            choice["prompt_logprobs"] = (
+                prompt_logprobs_json(output.prompt_logprobs) if asked else None
+            )
         if body.return_token_ids:
             choice["token_ids"] = [] if self._only_echo else completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        elif not body.stream:
+            choice["token_ids"] = choice["prompt_token_ids"] = None
         return choice
 
     def _prompt_text(self, output: RequestOutput) -> str:
@@ -145,31 +176,86 @@ class Completion(Generation[CompletionBody]):
         )
 
     def _logprobs(
-        self, token_ids: list[int], rows: PromptLogprobs, offset: int
-    ) -> dict[str, list[object]]:
-        """OpenAI's four parallel lists. `offset`: length of the text before the first token."""
+        self, token_ids: list[int], rows: PromptLogprobs, offsets: list[int]
+    ) -> dict[str, Sequence[object]]:
+        """OpenAI's four parallel lists."""
         tokens: list[object] = []
-        offsets: list[object] = []
         logprobs: list[object] = []
         tops: list[object] = []
         for token_id, row in zip(token_ids, rows, strict=True):
             entry = None if row is None else row[token_id]
-            text = token_text(token_id, entry, self.tokenizer)
-            tokens.append(text)
-            offsets.append(offset)
+            tokens.append(token_text(token_id, entry, self.tokenizer))
             logprobs.append(None if entry is None else finite(entry.logprob))
             tops.append(
                 None
                 if row is None
                 else {token_text(t, e, self.tokenizer): finite(e.logprob) for t, e in row.items()}
             )
-            offset += len(text)
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+class _Offsets:
+    """Where the tokens of an answer begin in its text, which may come piece by piece.
+
+    Args:
+        tokenizer: None if there is no text.
+        body: of the request.
+        output: the first one, with its prompt.
+        start: length of the text before the answer.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, body: CompletionBody, output: RequestOutput, start: int
+    ) -> None:
+        self._at = start
+        self._stream: TextStream | None = None
+        if tokenizer is not None:
+            self._stream = make_text_stream(
+                tokenizer, output.prompt_token_ids, body.skip_special_tokens is not False
+            )
+
+    def place(self, token_ids: list[int]) -> list[int]:
+        """Where each of the next tokens begins.
+
+        A token that only completes a character begins where that does; one that is left out of
+        the text begins where the next one does.
+        """
+        places: list[int] = []
+        for token_id in token_ids:
+            places.append(self._at)
+            if self._stream is not None:
+                self._at += len(self._stream.push(token_id))
+        return places
+
+
+def _prompt_offsets(tokenizer: Tokenizer | None, token_ids: list[int], text: str) -> list[int]:
+    """Where the tokens of a prompt begin in its text.
+
+    Special tokens may stand in the text, if somebody wrote them there, or not. A tokenizer that
+    changes the text (case, accents) shifts the offsets of what follows, never beyond the end.
+    """
+    if tokenizer is None:
+        return [0] * len(token_ids)
+    stream = make_text_stream(tokenizer, [], skip_special_tokens=False)
+    places: list[int] = []
+    at = 0
+    for token_id in token_ids:
+        places.append(at)
+        if token_id in tokenizer.all_special_ids:
+            piece = tokenizer.token_text(token_id)
+            at += len(piece) if text.startswith(piece, at) else 0
+        else:
+            new = stream.push(token_id)
+            # A tokenizer may put a space before a text, and behind a special token.
+            if not text.startswith(new, at) and new[:1] == " " and text.startswith(new[1:], at):
+                new = new[1:]
+            at = min(len(text), at + len(new))
+    return places
 
 
 def _split(prompt: Prompts) -> list[Prompt]:

@@ -107,6 +107,10 @@ class Generation(ABC, Generic[B]):
     def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
         """The JSON of the choices of a stream's next chunks."""
 
+    def opening(self, output: RequestOutput) -> list[dict[str, object]]:
+        """The fields of a stream's chunks before its first token; `output` brings that."""
+        return []
+
     def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """What the answer has beside its choices."""
         return {}
@@ -128,12 +132,19 @@ class Generation(ABC, Generic[B]):
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of the answer, without the last one ([DONE])."""
         options = self.body.stream_options
-        with_usage = options is not None and options.include_usage
-        always = options is not None and options.continuous_usage_stats
+        with_usage = options is not None and bool(options.include_usage)
+        always = with_usage and options is not None and bool(options.continuous_usage_stats)
         head = b"data: " + encode(self._envelope)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        opened = False
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
+                if not opened:
+                    opened = True
+                    for fields in self.opening(output):
+                        if with_usage:
+                            fields["usage"] = self.usage.to_dict(0) if always else None
+                        yield b"data: " + encode(self._envelope | fields) + b"\n\n"
                 chunks = self.chunks(index, output)
                 if not chunks:
                     continue
@@ -197,25 +208,30 @@ class Usage:
         self._count_completions = count_completions
         self.prompt_tokens = 0
         self.completion_tokens = 0
-        self.cached_tokens = 0
-        self._seen: set[int] = set()
+        self._cached_tokens: dict[int, int] = {}
+        """Of each prompt; of n answers the first one knows, which may not be the first to come."""
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Counts the new tokens of an output, and its prompt the first time."""
-        if index not in self._seen:
-            self._seen.add(index)
+        if index not in self._cached_tokens:
             self.prompt_tokens += len(output.prompt_token_ids)
-            self.cached_tokens += output.num_cached_tokens
+        self._cached_tokens[index] = output.num_cached_tokens
         if self._count_completions:
             self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
-    def to_dict(self) -> dict[str, object]:
-        """OpenAI's `usage` object."""
+    def to_dict(self, completion_tokens: int | None = None) -> dict[str, object]:
+        """OpenAI's `usage` object.
+
+        Args:
+            completion_tokens: how many of the tokens have been sent; None: all.
+        """
+        if completion_tokens is None:
+            completion_tokens = self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
         }
 
 

@@ -129,7 +129,10 @@ class Message(Body):
     inner = {"content": ContentPart}  # noqa: RUF012
 
     role: str
-    content: Annotated[str, BeforeValidator(_check_content)]
+    content: Annotated[
+        str,
+        BeforeValidator(_check_content, json_schema_input_type=str | list[str | ContentPart]),
+    ]
     name: str | None = None
 
 
@@ -315,7 +318,7 @@ class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -453,6 +453,7 @@ def test_metrics():
     bench.step(end("a", "C"), end("0_b", "y"))
     bench.outputs.abort_requests(["b"])
     bench.step(end("c", [], FinishReason.ERROR, error="why"))
+    bench.step()
     samples = {
         (s.name.removeprefix("octavo:"), s.labels.get("finished_reason")): s.value
         for f in text_string_to_metric_families(metrics.render().decode())
@@ -462,6 +463,9 @@ def test_metrics():
         ("prompt_tokens_total", None): 6,
         ("prompt_tokens_cached_total", None): 1,
         ("generation_tokens_total", None): 6,
+        # Two prompt tokens each, one of them cached, and four tokens; two tokens; an error.
+        ("iteration_tokens_total_count", None): 3,
+        ("iteration_tokens_total_sum", None): 5 + 4 + 2,
         ("time_to_first_token_seconds_count", None): 3,
         ("inter_token_latency_seconds_count", None): 2,
         ("inter_token_latency_seconds_sum", None): 2,

@@ -225,6 +225,7 @@ class FakeAsyncLLM:
 
 def _rows(tokens: list[int], k: int) -> LogprobsLists:
     """The token itself has rank 1; the next ids follow, the last one impossible."""
+    k = 256 if k == -1 else k
     ids = [[t, *((t + i) % 256 for i in range(k))] for t in tokens]
     last = float("-inf")
     values = [[-0.5, *(last if i == k - 1 > 0 else -0.5 - i for i in range(k))] for _ in tokens]

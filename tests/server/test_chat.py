@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from octavo.config import EngineConfig
+from octavo.messages import LogprobsLists
 from tests.server.fake_engine import ANSWER, FakeAsyncLLM, events, make_tokenizer, with_server
 
 USER = {"role": "user", "content": "hi"}
@@ -24,8 +26,11 @@ def test_answer():
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "token_ids": None,
             }
         ]
+        assert answer["prompt_logprobs"] is None
+        assert answer["prompt_token_ids"] is None
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
         assert rendered(served) == "<s><user>hi</s><assistant>"
 
@@ -249,12 +254,93 @@ def test_prompt_logprobs_and_token_ids():
         assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
         assert answer["choices"][0]["token_ids"] == [*ANSWER.encode(), 257]
         response = await served.chat(stream=True, return_token_ids=True)
-        chunks = [json.loads(item)["choices"][0] for item in await events(response)]
-        assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+        first, *rest = [json.loads(item) for item in await events(response)]
+        assert first["prompt_token_ids"] == answer["prompt_token_ids"]
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("prompt_token_ids" not in chunk for chunk in rest)
+        chunks = [chunk["choices"][0] for chunk in rest]
         ids = [t for c in chunks for t in c.get("token_ids", [])]
         assert ids == answer["choices"][0]["token_ids"]
 
     with_server(scenario)
+
+
+def test_the_role_counts_no_token():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    async def scenario(served):
+        served.engine.num_cached_tokens = 2
+        response = await served.chat(stream=True, n=2, max_tokens=3, stream_options=options)
+        chunks = [json.loads(item) for item in await events(response)]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts[:2] == [0, 0]
+        assert counts[2] > 0
+        assert counts == sorted(counts)
+        assert counts[-1] == 6
+        for chunk in chunks:
+            usage = chunk["usage"]
+            assert usage["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"] > 0
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert chunks[0]["prompt_token_ids"] is None
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_most_probable_tokens_come_first(stream):
+    # The sampled token is the first of a row, though it need not be the most probable one.
+    def engine():
+        made = FakeAsyncLLM()
+        step = made._step
+
+        def shuffled(request):
+            output = step(request)
+            (token,) = output.new_token_ids
+            ids = [token, 65, 66, 67]
+            output.new_logprobs = LogprobsLists([ids], [[-3.0, -2.0, -0.5, -1.0]], [4])
+            return output
+
+        made._step = shuffled
+        return made
+
+    async def scenario(served):
+        for asked, expected in ((1, "B"), (3, "BCA"), (20, "BCAH")):
+            response = await served.chat(
+                logprobs=True, top_logprobs=asked, max_tokens=1, stream=stream
+            )
+            entries = []
+            for item in await events(response) if stream else [response.text]:
+                logprobs = json.loads(item)["choices"][0]["logprobs"]
+                entries += logprobs["content"] if logprobs else []
+            (entry,) = entries
+            assert (entry["token"], entry["logprob"]) == ("H", -3.0)
+            assert "".join(top["token"] for top in entry["top_logprobs"]) == expected
+            found = [top["logprob"] for top in entry["top_logprobs"]]
+            assert found == sorted(found, reverse=True)
+
+    with_server(scenario, engine)
+
+
+def test_all_logprobs_where_the_server_allows_it():
+    config = EngineConfig.from_kwargs(served_model_name=["fake"], max_logprobs=-1)
+
+    async def allowed(served):
+        response = await served.chat(logprobs=True, top_logprobs=-1, max_tokens=1)
+        assert response.status_code == 200, response.text
+        assert served.engine.requests[0].sampling_params.logprobs == -1
+        (entry,) = response.json()["choices"][0]["logprobs"]["content"]
+        assert len(entry["top_logprobs"]) == 256  # all that the engine gave
+
+    with_server(allowed, lambda: FakeAsyncLLM(config))
+
+    async def limited(served):
+        response = await served.chat(logprobs=True, top_logprobs=-1)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "top_logprobs"
+        assert (await served.chat(top_logprobs=-1)).json()["error"]["param"] == "top_logprobs"
+        assert (await served.chat(logprobs=True, top_logprobs=-2)).status_code == 400
+
+    with_server(limited)
 
 
 def test_more_logprobs_than_allowed():

@@ -1,9 +1,12 @@
+import dataclasses
 import json
 
 import pytest
 
 from octavo.config import EngineConfig
+from octavo.server.completions import _prompt_offsets
 from tests.server.fake_engine import ANSWER, BOS, EOS, FakeAsyncLLM, events, with_server
+from tests.small_tokenizers import sentencepiece
 
 
 def chunks_of(data):
@@ -27,6 +30,9 @@ def test_text_in_text_out():
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "prompt_logprobs": None,
+                "token_ids": None,
+                "prompt_token_ids": None,
             }
         ]
         assert answer["usage"] == {
@@ -106,10 +112,43 @@ def test_stream_without_options_has_no_usage():
 
 def test_continuous_usage_counts_up():
     async def scenario(served):
-        options = {"continuous_usage_stats": True}
+        options = {"include_usage": True, "continuous_usage_stats": True}
         response = await served.complete(stream=True, max_tokens=4, stream_options=options)
-        chunks = chunks_of(await events(response))
+        *chunks, last = chunks_of(await events(response))
         assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 2, 3, 4]
+        assert last["usage"]["completion_tokens"] == 4
+        assert last["choices"] == []
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("include", [False, None])
+def test_continuous_usage_needs_usage(include):
+    async def scenario(served):
+        options = {"include_usage": include, "continuous_usage_stats": True}
+        for response in (
+            await served.complete(stream=True, stream_options=options),
+            await served.chat(stream=True, stream_options=options),
+        ):
+            assert all("usage" not in chunk for chunk in chunks_of(await events(response)))
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_of_several_prompts_add_up(stream):
+    async def scenario(served):
+        served.engine.num_cached_tokens = 3
+        response = await served.complete(
+            prompt=["abc", "abd", "abe"],
+            n=2,
+            stream=stream,
+            stream_options={"include_usage": True} if stream else None,
+        )
+        answers = chunks_of(await events(response)) if stream else [response.json()]
+        usage = answers[-1]["usage"]
+        assert usage["prompt_tokens"] == 12
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 9}
 
     with_server(scenario)
 
@@ -163,8 +202,112 @@ def test_logprobs_with_echo(stream):
         assert rows["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
         assert rows["top_logprobs"][0] is None
         assert rows["top_logprobs"][3] == {"H": -0.5, "I": -9999.0}
-        if not stream:
-            assert rows["text_offset"] == [0, 3, 4, 5, 6]
+        assert rows["text_offset"] == [0, 0, 1, 2, 3]
+
+    with_server(scenario)
+
+
+PROMPTS = [
+    "hi",
+    "",
+    "wörld \U0001f600!",
+    "<s>hi",
+    "a</s>b</s></s>c",
+    "<s",
+    [BOS, 104, EOS, 105],
+    [104, 0xC3],
+    [0xC3, 0xC3, 104],
+    [EOS],
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"skip_special_tokens": False},
+        {"stop": "rl"},
+        {"stop": "rl", "include_stop_str_in_output": True},
+        {"max_tokens": 0},
+        {"n": 2, "max_tokens": 9},
+        {"truncate_prompt_tokens": 2},
+        {"ignore_eos": True, "max_tokens": 20},
+    ],
+    ids=str,
+)
+def test_offsets_are_places_in_the_text(prompt, fields, stream):
+    fields = {"echo": True, "logprobs": 1, "stream": stream, **fields}
+
+    async def scenario(served):
+        choices = {}
+        response = await served.complete(prompt=prompt, **fields)
+        for answer in chunks_of(await events(response)) if stream else [response.json()]:
+            for choice in answer["choices"]:
+                text, tokens, places = choices.setdefault(choice["index"], ([], [], []))
+                text.append(choice["text"])
+                tokens += choice["logprobs"]["tokens"]
+                places += choice["logprobs"]["text_offset"]
+        assert len(choices) == fields.get("n", 1)
+        for pieces, tokens, places in choices.values():
+            text = "".join(pieces)
+            ends = [*places[1:], len(text)]
+            assert places[0] == 0
+            assert places == sorted(places)
+            slices = [text[begin:end] for begin, end in zip(places, ends, strict=True)]
+            if "stop" not in fields or not stream:
+                assert "".join(slices) == text
+                assert places[-1] <= len(text)
+            # Whole characters stand where they are said to; the last token may have been cut off.
+            for token, piece in list(zip(tokens, slices, strict=True))[:-1]:
+                if token in ("<s>", "</s>"):
+                    assert piece in ("", token)
+                elif "\ufffd" not in token and not ("stop" in fields and token in "rld!"):
+                    # What shows that a character was broken comes with the next one.
+                    assert piece.lstrip("\ufffd") == token, (text, tokens, places)
+
+    with_server(scenario)
+
+
+def test_offsets_of_a_prompt_whose_first_space_is_not_written():
+    tokenizer = sentencepiece()
+    for text in ("the cat", "the cät <s> the", " the", "</s>the\n"):
+        ids = tokenizer.encode(text)
+        places = _prompt_offsets(tokenizer, ids, text)
+        ends = [*places[1:], len(text)]
+        slices = [text[begin:end] for begin, end in zip(places, ends, strict=True)]
+        assert "".join(slices) == text
+        for token_id, piece in zip(ids, slices, strict=True):
+            whole = tokenizer.token_text(token_id)
+            if token_id in tokenizer.all_special_ids:
+                assert piece in ("", whole)
+            elif "\ufffd" not in whole:
+                assert piece in (whole, whole.removeprefix(" ")), (text, slices)
+
+
+def test_an_echo_waits_for_the_prompts_logprobs():
+    # The first of n answers computes them; with a warm prefix cache the second one is earlier.
+    async def scenario(served):
+        own = served.engine.generate
+
+        async def reordered(*args, **kwargs):
+            outputs = [output async for output in own(*args, **kwargs)]
+            first = outputs[0]
+            alone = dataclasses.replace(
+                first, prompt_logprobs=None, outputs=[first.outputs[1]], finished=False
+            )
+            rest = dataclasses.replace(first, outputs=[first.outputs[0]])
+            for output in (alone, rest, *outputs[1:]):
+                yield output
+
+        served.engine.generate = reordered
+        response = await served.complete(echo=True, logprobs=1, n=2, stream=True, max_tokens=3)
+        tokens = {0: [], 1: []}
+        for chunk in chunks_of(await events(response)):
+            (choice,) = chunk["choices"]
+            tokens[choice["index"]] += choice["logprobs"]["tokens"]
+        assert tokens[0] == tokens[1] == ["<s>", "h", "i", "H", "e", "l"]
 
     with_server(scenario)
 

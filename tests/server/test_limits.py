@@ -1,6 +1,7 @@
 """Size, number, time: what a server takes, and how it ends."""
 
 import asyncio
+import gc
 import json
 import time
 
@@ -80,6 +81,61 @@ def test_the_estimate_of_the_wait_follows_the_throughput():
         assert state._retry_after(1) == 1
         assert 9 <= state._retry_after(100) <= 12
         assert state._retry_after(10**6) == 60
+
+    with_server(scenario)
+
+
+def test_the_estimate_of_the_wait_forgets_an_idle_time():
+    async def scenario(served):
+        served.state._finish_times.extend(time.monotonic() - 1000 + 10 * i for i in range(90))
+        served.engine.paused = True
+        waiting = asyncio.create_task(served.complete(n=4))
+        await until(lambda: served.engine.num_unfinished_requests == 4)
+        # One in ten seconds, long ago: 4 places would take 40 s.
+        assert (await served.complete(n=4)).headers["retry-after"] == "1"
+        served.engine.paused = False
+        await waiting
+
+    with_server(scenario, max_num_queued_reqs=4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_left_of_requests(stream):
+    def num_tasks():
+        gc.collect()
+        return sum(isinstance(found, asyncio.Task) for found in gc.get_objects())
+
+    async def scenario(served):
+        async def use():
+            assert (await served.complete(stream=stream, prompt=["a", "b"])).status_code == 200
+            call = Call(served, "/v1/completions", body(stream=stream))
+            await until(lambda: served.engine.num_unfinished_requests)
+            call.disconnect()
+            await call.task
+            assert (await served.complete(deadline_ms=1, stream=stream)).status_code in (200, 408)
+
+        served.engine.step_time = 0.0005
+        await use()
+        before = num_tasks()
+        for _ in range(10):
+            await use()
+        assert num_tasks() <= before + 2
+
+    with_server(scenario)
+
+
+def test_the_depth_of_json():
+    def nested(levels):
+        return b'{"prompt": "hi", "max_tokens": 1, "x": %b}' % (
+            b"[" * (levels - 1) + b"]" * (levels - 1)
+        )
+
+    async def scenario(served):
+        for levels, status in ((2, 200), (64, 200), (65, 400), (66, 400), (1000, 400)):
+            call = Call(served, "/v1/completions", nested(levels))
+            await call.task
+            assert call.status == status, levels
+        assert b"more than 64 levels" in call.body
 
     with_server(scenario)
 
@@ -177,6 +233,18 @@ def test_draining_finishes_what_is_in_flight_and_takes_nothing_new():
         served.engine.paused = False
         assert len(await events(await running)) > 5
         assert served.state.num_active == 0
+
+    with_server(scenario)
+
+
+def test_what_comes_after_the_cut_is_not_begun():
+    async def scenario(served):
+        served.state.cut()
+        for stream in (False, True):
+            response = await served.complete(stream=stream)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "unavailable"
+        assert not served.engine.requests
 
     with_server(scenario)
 

@@ -78,6 +78,17 @@ def test_listens_while_loading_and_stops_at_once_then():
         assert server.wait() == 0
 
 
+@pytest.mark.parametrize(
+    "words", [['["*"]'], ["*"], ["https://a.test", "https://b.test"], ['["https://b.test"]', "x"]]
+)
+def test_origins_as_words_or_json(words):
+    with serving("ready", "--allowed-origins", *words) as server:
+        headers = {"Origin": "https://b.test"}
+        response = httpx.get(server.url + "/version", headers=headers, timeout=10)
+        allowed = response.headers["access-control-allow-origin"]
+        assert allowed == ("*" if "*" in words[0] else "https://b.test")
+
+
 def test_a_failure_to_load_is_the_last_line():
     with serving("broken") as server:
         assert server.wait() == 1

@@ -1,0 +1,277 @@
+"""The answers of the API, for `/openapi.json`: the code writes them as plain dicts and bytes.
+
+Nothing is built from these classes at run time; tests hold the real answers against them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answer(BaseModel):
+    """Base of the answers: what is named here is there, and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorDetail(Answer):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field of the request that is wrong."""
+    code: str | None
+
+
+class ErrorAnswer(Answer):
+    """What every error looks like."""
+
+    error: ErrorDetail
+
+
+class Index(Answer):
+    """GET /."""
+
+    name: str
+    version: str
+    models: list[str]
+    endpoints: list[str]
+
+
+class Version(Answer):
+    """GET /version."""
+
+    version: str
+
+
+class Health(Answer):
+    """GET /health."""
+
+    status: Literal["ok", "unhealthy"]
+    reason: str
+
+
+class Readiness(Answer):
+    """GET /ready."""
+
+    status: Literal["ready", "not ready"]
+    reason: str | None = None
+
+
+class ModelCard(Answer):
+    """One served name."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+    permission: list[str]
+
+
+class ModelList(Answer):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class PromptTokensDetails(Answer):
+    """Part of `Usage`."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Envelope(Answer):
+    """What all answers and chunks of the generation endpoints have."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class PromptLogprob(Answer):
+    """A candidate at a position of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+FinishReason = Literal["stop", "length", "abort"]
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(Answer):
+    """Four lists of one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+
+
+class CompletionAnswer(Envelope):
+    """POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(Answer):
+    """What is new of a text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChunk(Envelope):
+    """An event of a stream of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class Candidate(Answer):
+    """A token and how probable it was."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Candidate):
+    """A token of the answer, and the most probable ones in its place."""
+
+    top_logprobs: list[Candidate]
+
+
+class ChatLogprobs(Answer):
+    """One entry for each token."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatMessage(Answer):
+    """The answer's message."""
+
+    role: str
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    """One message."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class ChatAnswer(Envelope):
+    """POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+
+
+class ChatDelta(Answer):
+    """What is new of a message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    """What is new of an answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Envelope):
+    """An event of a stream of /v1/chat/completions."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Tokens(Answer):
+    """POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Answer):
+    """POST /detokenize."""
+
+    prompt: str
+
+
+class CacheReset(Answer):
+    """POST /reset_prefix_cache."""
+
+    success: bool
+
+
+class ProfileStarted(Answer):
+    """POST /start_profile."""
+
+    status: Literal["recording"]
+
+
+class ProfileStopped(Answer):
+    """POST /stop_profile."""
+
+    path: str

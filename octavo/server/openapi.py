@@ -1,0 +1,115 @@
+"""What `/openapi.json` says of each address: bodies, path parameters, answers, errors.
+
+Bodies are parsed by `octavo.server.body` and answers are written by hand, so FastAPI knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+
+from octavo.server import answers
+from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_SCHEMA_REF = "#/components/schemas/{model}"
+# Host header; key, and draining, where keys are asked for; what a body can get.
+_ALWAYS = (421, 500)
+_GUARDED = (*_ALWAYS, 401, 503)
+_WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415)
+_GENERATION = (*_WITH_BODY, 429)
+_ADMIN = (*_GUARDED, 403, 415)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The documentation of one address."""
+
+    answer: type[BaseModel] | None
+    """None: plain text."""
+    errors: Sequence[int]
+    body: type[BaseModel] | None = None
+    chunk: type[BaseModel] | None = None
+    """The data of a stream's events, where there can be a stream."""
+    states: Sequence[int] = (200,)
+    """Statuses that come with `answer`."""
+
+    def responses(self) -> dict[int | str, dict[str, Any]]:
+        """The `responses` of FastAPI's route."""
+        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+        if self.answer is not None:
+            content = {"application/json": {"schema": _ref(self.answer)}}
+        if self.chunk is not None:
+            content["text/event-stream"] = {
+                "schema": {
+                    "type": "string",
+                    "description": "With stream=true: server-sent events. The data of each is "
+                    "JSON (x-event-schema); the last one is [DONE].",
+                    "x-event-schema": {"anyOf": [_ref(self.chunk), _ref(answers.ErrorAnswer)]},
+                }
+            }
+        error = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
+        found = {s: _response(s, error) for s in self.errors if s not in self.states}
+        return {**{s: _response(s, content) for s in self.states}, **dict(sorted(found.items()))}
+
+    def extra(self, path: str) -> dict[str, Any] | None:
+        """The rest of the documentation, for the route's `openapi_extra`."""
+        extra: dict[str, Any] = {}
+        if self.body is not None:
+            content = {"application/json": {"schema": _ref(self.body)}}
+            extra["requestBody"] = {"required": True, "content": content}
+        if "{model" in path:
+            parameter = {"name": "model", "in": "path", "required": True}
+            extra["parameters"] = [{**parameter, "schema": {"type": "string"}}]
+        return extra or None
+
+
+OPERATIONS: dict[str, Operation] = {
+    "/": Operation(answers.Index, _GUARDED),
+    "/health": Operation(answers.Health, _ALWAYS, states=(200, 503)),
+    "/ready": Operation(answers.Readiness, _ALWAYS, states=(200, 503)),
+    "/version": Operation(answers.Version, _ALWAYS),
+    "/metrics": Operation(None, _ALWAYS),
+    "/v1/models": Operation(answers.ModelList, _GUARDED),
+    "/v1/models/{model:path}": Operation(answers.ModelCard, (*_GUARDED, 404)),
+    "/v1/completions": Operation(
+        answers.CompletionAnswer, _GENERATION, CompletionBody, answers.CompletionChunk
+    ),
+    "/v1/chat/completions": Operation(answers.ChatAnswer, _GENERATION, ChatBody, answers.ChatChunk),
+    "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
+    "/detokenize": Operation(answers.Text, _WITH_BODY, DetokenizeBody),
+    "/reset_prefix_cache": Operation(answers.CacheReset, _ADMIN),
+    "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
+    "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
+}
+
+
+def document(app: FastAPI) -> None:
+    """Adds the schemas to the OpenAPI description that FastAPI makes."""
+    make = app.openapi
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(answers.ErrorAnswer, "validation")]
+    for operation in OPERATIONS.values():
+        found = (operation.body, operation.answer, operation.chunk)
+        models += [(model, "validation") for model in found if model is not None]
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _, schemas = models_json_schema(models, ref_template=_SCHEMA_REF)
+            make().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _SCHEMA_REF.format(model=model.__name__)}
+
+
+def _response(status: int, content: dict[str, Any]) -> dict[str, Any]:
+    return {"description": HTTPStatus(status).phrase, "content": content}

@@ -1,0 +1,160 @@
+"""The description at /openapi.json says what the server really does."""
+
+import json
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.server import answers
+from octavo.server.openapi import OPERATIONS
+from tests.server.fake_engine import FakeAsyncLLM, events, with_server
+
+ERRORS = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
+
+
+def profiled_engine():
+    return FakeAsyncLLM(EngineConfig.from_kwargs(served_model_name=["fake"], profiler_dir="/x"))
+
+
+def refs(value):
+    """All references in a JSON value."""
+    if isinstance(value, dict):
+        yield from (v for k, v in value.items() if k == "$ref")
+        for item in value.values():
+            yield from refs(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from refs(item)
+
+
+def test_every_address_is_described():
+    async def scenario(served):
+        description = (await served.http.get("/openapi.json")).json()
+        again = (await served.http.get("/openapi.json")).json()
+        assert again == description
+        paths = {path.replace(":path", ""): o for path, o in OPERATIONS.items()}
+        assert set(description["paths"]) == set(paths)
+        schemas = description["components"]["schemas"]
+        for ref in refs(description):
+            assert ref.removeprefix("#/components/schemas/") in schemas
+        for path, methods in description["paths"].items():
+            ((method, operation),) = methods.items()
+            named = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
+            assert named == ({"model"} if "{" in path else set())
+            assert ("requestBody" in operation) == (paths[path].body is not None)
+            answers_ = operation["responses"]
+            assert "200" in answers_
+            for status, response in answers_.items():
+                assert response["description"]
+                if int(status) >= 400 and not (path in ("/health", "/ready") and status == "503"):
+                    assert response["content"] == ERRORS
+                else:
+                    assert response["content"]
+            assert {"421", "500"} <= set(answers_)
+            if method == "post":
+                assert {"401", "415", "503"} <= set(answers_)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            content = description["paths"][path]["post"]["responses"]["200"]["content"]
+            assert set(content) == {"application/json", "text/event-stream"}
+
+    with_server(scenario)
+
+
+REQUESTS = [
+    {},
+    {"n": 2, "logprobs": True, "top_logprobs": 2},
+    {"prompt_logprobs": 1, "return_token_ids": True},
+    {"echo": True, "logprobs": 2},
+    {"stop": "l"},
+    {"stop_token_ids": [108]},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream_options": {"include_usage": True}, "return_token_ids": True},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", REQUESTS, ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_are_as_described(path, fields, stream):
+    chat = path == "/v1/chat/completions"
+    body = {"max_tokens": 5, "stream": stream, **fields}
+    if chat:
+        body["messages"] = [{"role": "user", "content": "hi"}]
+        body.pop("echo", None)
+        if body.get("logprobs"):
+            body["logprobs"] = True
+    else:
+        body["prompt"] = "hi"
+        body.pop("top_logprobs", None)
+        if "logprobs" in body:
+            body["logprobs"] = int(body["logprobs"])
+    if stream:
+        body.pop("prompt_logprobs", None)
+    else:
+        body.pop("stream_options", None)
+
+    async def scenario(served):
+        response = await served.post(path, **body)
+        assert response.status_code == 200, response.text
+        operation = OPERATIONS[path]
+        kind = operation.chunk if stream else operation.answer
+        for item in await events(response) if stream else [response.text]:
+            kind.model_validate_json(item)
+
+    with_server(scenario)
+
+
+def test_the_small_answers_are_as_described():
+    async def scenario(served):
+        for method, path, body in (
+            ("GET", "/", None),
+            ("GET", "/health", None),
+            ("GET", "/ready", None),
+            ("GET", "/version", None),
+            ("GET", "/v1/models", None),
+            ("GET", "/v1/models/fake", None),
+            ("POST", "/tokenize", {"prompt": "hi"}),
+            ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
+            ("POST", "/detokenize", {"tokens": [5]}),
+            ("POST", "/reset_prefix_cache", {}),
+            ("POST", "/start_profile", {}),
+            ("POST", "/stop_profile", {}),
+        ):
+            response = await served.http.request(method, path, json=body)
+            assert response.status_code == 200, response.text
+            key = path.replace("/fake", "/{model:path}")
+            OPERATIONS[key].answer.model_validate_json(response.text)
+        served.engine.die("gone")
+        for path in ("/health", "/ready"):
+            response = await served.http.get(path)
+            assert response.status_code == 503
+            OPERATIONS[path].answer.model_validate_json(response.text)
+
+    with_server(scenario, profiled_engine, enable_admin=True)
+
+
+def test_errors_are_as_described_and_declared():
+    async def scenario(served):
+        described = (await served.http.get("/openapi.json")).json()["paths"]
+        post = served.http.post
+        big = b'{"prompt":"' + b"x" * 2000 + b'"}'
+        for path, response in (
+            ("/v1/completions", await served.complete(temperature=-1)),
+            ("/v1/completions", await served.complete(model="nope")),
+            ("/v1/completions", await post("/v1/completions", content=b"x")),
+            ("/v1/completions", await served.post("/v1/completions", prompt="x" * 2000)),
+            ("/v1/completions", await served.complete(n=9)),
+            ("/v1/chat/completions", await post("/v1/chat/completions", content=big)),
+            ("/tokenize", await served.post("/tokenize")),
+            ("/detokenize", await served.post("/detokenize", tokens=[300])),
+            ("/v1/models/{model}", await served.http.get("/v1/models/nope")),
+            ("/start_profile", await served.post("/start_profile")),
+            ("/", await served.http.get("/", headers={"Host": "evil.test"})),
+        ):
+            assert response.status_code >= 400
+            (operation,) = described[path].values()
+            assert str(response.status_code) in operation["responses"], (path, response.text)
+            answers.ErrorAnswer.model_validate_json(response.text)
+            assert json.loads(response.text)["error"]["message"]
+
+    with_server(scenario, max_request_bytes=1024, max_num_queued_reqs=8, allowed_hosts=["test"])
