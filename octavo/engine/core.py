@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from octavo.config import EngineConfig
-from octavo.device import resident_memory, resolve_device
+from octavo.device import resident_memory, resolve_device, trim_memory
 from octavo.engine.memory_plan import (
     make_memory_plan,
     resolve_dtype,
@@ -48,6 +48,7 @@ class EngineCore:
         config: the settings.
         model_path: the model's folder.
         default_batched_tokens: token budget of a step where the config sets none.
+        request_memory: bytes that a server's requests may take; None: there is no server.
 
     Raises:
         ConfigError: if the memory does not suffice or settings do not fit the model.
@@ -55,7 +56,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, *, default_batched_tokens: int
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        default_batched_tokens: int,
+        request_memory: int | None = None,
     ) -> None:
         self.config = config
         directory = config.observability.profiler_dir
@@ -69,7 +75,9 @@ class EngineCore:
         max_model_len = resolve_max_model_len(config, self.spec)
         on_cpu = resolve_device(config.device.device) == "cpu"
         if on_cpu:  # what does not fit is refused before anything is loaded
-            self.plan, kv_cache = make_memory_plan(config, self.spec, max_num_batched_tokens=budget)
+            self.plan, kv_cache = make_memory_plan(
+                config, self.spec, max_num_batched_tokens=budget, request_memory=request_memory
+            )
             max_model_len = self.plan.max_model_len
             self._log_plan()
         started = time.monotonic()
@@ -194,6 +202,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
         return self.scheduler.reset_prefix_cache()
+
+    def trim_memory(self) -> None:
+        """Gives memory that was freed back to the system."""
+        trim_memory()
 
     def check_integrity(self) -> None:
         """Checks the scheduler's and the cache's books.

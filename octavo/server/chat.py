@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from octavo.server.generation import (
     encode,
     finite,
     prompt_logprobs_json,
+    raw,
     token_text,
 )
 from octavo.server.schema import ChatBody, Message
@@ -135,9 +136,8 @@ class ChatCompletion(Generation[ChatBody]):
             return [ids], params, special
         return [prompt], params, special
 
-    def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
+    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """See `Generation.choices`."""
-        choices = []
         for completion in sorted(output.outputs, key=lambda c: c.index):
             choice: dict[str, object] = {
                 "index": completion.index,
@@ -152,8 +152,7 @@ class ChatCompletion(Generation[ChatBody]):
             }
             if self.body.return_token_ids:
                 choice["token_ids"] = completion.token_ids
-            choices.append(choice)
-        return choices
+            yield choice
 
     def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """See `Generation.extras`."""
@@ -216,7 +215,7 @@ class ChatCompletion(Generation[ChatBody]):
             # The token itself is in the row even if it is not among the most probable ones.
             best = sorted(row.items(), key=lambda item: -item[1].logprob)
             top = [self._candidate(t, e) for t, e in best[: self.body.top_logprobs or 0]]
-            content.append({**self._candidate(token_id, row[token_id]), "top_logprobs": top})
+            content.append(raw({**self._candidate(token_id, row[token_id]), "top_logprobs": top}))
         return {"content": content, "refusal": None}
 
     def _candidate(self, token_id: int, entry: Logprob) -> dict[str, object]:

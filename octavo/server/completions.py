@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import (
     Generation,
@@ -17,6 +18,7 @@ from octavo.server.generation import (
     encode,
     finite,
     prompt_logprobs_json,
+    raw,
     token_text,
 )
 from octavo.server.schema import CompletionBody, Prompts
@@ -71,12 +73,10 @@ class Completion(Generation[CompletionBody]):
         )
         return self._prompts, params, body.add_special_tokens is not False
 
-    def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
+    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """See `Generation.choices`."""
-        return [
-            self._choice(index, output, completion, first=True)
-            for completion in sorted(output.outputs, key=lambda c: c.index)
-        ]
+        for completion in sorted(output.outputs, key=lambda c: c.index):
+            yield self._choice(index, output, completion, first=True)
 
     def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
         """See `Generation.chunks`."""
@@ -106,7 +106,7 @@ class Completion(Generation[CompletionBody]):
         number = index * self.n + completion.index
         echo = bool(body.echo) and first
         text, token_ids = completion.text, completion.token_ids
-        logprobs: PromptLogprobs = list(completion.logprobs or [])
+        logprobs: Iterable[dict[int, Logprob] | None] = completion.logprobs or []
         if self._only_echo:
             text, token_ids, logprobs = "", [], []
         offset = self._offsets.get(number, 0)
@@ -115,7 +115,7 @@ class Completion(Generation[CompletionBody]):
             self._offsets[number] = len(prompt) if body.stream else 0
             text = prompt + text
             if body.logprobs is not None:
-                logprobs = [*(output.prompt_logprobs or [None]), *logprobs]
+                logprobs = chain(output.prompt_logprobs or [None], logprobs)
                 token_ids = [*output.prompt_token_ids, *token_ids]
         choice: dict[str, object] = {
             "index": number,
@@ -145,7 +145,7 @@ class Completion(Generation[CompletionBody]):
         )
 
     def _logprobs(
-        self, token_ids: list[int], rows: PromptLogprobs, offset: int
+        self, token_ids: list[int], rows: Iterable[dict[int, Logprob] | None], offset: int
     ) -> dict[str, list[object]]:
         """OpenAI's four parallel lists. `offset`: length of the text before the first token."""
         tokens: list[object] = []
@@ -161,7 +161,9 @@ class Completion(Generation[CompletionBody]):
             tops.append(
                 None
                 if row is None
-                else {token_text(t, e, self.tokenizer): finite(e.logprob) for t, e in row.items()}
+                else raw(
+                    {token_text(t, e, self.tokenizer): finite(e.logprob) for t, e in row.items()}
+                )
             )
             offset += len(text)
         return {
