@@ -246,6 +246,14 @@ class ServerConfig(_Section, frozen=True):
     max_num_queued_reqs: Annotated[
         int, Meta(description="Most unfinished requests; more get 429. 0: no limit.", ge=0)
     ] = 1024
+    request_memory_bytes: Annotated[
+        int,
+        Meta(
+            description="Bytes that unfinished requests may take in the server's processes"
+            " (prompts, parameters, answers; 4G, 512M ...); more get 429.",
+            ge=2**20,
+        ),
+    ] = 2**30
     max_request_bytes: Annotated[
         int, Meta(description="Largest request body in bytes (8M ...).", ge=1024)
     ] = 8 * 2**20

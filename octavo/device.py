@@ -155,6 +155,13 @@ def resident_memory() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def trim_memory() -> None:
+    """Gives memory that was freed back to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 SWITCH_INTERVAL = 0.0002
 """Seconds between two switches among Python threads, where an engine runs.
 

@@ -41,6 +41,11 @@ class FlatLogprobs(Sequence[Any]):
         self._token_ids, self._logprobs, self._ranks = array("i"), array("f"), array("i")
         self._num_rows = 0  # a copy shares the arrays, which may have become longer since
 
+    @property
+    def num_candidates(self) -> int:
+        """Entries of all positions together."""
+        return len(self._token_ids)
+
     def append_rows(self, token_ids: bytes, logprobs: bytes, ranks: bytes) -> None:
         """Adds positions; the arguments are the fields of `octavo.messages.LogprobsLists`."""
         self._token_ids.frombytes(token_ids)

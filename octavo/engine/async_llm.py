@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.device import resolve_device
+from octavo.device import resolve_device, trim_memory
 from octavo.engine.core_client import AsyncMPClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.engine.request_memory import RequestMemory, request_nbytes
 from octavo.errors import EngineDeadError
 from octavo.messages import SchedulerStats
 from octavo.metrics import EngineMetrics
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 # Small, since a stream waits while others' prompts are computed, and as fast: matrix products on a
 # CPU are as efficient with some hundred rows. On a GPU they are not (vLLM's default).
 _CPU_BATCHED_TOKENS, _CUDA_BATCHED_TOKENS = 512, 2048
+DEFAULT_REQUEST_MEMORY = 2**30
 # Seconds from the answer to a heartbeat to the next heartbeat.
 _HEARTBEAT_INTERVAL = 1.0
 # Longer texts are tokenised on a thread, so that the streams of others go on meanwhile.
@@ -69,6 +71,7 @@ class AsyncLLM:
         tokenizer_path: Path,
         *,
         progress_timeout: float,
+        request_memory: int,
         served_name: str | None,
         log_level: str,
         log_format: str,
@@ -86,6 +89,7 @@ class AsyncLLM:
             config,
             path,
             default_batched_tokens=server_batched_tokens(config.device.device),
+            request_memory=request_memory,
             log_level=log_level,
             log_format=log_format,
         )
@@ -95,6 +99,8 @@ class AsyncLLM:
         self.ready = False
         self._input_processor = self._make_input_processor()
         self._output_processor = OutputProcessor(self.tokenizer, self.metrics)
+        self.request_memory = RequestMemory(request_memory)
+        """What unfinished requests, and answers on their way to a client, take."""
         self._progress_timeout = progress_timeout
         self._heartbeat_sent: float | None = None
         """Second of `time.monotonic` of the heartbeat that waits for its answer."""
@@ -110,6 +116,7 @@ class AsyncLLM:
         config: EngineConfig,
         *,
         progress_timeout: float = 60.0,
+        request_memory: int = DEFAULT_REQUEST_MEMORY,
         served_name: str | None = None,
         log_level: str = "info",
         log_format: str = "text",
@@ -122,6 +129,7 @@ class AsyncLLM:
             config: the engine's settings.
             progress_timeout: seconds after which `health` fails if the engine, busy or idle, has
                 not answered a heartbeat; a step may take as long.
+            request_memory: bytes that unfinished requests may take, here and in the engine.
             served_name: the model's name in the metrics; default: the config's.
             log_level: least level that the engine process logs.
             log_format: "text" or "json".
@@ -135,6 +143,7 @@ class AsyncLLM:
             config,
             *folders,
             progress_timeout=progress_timeout,
+            request_memory=request_memory,
             served_name=served_name,
             log_level=log_level,
             log_format=log_format,
@@ -187,6 +196,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: if the request is bad or fails, or its id is in use.
+            QueueFullError: if there is no memory for it now.
             EngineDeadError: if the engine is gone.
         """
         if self._dead is not None:
@@ -209,18 +219,20 @@ class AsyncLLM:
         if self._dead is not None:  # it may have died while the thread was at work
             raise self._dead
         queue = RequestOutputCollector(sampling_params.output_kind)
-        self._output_processor.add_request(request, sampling_params, text, queue)
-        finished = False
-        try:
-            await self._client.add_request(request)
-            while not finished:
-                output = queue.get_nowait() or await queue.get()
-                finished = output.finished
-                yield output
-        finally:
-            # Its id may belong to another request by now.
-            if not finished and self._output_processor.is_live(request_id, queue):
-                await self.abort(request_id)
+        nbytes = request_nbytes(request, sampling_params, self.spec.vocab_size)
+        with self.request_memory.reserve(nbytes):
+            self._output_processor.add_request(request, sampling_params, text, queue)
+            finished = False
+            try:
+                await self._client.add_request(request)
+                while not finished:
+                    output = queue.get_nowait() or await queue.get()
+                    finished = output.finished
+                    yield output
+            finally:
+                # Its id may belong to another request by now.
+                if not finished and self._output_processor.is_live(request_id, queue):
+                    await self.abort(request_id)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request within one step; unknown ids are ignored."""
@@ -277,7 +289,11 @@ class AsyncLLM:
             self._die(EngineDeadError(f"the output handler failed: {error!r}"))
 
     async def _send_heartbeats(self) -> None:
-        """Asks the core's busy loop again and again; `health` looks at how long it takes."""
+        """Asks the core's busy loop again and again; `health` looks at how long it takes.
+
+        The first time that nothing runs any more, memory is given back to the system.
+        """
+        trimmed = True
         interval = min(_HEARTBEAT_INTERVAL, self._progress_timeout / 4)
         with contextlib.suppress(EngineDeadError):
             await self.wait_ready()
@@ -285,6 +301,12 @@ class AsyncLLM:
                 self._heartbeat_sent = time.monotonic()
                 await self._client.call_utility("stats")
                 self._heartbeat_sent = None
+                if self.request_memory.used:
+                    trimmed = False
+                elif not trimmed:
+                    trimmed = True
+                    await self._client.call_utility("trim_memory")
+                    await asyncio.to_thread(trim_memory)
                 await asyncio.sleep(interval)
 
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:

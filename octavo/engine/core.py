@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from octavo.config import EngineConfig
-from octavo.device import resident_memory, resolve_device
+from octavo.device import resident_memory, resolve_device, trim_memory
 from octavo.engine.memory_plan import (
     make_memory_plan,
     resolve_dtype,
@@ -50,6 +50,7 @@ class EngineCore:
         config: the settings.
         model_path: the model's folder.
         default_batched_tokens: token budget of a step where the config sets none.
+        request_memory: bytes that a server's requests may take; None: there is no server.
 
     Raises:
         ConfigError: if the memory does not suffice or settings do not fit the model.
@@ -57,7 +58,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, *, default_batched_tokens: int
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        default_batched_tokens: int,
+        request_memory: int | None = None,
     ) -> None:
         self.config = config
         directory = config.observability.profiler_dir
@@ -82,7 +88,7 @@ class EngineCore:
         on_cpu = resolve_device(config.device.device) == "cpu"
         if on_cpu:  # what does not fit is refused before anything is loaded
             scratch = executor_class.measure_scratch(setup)
-            self.plan, kv_cache = plan(measured=scratch)
+            self.plan, kv_cache = plan(measured=scratch, request_memory=request_memory)
             self._log_plan()
             setup = replace(setup, max_model_len=self.plan.max_model_len, scratch=scratch)
         self.executor = executor_class(setup)
@@ -192,6 +198,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
         return self.scheduler.reset_prefix_cache()
+
+    def trim_memory(self) -> None:
+        """Gives memory that was freed back to the system."""
+        trim_memory()
 
     def check_integrity(self) -> None:
         """Checks the scheduler's and the cache's books.

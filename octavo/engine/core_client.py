@@ -33,6 +33,7 @@ class AsyncMPClient:
         config: the engine's settings.
         model_path: the model's folder.
         default_batched_tokens: see `EngineCore`.
+        request_memory: see `EngineCore`.
         log_level: least level that the process logs.
         log_format: "text" or "json".
     """
@@ -43,6 +44,7 @@ class AsyncMPClient:
         model_path: Path,
         *,
         default_batched_tokens: int,
+        request_memory: int,
         log_level: str,
         log_format: str,
     ) -> None:
@@ -65,6 +67,7 @@ class AsyncMPClient:
                 config=config,
                 model_path=str(model_path),
                 default_batched_tokens=default_batched_tokens,
+                request_memory=request_memory,
                 input_address=addresses[0],
                 output_address=addresses[1],
                 log_level=log_level,

@@ -39,7 +39,14 @@ READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 
 # Methods of the core that a front end may call.
 _UTILITIES = frozenset(
-    {"reset_prefix_cache", "stats", "check_integrity", "start_profile", "stop_profile"}
+    {
+        "reset_prefix_cache",
+        "stats",
+        "trim_memory",
+        "check_integrity",
+        "start_profile",
+        "stop_profile",
+    }
 )
 # Time that the core gets to end in order when the parent is gone.
 _GRACE_SECONDS = 2.0
@@ -51,6 +58,7 @@ class CoreProcessSetup(msgspec.Struct):
     config: EngineConfig
     model_path: str
     default_batched_tokens: int
+    request_memory: int
     input_address: str
     output_address: str
     log_level: str
@@ -100,6 +108,7 @@ def main() -> None:
             setup.config,
             Path(setup.model_path),
             default_batched_tokens=setup.default_batched_tokens,
+            request_memory=setup.request_memory,
         )
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()

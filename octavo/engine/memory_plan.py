@@ -24,6 +24,8 @@ from octavo.worker.memory import DeviceMemory, Scratch
 DEFAULT_CPU_KV_BYTES = 4 * 2**30
 # Interpreter, torch and the other libraries (230 MiB after import), a tokenizer, messages.
 RUNTIME_NBYTES = 272 * 2**20
+# The server's own process: interpreter, web framework, tokenizer, bodies as they are read.
+SERVER_NBYTES = 192 * 2**20
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,20 @@ class MemoryPlan:
     max_model_len: int
     blocks_per_request: int
     """Blocks that one request of `max_model_len` tokens needs at most."""
+    server: int = 0
+    """The other process of a server."""
+    requests: int = 0
+    """What requests and answers may take in both of them."""
 
     @property
     def total(self) -> int:
         """All of it, at the fullest moment."""
-        return self.steady + max(0, self.loading - self.activations - self.logits)
+        loading = max(0, self.loading - self.activations - self.logits)
+        return self.steady + loading + self.server + self.requests
 
     @property
     def steady(self) -> int:
-        """What is held once the model is loaded and everything has been used."""
+        """What is held once the model is loaded and everything has been used, without requests."""
         return (
             self.runtime + self.weights + self.activations + self.logits + self.rows + self.kv_cache
         )
@@ -81,6 +88,11 @@ class MemoryPlan:
             f"{self.block_size} tokens; {self.max_concurrency:.1f} requests of "
             f"{self.max_model_len:,} tokens",
         ]
+        if self.server:
+            lines += [
+                f"  requests     {self.requests / mib:10,.1f} MiB in this and the server's process",
+                f"  server       {self.server / mib:10,.1f} MiB, the process beside this one",
+            ]
         return "\n".join(lines)
 
     def compare(self, resident: int) -> str:
@@ -152,6 +164,7 @@ def make_memory_plan(
     *,
     max_num_batched_tokens: int,
     measured: Scratch | DeviceMemory,
+    request_memory: int | None = None,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
     """Plans the memory of an engine.
 
@@ -162,6 +175,7 @@ def make_memory_plan(
         spec: the model.
         max_num_batched_tokens: token budget of a step.
         measured: what steps take on a CPU, or the GPU with the model loaded.
+        request_memory: bytes for a server's requests, on a CPU; None: there is no server.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
@@ -199,13 +213,16 @@ def make_memory_plan(
         )
         rows += state_nbytes(max_num_seqs, spec.vocab_size)
     limit = int(available * cache.gpu_memory_utilization)
+    server, requests = (0, 0) if request_memory is None else (SERVER_NBYTES, request_memory)
     left = limit - runtime - weights - max(activations + logits, loading) - rows
+    left -= server + requests
     if left < 0:
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
             f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
             f"{'the GPU' if isinstance(measured, DeviceMemory) else 'what is free'}). Take a "
-            "smaller model or dtype, or lower max_num_batched_tokens or max_num_seqs."
+            "smaller model or dtype, or lower max_num_batched_tokens, max_num_seqs or "
+            "request_memory_bytes."
         )
     most_useful = max_num_seqs * blocks_for(max_model_len) + 1
     if cache.num_gpu_blocks_override is not None:
@@ -249,6 +266,8 @@ def make_memory_plan(
         block_nbytes=block_nbytes,
         max_model_len=max_model_len,
         blocks_per_request=blocks_for(max_model_len),
+        server=server,
+        requests=requests,
     )
     kv_cache = KVCacheConfig(
         num_blocks=num_blocks,

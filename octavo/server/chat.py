@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from octavo.server.generation import (
     encode,
     finite,
     prompt_logprobs_json,
+    raw,
     token_text,
 )
 from octavo.server.schema import ChatBody, Message
@@ -128,9 +129,8 @@ class ChatCompletion(Generation[ChatBody]):
             return [ids], params, special
         return [prompt], params, special
 
-    def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
+    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """See `Generation.choices`."""
-        choices = []
         for completion in sorted(output.outputs, key=lambda c: c.index):
             choice: dict[str, object] = {
                 "index": completion.index,
@@ -144,8 +144,7 @@ class ChatCompletion(Generation[ChatBody]):
                 "stop_reason": completion.stop_reason,
             }
             choice["token_ids"] = completion.token_ids if self.body.return_token_ids else None
-            choices.append(choice)
-        return choices
+            yield choice
 
     def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """See `Generation.extras`."""
@@ -214,7 +213,7 @@ class ChatCompletion(Generation[ChatBody]):
             if asked != -1:
                 best = best[:asked]
             top = [self._candidate(t, e) for t, e in best]
-            content.append({**self._candidate(token_id, row[token_id]), "top_logprobs": top})
+            content.append(raw({**self._candidate(token_id, row[token_id]), "top_logprobs": top}))
         return {"content": content, "refusal": None}
 
     def _candidate(self, token_id: int, entry: Logprob) -> dict[str, object]:

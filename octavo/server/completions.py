@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.detokenizer import TextStream, make_text_stream
-from octavo.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import (
     Generation,
@@ -18,6 +19,7 @@ from octavo.server.generation import (
     encode,
     finite,
     prompt_logprobs_json,
+    raw,
     token_text,
 )
 from octavo.server.schema import CompletionBody, Prompts
@@ -77,12 +79,10 @@ class Completion(Generation[CompletionBody]):
         )
         return self._prompts, params, body.add_special_tokens is not False
 
-    def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
+    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """See `Generation.choices`."""
-        return [
-            self._choice(index, output, completion, first=True)
-            for completion in sorted(output.outputs, key=lambda c: c.index)
-        ]
+        for completion in sorted(output.outputs, key=lambda c: c.index):
+            yield self._choice(index, output, completion, first=True)
 
     def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
         """See `Generation.chunks`."""
@@ -123,7 +123,7 @@ class Completion(Generation[CompletionBody]):
         number = index * self.n + completion.index
         echo = bool(body.echo) and first
         text, token_ids = completion.text, completion.token_ids
-        logprobs: PromptLogprobs = list(completion.logprobs or [])
+        logprobs: Iterable[dict[int, Logprob] | None] = completion.logprobs or []
         if self._only_echo:
             text, token_ids, logprobs = "", [], []
         prompt = self._prompt_text(output) if echo else ""
@@ -140,7 +140,7 @@ class Completion(Generation[CompletionBody]):
             text = prompt + text
             if body.logprobs is not None:
                 rows = self._prompt_logprobs.get(index) or output.prompt_logprobs or []
-                logprobs = [*rows, *logprobs]
+                logprobs = chain(rows, logprobs)
                 token_ids = [*output.prompt_token_ids, *token_ids]
                 places = _prompt_offsets(self.tokenizer, output.prompt_token_ids, prompt) + places
         choice: dict[str, object] = {
@@ -176,7 +176,10 @@ class Completion(Generation[CompletionBody]):
         )
 
     def _logprobs(
-        self, token_ids: list[int], rows: PromptLogprobs, offsets: list[int]
+        self,
+        token_ids: list[int],
+        rows: Iterable[dict[int, Logprob] | None],
+        offsets: list[int],
     ) -> dict[str, Sequence[object]]:
         """OpenAI's four parallel lists."""
         tokens: list[object] = []
@@ -189,7 +192,9 @@ class Completion(Generation[CompletionBody]):
             tops.append(
                 None
                 if row is None
-                else {token_text(t, e, self.tokenizer): finite(e.logprob) for t, e in row.items()}
+                else raw(
+                    {token_text(t, e, self.tokenizer): finite(e.logprob) for t, e in row.items()}
+                )
             )
         return {
             "tokens": tokens,

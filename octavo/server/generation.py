@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError, UnsupportedError
-from octavo.outputs import Logprob, PromptLogprobs, RequestOutput
+from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
 from octavo.server.body import read_model
@@ -41,6 +41,10 @@ DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0
 # Longer texts (in characters) are worked on in a thread, so that streams go on meanwhile.
 LONG_TEXT = 20_000
+# More candidates of logprobs than this are written on a thread.
+_MANY_CANDIDATES = 2000
+# Bytes of each while an answer is sent: numbers, and JSON of a part of them.
+_CANDIDATE_NBYTES = 32
 
 encode = msgspec.json.encode
 
@@ -83,8 +87,7 @@ class Generation(ABC, Generic[B]):
         generation = cls(request, body)
         if body.stream:
             return EventStream(state, generation.events(), generation.deadline)
-        answer = await state.run(request.receive, generation.answer(), generation.deadline)
-        return Response(encode(answer), media_type="application/json")
+        return await state.run(request.receive, generation.answer(), generation.deadline)
 
     @property
     @abstractmethod
@@ -100,7 +103,7 @@ class Generation(ABC, Generic[B]):
         """
 
     @abstractmethod
-    def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
+    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """The finished choices of the prompt `index`."""
 
     @abstractmethod
@@ -115,19 +118,26 @@ class Generation(ABC, Generic[B]):
         """What the answer has beside its choices."""
         return {}
 
-    async def answer(self) -> dict[str, object]:
-        """The whole answer."""
+    async def answer(self) -> Response:
+        """The whole answer; one with many logprobs is written while it is sent."""
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
                 outputs[index] = output
         in_order = [outputs[i] for i in sorted(outputs)]
-        return {
-            **self._envelope,
-            "choices": [c for i, output in enumerate(in_order) for c in self.choices(i, output)],
-            "usage": self.usage.to_dict(),
-            **self.extras(in_order),
-        }
+        choices = (c for i, output in enumerate(in_order) for c in self.choices(i, output))
+
+        def others() -> dict[str, object]:
+            return {"usage": self.usage.to_dict(), **self.extras(in_order)}
+
+        num_candidates = sum(map(_num_candidates, in_order))
+        if num_candidates > _MANY_CANDIDATES:
+            engine = await self.state.get_engine()
+            held = engine.request_memory.hold(num_candidates * _CANDIDATE_NBYTES)
+            parts = _join_parts(self._envelope, map(encode, choices), others)
+            return LargeAnswer(self.state, parts, held, self.deadline)
+        answer = {**self._envelope, "choices": list(choices), **others()}
+        return Response(encode(answer), media_type="application/json")
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of the answer, without the last one ([DONE])."""
@@ -145,7 +155,10 @@ class Generation(ABC, Generic[B]):
                         if with_usage:
                             fields["usage"] = self.usage.to_dict(0) if always else None
                         yield b"data: " + encode(self._envelope | fields) + b"\n\n"
-                chunks = self.chunks(index, output)
+                if _num_candidates(output) > _MANY_CANDIDATES:
+                    chunks = await asyncio.to_thread(self.chunks, index, output)
+                else:
+                    chunks = self.chunks(index, output)
                 if not chunks:
                     continue
                 if always:
@@ -291,6 +304,58 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
+class LargeAnswer(Response):
+    """An answer that is written on a thread, a choice at a time, as fast as the client reads it.
+
+    As JSON, logprobs take twenty times the memory that they take as numbers.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        parts: Iterator[bytes],
+        held: AbstractContextManager[None],
+        deadline: float | None,
+    ) -> None:
+        super().__init__(media_type="application/json")
+        del self.headers["content-length"]
+        self._state = state
+        self._parts = parts
+        self._held = held
+        self._deadline = deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the parts until they end or the client goes away."""
+
+        async def pump() -> None:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            while (part := await asyncio.to_thread(next, self._parts, None)) is not None:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        with self._held:
+            await self._state.run(receive, pump(), self._deadline)
+
+
+def _join_parts(
+    envelope: dict[str, object],
+    choices: Iterable[bytes],
+    others: Callable[[], dict[str, object]],
+) -> Iterator[bytes]:
+    """The JSON of an answer, piece by piece."""
+    before = encode(envelope)[:-1] + b',"choices":['
+    for choice in choices:
+        yield before + choice
+        before = b","
+    yield b"]," + encode(others())[1:]
+
+
 async def _merge(
     streams: list[AsyncGenerator[IndexedOutput, None]],
 ) -> AsyncGenerator[IndexedOutput, None]:
@@ -320,6 +385,17 @@ async def _merge(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _num_candidates(output: RequestOutput) -> int:
+    """Entries of all logprobs of an output."""
+    rows = [output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)]
+    return sum(flat.num_candidates for flat in rows if isinstance(flat, FlatLogprobs))
+
+
+def raw(value: object) -> msgspec.Raw:
+    """A part of an answer as JSON: it takes less memory than as objects."""
+    return msgspec.Raw(encode(value))
+
+
 def finite(logprob: float) -> float:
     """A logprob that JSON can express."""
     return max(logprob, MIN_LOGPROB)
@@ -339,13 +415,15 @@ def prompt_logprobs_json(rows: PromptLogprobs | None) -> list[object] | None:
     return [
         None
         if row is None
-        else {
-            str(token): {
-                "logprob": finite(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
+        else raw(
+            {
+                str(token): {
+                    "logprob": finite(entry.logprob),
+                    "rank": entry.rank,
+                    "decoded_token": entry.decoded_token,
+                }
+                for token, entry in row.items()
             }
-            for token, entry in row.items()
-        }
+        )
         for row in rows
     ]

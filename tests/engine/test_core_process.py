@@ -195,6 +195,7 @@ def test_the_last_words_of_a_process_that_ended_are_heard():
             config,
             resolve_model(BUILTIN_MODEL),
             default_batched_tokens=512,
+            request_memory=2**30,
             log_level="info",
             log_format="text",
         )

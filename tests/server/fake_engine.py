@@ -18,6 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.engine.request_memory import RequestMemory
 from octavo.errors import EngineDeadError, ProfilerError
 from octavo.messages import (
     EngineCoreOutput,
@@ -75,6 +76,7 @@ class FakeAsyncLLM:
             vocab_size=258, eos_token_ids=(EOS,), generation_config=generation_config or {}
         )
         self.max_model_len = MAX_MODEL_LEN
+        self.request_memory = RequestMemory(2**30)
         self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
         self.stats = SchedulerStats()
         self.ready = True

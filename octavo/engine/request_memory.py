@@ -1,0 +1,102 @@
+"""What requests hold in memory, in front end and engine core, against a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from octavo.errors import QueueFullError, RequestError
+from octavo.messages import EngineCoreRequest
+from octavo.sampling_params import SamplingParams
+
+# Bytes in both processes together, rounded up.
+_ANSWER = 8192
+"""Of one answer: its records, its detokenizer, its place in the queues."""
+_PROMPT_TOKEN = 96
+"""A number in three lists, with the hashes of blocks."""
+_PROMPT_TOKEN_OF_ANSWER = 12
+"""One more reference to it, which each of n answers has."""
+_OUTPUT_TOKEN = 112
+"""A number in the core, in the front end and in what is handed out, its text and its hashes."""
+_CANDIDATE = 8
+"""A token id and a logprob."""
+_WRITTEN_CANDIDATE = 160
+"""The same as JSON, of the one answer that is being written."""
+
+
+def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_size: int) -> int:
+    """Bytes that a request takes at most until it has been answered, in both processes.
+
+    Args:
+        request: a result of `InputProcessor.process`.
+        params: what it was made of.
+        vocab_size: candidates where all are asked for.
+    """
+    core, n = request.sampling_params, request.n
+    prompt, output = len(request.prompt_token_ids), core.max_tokens
+
+    def candidates(count: int | None) -> int:
+        return 0 if count is None else 1 + (vocab_size if count == -1 else count)
+
+    words = core.bad_words
+    long = [core.allowed_token_ids, *(core.logit_bias or ())]
+    long += [words.prefixes, words.last] if words is not None else []
+    lists = 2 * sum(len(data) for data in long if data is not None)
+    # The caller's own lists, and sets of stop tokens in both processes.
+    lists += 64 * (len(params.allowed_token_ids or ()) + 3 * len(core.all_stop_token_ids))
+    lists += 4 * sum(map(len, [*params.stop, *(params.bad_words or ())]))
+    reported = candidates(core.logprobs)
+    reported_of_prompt = candidates(core.prompt_logprobs)
+    return (
+        lists
+        + prompt * (_PROMPT_TOKEN + n * _PROMPT_TOKEN_OF_ANSWER)
+        + n * (_ANSWER + output * (_OUTPUT_TOKEN + reported * _CANDIDATE))
+        + output * reported * _WRITTEN_CANDIDATE
+        + prompt * reported_of_prompt * (_CANDIDATE + _WRITTEN_CANDIDATE)
+    )
+
+
+class RequestMemory:
+    """A budget for the bytes of all unfinished requests.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Books what a request may take.
+
+        Raises:
+            RequestError: it could never fit.
+            QueueFullError: it does not fit beside the others now.
+        """
+        if nbytes > self.limit:
+            raise RequestError(
+                f"The request may take {nbytes / 2**20:,.0f} MiB (its prompt and parameters, n x "
+                f"max_tokens, logprobs), and all requests together have {self.limit / 2**20:,.0f} "
+                "MiB (--request-memory-bytes). Lower n, max_tokens or logprobs.",
+                "max_tokens",
+                "request_too_large",
+            )
+        if self.used + nbytes > self.limit:
+            raise QueueFullError(
+                f"The request may take {nbytes / 2**20:,.1f} MiB, and {self.used / 2**20:,.1f} of "
+                f"the {self.limit / 2**20:,.0f} MiB for requests (--request-memory-bytes) are "
+                "taken; try again later, or lower n, max_tokens or logprobs."
+            )
+        with self.hold(nbytes):
+            yield
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        """Books what is there already, such as an answer that is being sent."""
+        self.used += nbytes
+        try:
+            yield
+        finally:
+            self.used -= nbytes
