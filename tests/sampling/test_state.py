@@ -58,7 +58,7 @@ RICH = SamplingParams(
     max_tokens=50,
     logprobs=4,
     bad_words_token_ids=[[9], [1, 2, 8]],
-    all_stop_token_ids=[0, 50, 5000],
+    all_stop_token_ids=[0, 50, VOCAB, 5000],
 )
 
 
@@ -128,7 +128,7 @@ def test_append_counts_and_moves_on():
 def test_bad_word_is_banned_only_after_its_beginning():
     state = SamplingState(1, VOCAB)
     params = SamplingParams(
-        temperature=0.0, bad_words_token_ids=[[1, 2, 8], [2, 7], [4], [500], [6, 500]]
+        temperature=0.0, bad_words_token_ids=[[1, 2, 8], [2, 7], [4], [VOCAB], [6, 500]]
     )
     # The prompt ends like the word begins, but only generated tokens count.
     state.add_row(0, params, [1, 2], 2)
