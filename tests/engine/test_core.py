@@ -106,6 +106,18 @@ def test_all_requests_are_served(core):
     assert not core.has_unfinished_requests()
 
 
+def test_the_caller_s_token_budget_holds_where_the_config_sets_none(monkeypatch):
+    for settings, budget in (({}, 32), ({"max_num_batched_tokens": 48}, 48)):
+        core = make_core(monkeypatch, **settings)
+        core.add_request(request("0", list(range(60)), max_tokens=2))
+        core.step()
+        assert core.executor._step.total_num_scheduled_tokens in (budget, 60 - budget)
+        assert core.scheduler.max_num_batched_tokens == budget
+        assert core.max_model_len == 64
+        run(core)
+        core.shutdown()
+
+
 def test_async_scheduling_hands_out_the_next_step_before_the_last_result(core):
     core.add_request(request("0", [1, 2, 3], max_tokens=4))
     core.step()
