@@ -45,6 +45,12 @@ ROOT = Path(__file__).parents[1]
 
 # Besides tests/<package>: what runs the code of a package from outside.
 WIDER = {
+    "octavo": [
+        "tests/scheduler/test_scheduler.py",
+        "tests/engine/test_core.py",
+        "tests/server/test_chat.py",
+        "tests/e2e/test_llm.py",
+    ],
     "octavo/engine": [
         "tests/server/test_*.py",
         "tests/e2e/test_llm.py",

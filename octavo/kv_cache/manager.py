@@ -68,9 +68,7 @@ class KVCacheManager:
         enable_caching: keep known prefixes after their last user has gone.
     """
 
-    def __init__(
-        self, config: KVCacheConfig, max_model_len: int, enable_caching: bool = True
-    ) -> None:
+    def __init__(self, config: KVCacheConfig, max_model_len: int, enable_caching: bool) -> None:
         self.config = config
         self.max_model_len = max_model_len
         self.block_size = config.block_size

@@ -254,6 +254,37 @@ def test_bad_requests_are_refused_before_anything_runs(llm):
     llm.generate(STORY, SamplingParams(max_tokens=1), use_tqdm=False)
 
 
+def test_a_request_that_fails_leaves_the_batch_its_answers(llm):
+    nothing_left = SamplingParams(
+        temperature=0, max_tokens=4, min_tokens=2, allowed_token_ids=[5], stop_token_ids=[5]
+    )
+    plain = SamplingParams(temperature=0, max_tokens=4)
+    ids = llm.get_tokenizer().encode(STORY)
+    one, bad, other = llm.generate([STORY, STORY, STORY], [plain, nothing_left, plain])
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert len(one.outputs[0].token_ids) == 4
+    assert one.outputs[0].finish_reason == "length"
+    assert bad.finished
+    assert bad.outputs[0].finish_reason == "error"
+    assert "no token is left" in bad.outputs[0].stop_reason
+    with pytest.raises(RequestError, match="no token is left"):
+        list(llm.stream(STORY, nothing_left))
+    (again,) = llm.generate(ids, plain, use_tqdm=False)  # ids alone are one prompt
+    assert again.outputs[0].token_ids == one.outputs[0].token_ids
+    assert llm.stats().num_running_reqs == 0
+
+
+def test_after_a_stop_text_nothing_runs_on(llm):
+    text = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0].text
+    stop = SamplingParams(temperature=0, max_tokens=900, stop=[text[5:12]], ignore_eos=True)
+    assert llm.generate(STORY, stop, use_tqdm=False)[0].outputs[0].text == text[:5]
+    assert llm.stats().num_running_reqs == 0
+    assert llm.reset_prefix_cache(), "no block is in use"
+    pieces = list(llm.stream(STORY, stop))
+    assert "".join(piece.outputs[0].text for piece in pieces) == text[:5]
+    assert llm.stats().num_running_reqs == 0
+
+
 def test_starved_of_memory_all_finish_with_the_same_tokens():
     """Acceptance 6: KV for 2 long requests, 32 offered."""
     prompts = [{"prompt_token_ids": list(range(100 + i, 200 + i))} for i in range(32)]

@@ -1,5 +1,6 @@
 """The engine core with a fake worker: order of calls, refusals, failures."""
 
+import json
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine import core as core_module
 from octavo.engine.core import EngineCore
+from octavo.errors import EngineDeadError, ProfilerError
 from octavo.messages import EngineCoreRequest, FinishReason
 from octavo.models.hub import resolve_model
 from octavo.worker.memory import Scratch
@@ -32,7 +34,7 @@ class FakeWorkerExecutor:
 
     def __init__(self, setup):
         self.calls = []
-        self.fail_forward = False
+        self.failure = None
         self.interrupt = False
         self._max_num_seqs = setup.config.scheduler.max_num_seqs
         self._step = None
@@ -49,8 +51,8 @@ class FakeWorkerExecutor:
         self._step = scheduler_output
         future = InterruptedFuture() if self.interrupt else Future()
         self.interrupt = False
-        if self.fail_forward:
-            future.set_exception(ArithmeticError("the forward pass broke"))
+        if self.failure is not None:
+            future.set_exception(self.failure)
         else:
             future.set_result(None)
         return future
@@ -65,13 +67,16 @@ class FakeWorkerExecutor:
         self.calls.append("shutdown")
 
 
+def make_core(monkeypatch, **settings):
+    monkeypatch.setattr(core_module, "get_executor_class", lambda config: FakeWorkerExecutor)
+    settings = {"max_num_seqs": 4, "num_gpu_blocks_override": 20, "max_model_len": 64} | settings
+    config = EngineConfig.from_kwargs(**settings)
+    return EngineCore(config, resolve_model(BUILTIN_MODEL), default_batched_tokens=32)
+
+
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def core(request, monkeypatch):
-    monkeypatch.setattr(core_module, "get_executor_class", lambda config: FakeWorkerExecutor)
-    config = EngineConfig.from_kwargs(
-        async_scheduling=request.param, max_num_seqs=4, num_gpu_blocks_override=20, max_model_len=64
-    )
-    core = EngineCore(config, resolve_model(BUILTIN_MODEL), default_batched_tokens=32)
+    core = make_core(monkeypatch, async_scheduling=request.param)
     yield core
     core.check_integrity()
     core.shutdown()
@@ -106,6 +111,18 @@ def test_all_requests_are_served(core):
     assert not core.has_unfinished_requests()
 
 
+def test_the_caller_s_token_budget_holds_where_the_config_sets_none(monkeypatch):
+    for settings, budget in (({}, 32), ({"max_num_batched_tokens": 48}, 48)):
+        core = make_core(monkeypatch, **settings)
+        core.add_request(request("0", list(range(60)), max_tokens=2))
+        core.step()
+        assert core.executor._step.total_num_scheduled_tokens in (budget, 60 - budget)
+        assert core.scheduler.max_num_batched_tokens == budget
+        assert core.max_model_len == 64
+        run(core)
+        core.shutdown()
+
+
 def test_async_scheduling_hands_out_the_next_step_before_the_last_result(core):
     core.add_request(request("0", [1, 2, 3], max_tokens=4))
     core.step()
@@ -138,12 +155,12 @@ def test_aborted_requests_end_and_free_their_blocks(core):
 
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(core):
     core.add_request(request("0", [1, 2, 3], max_tokens=4))
-    core.executor.fail_forward = True
+    core.executor.failure = ArithmeticError("the forward pass broke")
     (output,) = core.step().outputs
     assert output.finish_reason == FinishReason.ERROR
     assert output.error_kind == "StepFailedError"
     assert "ArithmeticError: the forward pass broke" in output.error
-    core.executor.fail_forward = False
+    core.executor.failure = None
     core.add_request(request("1", [1, 2, 3], max_tokens=4))
     assert len(run(core).tokens["1"]) == 4
 
@@ -168,3 +185,72 @@ def test_reset_prefix_cache(core):
     core.add_request(request("2", prompt, max_tokens=2))
     run(core)
     assert core.stats().prefix_cache_hits == before
+
+
+def test_a_refusal_is_work_until_it_has_been_told(core):
+    assert not core.has_work()
+    assert not core.has_unfinished_requests()
+    core.add_request(request("0", list(range(65)), max_tokens=4))
+    assert core.has_work()
+    assert core.has_unfinished_requests()
+    assert [o.request_id for o in core.step().outputs] == ["0"]
+    assert not core.has_work()
+    assert not core.has_unfinished_requests()
+    assert core.step().outputs == []
+    assert core.executor.calls == [], "there was nothing to compute"
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on(core):
+    core.add_request(request("0", [1, 2, 3], max_tokens=4))
+    core.add_request(request("0", [4, 5], max_tokens=4))
+    outputs = []
+    while core.has_work():
+        outputs += core.step().outputs
+    (refusal,) = [o for o in outputs if o.error is not None]
+    assert "'0' is in use" in refusal.error
+    assert refusal.error_kind == "RequestError"
+    assert sum(len(o.new_token_ids) for o in outputs) == 4
+
+
+def test_a_dead_engine_is_no_failed_step(core):
+    core.add_request(request("0", [1, 2, 3], max_tokens=4))
+    core.executor.failure = EngineDeadError("The GPU failed")
+    with pytest.raises(EngineDeadError, match="The GPU failed"):
+        core.step()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("salt", [None, "siblings"])
+def test_prefixes_are_shared_by_all_or_within_a_scope(caching, salt, monkeypatch):
+    core = make_core(monkeypatch, enable_prefix_caching=caching)
+    for i in range(2):  # the first still holds its blocks when the second comes
+        item = request(str(i), list(range(40)), max_tokens=20)
+        item.cache_salt = salt
+        core.add_request(item)
+        for _ in range(3):
+            core.step()
+    assert (core.stats().prefix_cache_hits > 0) == (caching or salt is not None)
+    run(core)
+    core.shutdown()
+
+
+def test_without_a_folder_for_profiles_there_are_none(core):
+    for call in (core.start_profile, core.stop_profile):
+        with pytest.raises(ProfilerError, match="--profiler-dir"):
+            call()
+
+
+def test_shutdown_writes_the_profile_that_is_being_recorded(monkeypatch, tmp_path):
+    core = make_core(monkeypatch, profiler_dir=str(tmp_path))
+    core.start_profile()
+    core.add_request(request("0", [1, 2, 3], max_tokens=2))
+    run(core)
+    core.shutdown()
+    (trace,) = tmp_path.glob("*.trace.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = [(e["name"], e.get("args", {}).get("step")) for e in events if e.get("ph") == "X"]
+    for name in ("schedule", "wait", "update_from_output"):
+        assert {step for other, step in spans if other == name} >= {1, 2}, name
+    core.shutdown()
+    assert core.executor.calls[-2:] == ["shutdown", "shutdown"]
+    assert list(tmp_path.glob("*.trace.json")) == [trace]

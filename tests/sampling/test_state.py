@@ -63,7 +63,7 @@ RICH = Params(
     max_tokens=50,
     logprobs=4,
     bad_words_token_ids=[[9], [1, 2, 8]],
-    all_stop_token_ids=[0, 50, 5000],
+    all_stop_token_ids=[0, 50, VOCAB, 5000],
 ).core(VOCAB)
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from octavo.kv_cache.groups import KVCacheConfig, KVCacheGroup
 from octavo.messages import CoreSamplingParams, NewRequestData
-from octavo.worker.input_batch import InputBatch, StepBuffers, StepInputs
+from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers, StepInputs
 
 KV = KVCacheConfig(
     num_blocks=100,
@@ -149,3 +149,27 @@ def test_what_lies_outside_is_refused_before_anything_is_written(batch, field, v
     with pytest.raises(IndexError, match=message):
         batch.gather({"a": count}, buffers)
     assert (buffers.input_ids == -7).all()
+
+
+@pytest.mark.parametrize(("seqs", "length", "tokens"), [(3, 16, 20), (1, 7, 9), (8, 33, 5)])
+def test_the_planned_bytes_are_what_rows_and_inputs_take(seqs, length, tokens):
+    batch = InputBatch(seqs, length, KV)
+    rows = sum(array.nbytes for array in (batch.token_ids, *batch.block_tables))
+    inputs = StepBuffers(batch.layout(tokens, seqs))
+    planned = InputBatch.nbytes(seqs, length, tokens, KV.block_size, len(KV.groups))
+    assert planned == rows + inputs.input_ids.base.nbytes
+    arrays = (inputs.input_ids, inputs.positions, *inputs.slot_mappings, *inputs.block_tables)
+    assert planned - rows >= sum(array.nbytes for array in arrays)
+
+
+def test_a_row_given_again_has_nothing_of_its_last_request(batch):
+    batch.add(new("a", [1, 2, 3, 4, 5, 6], [[10, 11], [20, 21]]))
+    row = batch.row_of["a"]
+    batch.append_tokens(np.array([row]), np.array([UNKNOWN]))
+    assert batch.remove("a") == row
+    assert batch.remove("a") is None
+    assert batch.add(new("b", [7], [[12], [22]])) == row
+    assert (batch.token_ids[row] >= 0).all(), "a token that nobody knows"
+    assert batch.num_blocks[:, row].tolist() == [1, 1]
+    assert gather(batch, {"b": 1}).slot_mappings[0].tolist() == [48]
+    assert batch.owners[row] == 2

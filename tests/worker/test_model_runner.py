@@ -16,6 +16,7 @@ from octavo.models.spec import ModelSpec
 from octavo.sampling.sampler import NOT_FINITE
 from octavo.sampling_params import SamplingParams
 from octavo.worker import model_runner
+from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.model_runner import ModelRunner, SampledTokens
 from octavo.worker.setup import WorkerSetup
 from tests.models.harness import CPU, make_hf
@@ -36,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Runner:
     """A model runner whose requests have blocks of their own, all handed out at the start."""
 
-    def __init__(self, folder: Path) -> None:
-        config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS)
+    def __init__(self, folder: Path, **settings: object) -> None:
+        config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
         spec = ModelSpec.from_folder(folder)
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
         self.runner = ModelRunner(setup, CPU)
@@ -62,17 +63,23 @@ class Runner:
         counts: dict[str, int],
         new: Sequence[NewRequestData] = (),
         finished: Sequence[str] = (),
+        more_blocks: dict[str, list[int]] | None = None,
+        copies: Sequence[tuple[int, int]] = (),
     ) -> model_runner.PendingOutput:
         """Runs a step of so many tokens of each request."""
+        blocks = {req_id: [ids] for req_id, ids in (more_blocks or {}).items()}
         cached = [req_id for req_id in counts if req_id not in {data.req_id for data in new}]
         work = SchedulerOutput(
             scheduled_new_reqs=list(new),
             scheduled_cached_reqs=CachedRequestData(
-                cached, [None] * len(cached), [self.computed[req_id] for req_id in cached]
+                cached,
+                [blocks.get(req_id) for req_id in cached],
+                [self.computed[req_id] for req_id in cached],
             ),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             finished_req_ids=list(finished),
+            blocks_to_copy=list(copies),
         )
         for req_id, count in counts.items():
             self.computed[req_id] += count
@@ -194,3 +201,78 @@ def test_an_id_that_comes_again_has_only_what_it_asks_for(runner: Runner) -> Non
     for params, expected in ((biased, (token + 1) % VOCAB), (GREEDY, token)):
         new = [runner.new("a", PROMPT, params)]
         assert token_of(runner.step({"a": 3}, new, finished=["a"]).get(), "a") == [expected]
+
+
+LONG = [3 + 7 * i % 90 for i in range(19)]
+
+
+def test_prompt_logprobs_are_the_same_in_chunks(folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    whole = Runner(folder)
+    expected = whole.step({"a": 19}, [whole.new("a", LONG, params)]).get().prompt_logprobs["a"]
+    assert [ids[0] for ids in expected.token_ids] == LONG[1:]
+    assert {len(ids) for ids in expected.token_ids} == {3}
+    assert len(expected.logprobs) == len(expected.ranks) == 18
+    runner = Runner(folder)
+    new = [runner.new("a", LONG, params)]
+    parts = [runner.step({"a": 8, "b": 3}, [*new, runner.new("b", PROMPT)]).get()]
+    parts += [runner.step({"b": 1, "a": count}).get() for count in (1, 9)]
+    parts.append(runner.step({"a": 1, "b": 1}).get())
+    lists = [output.prompt_logprobs.get("a") for output in parts]
+    assert lists[-2] is not None
+    assert [len(part.token_ids) for part in lists[:-2] if part] == [8, 1]
+    assert len(lists[-2].token_ids) == 9
+    # One token of the prompt is left over for the last chunk, whose logits choose the next token.
+    assert lists[-1] is None
+    for name in ("token_ids", "ranks", "logprobs"):
+        joined = [row for part in lists if part for row in getattr(part, name)]
+        assert joined == getattr(expected, name)
+    assert not any("b" in output.prompt_logprobs for output in parts)
+
+
+def test_blocks_come_as_they_are_needed(folder: Path) -> None:
+    whole, runner = Runner(folder), Runner(folder)
+    expected = whole.generate(whole.new("a", LONG), 8)
+    data = runner.new("a", LONG)
+    data.block_ids = [[7]]
+    runner.step({"a": 8}, [data])
+    runner.step({"a": 4}, more_blocks={"a": [2, 11]})
+    tokens = token_of(runner.step({"a": 7}).get(), "a")
+    while len(tokens) < 8:
+        more = {"a": [5]} if runner.computed["a"] == 24 else None
+        tokens += token_of(runner.step({"a": 1}, more_blocks=more).get(), "a")
+    assert tokens == expected
+
+
+def test_copied_blocks_hold_what_was_computed(folder: Path) -> None:
+    whole, runner = Runner(folder), Runner(folder)
+    expected = whole.generate(whole.new("a", LONG), 3)
+    runner.step({"a": 19}, [runner.new("a", LONG)])  # blocks 1 to 5
+    data = runner.new("b", LONG)  # blocks 6 to 10
+    data.num_computed_tokens = runner.computed["b"] = 18
+    tokens = token_of(
+        runner.step({"b": 1}, [data], finished=["a"], copies=[(1, 6), (2, 7), (3, 8)]).get(), "b"
+    )
+    while len(tokens) < 3:
+        tokens += token_of(runner.step({"b": 1}).get(), "b")
+    assert tokens == expected
+
+
+def test_parameters_that_cannot_be_used_fail_their_request_once(runner: Runner) -> None:
+    bad = SamplingParams(temperature=0.0, logit_bias={VOCAB: 1.0})
+    new = [runner.new("bad", PROMPT, bad), runner.new("b", OTHER)]
+    first = runner.step({"bad": 2, "b": 6}, new).get()
+    assert set(first.errors) == {"bad"}
+    assert "its sampling parameters cannot be used" in first.errors["bad"]
+    assert len(token_of(first, "b")) == 1
+    second = runner.step({"bad": 1, "b": 1}).get()
+    assert second.errors == {}, "it has been told"
+    assert len(token_of(second, "b")) == 1
+    assert runner.step({}, finished=["bad", "b"]).get().req_ids == []
+
+
+def test_steps_are_captured_unless_eager_is_enforced(folder: Path) -> None:
+    captured, eager = Runner(folder), Runner(folder, enforce_eager=True)
+    assert isinstance(captured.runner.steps, CapturedSteps)
+    assert isinstance(eager.runner.steps, EagerSteps)
+    assert captured.generate(captured.new("a", LONG), 4) == eager.generate(eager.new("a", LONG), 4)

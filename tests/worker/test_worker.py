@@ -140,6 +140,38 @@ def test_settings_of_the_cpu_are_refused(
         make_worker(tmp_path, **{setting: 1})
 
 
+def test_threads_and_node_are_set_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool's threads and the weights' memory inherit them."""
+    calls: list[tuple[str, object]] = []
+
+    class Runner:
+        def __init__(self, setup: WorkerSetup, device: torch.device) -> None:
+            calls.append(("load", device.type))
+
+    for name in ("bind_to_numa_node", "set_num_threads"):
+        monkeypatch.setattr(under_test, name, lambda value, name=name: calls.append((name, value)))
+    monkeypatch.setattr(under_test, "ModelRunner", Runner)
+    make_worker(tmp_path, num_threads=1, numa_node=0)
+    assert calls == [("bind_to_numa_node", 0), ("set_num_threads", 1), ("load", "cpu")]
+    calls.clear()
+    make_worker(tmp_path)
+    assert calls == [("set_num_threads", None), ("load", "cpu")]
+
+
+def test_the_interval_for_switches_is_set_on_a_gpu_too(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intervals: list[float] = []
+    monkeypatch.setattr(under_test.sys, "setswitchinterval", intervals.append)
+    monkeypatch.setattr(under_test, "select_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (MIB // 8, 1000 * MIB))
+    with pytest.raises(ConfigError, match="0 MiB free"):
+        make_worker(tmp_path)
+    assert intervals == [under_test.SWITCH_INTERVAL]
+
+
 def test_a_gpu_that_answers_no_more_ends_the_engine(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
