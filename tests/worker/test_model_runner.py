@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from octavo.config import EngineConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from octavo.messages import (
+    BadWordsTokenIds,
+    CachedRequestData,
+    CoreSamplingParams,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from octavo.models.spec import ModelSpec
 from octavo.sampling.sampler import NOT_FINITE
-from octavo.sampling_params import SamplingParams
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.model_runner import ModelRunner, SampledTokens
+from octavo.worker.scratch import measure_scratch
 from octavo.worker.setup import WorkerSetup
 from tests.models.harness import CPU, make_hf
 from tests.models.test_parity import CASES, VOCAB
+from tests.params import core_params, unpack_logprobs
 
 BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS = 8, 5, 40, 3
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = core_params(VOCAB, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,7 @@ class Runner:
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
         spec = ModelSpec.from_folder(folder)
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
+        setup = replace(setup, scratch=measure_scratch(setup))
         self.runner = ModelRunner(setup, CPU)
         groups, group_size = make_kv_cache_groups(spec.layer_windows)
         with torch.inference_mode():
@@ -51,7 +62,7 @@ class Runner:
         self._first_block = 1
 
     def new(
-        self, req_id: str, token_ids: Sequence[int], params: SamplingParams = GREEDY
+        self, req_id: str, token_ids: Sequence[int], params: CoreSamplingParams = GREEDY
     ) -> NewRequestData:
         blocks = list(range(self._first_block, self._first_block + BLOCKS))
         self._first_block += BLOCKS
@@ -162,7 +173,7 @@ def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
     folder: Path, late: list[bool]
 ) -> None:
     """Neither among its tokens nor among those that its penalties count."""
-    penalised = SamplingParams(temperature=0.0, presence_penalty=2.0)
+    penalised = core_params(VOCAB, temperature=0.0, presence_penalty=2.0)
     late[0] = True
     alone = Runner(folder)
     [ended] = alone.generate(alone.new("a", PROMPT), 1)
@@ -189,15 +200,15 @@ def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
 
 def test_an_id_that_comes_again_has_only_what_it_asks_for(runner: Runner) -> None:
     """As a request does that was preempted, or a client's next one."""
-    asking = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=1)
+    asking = core_params(VOCAB, temperature=0.0, prompt_logprobs=2, logprobs=1)
     first = runner.step({"a": 3}, [runner.new("a", PROMPT, asking)]).get()
-    assert len(first.prompt_logprobs["a"].token_ids) == 2
+    assert first.prompt_logprobs["a"].num_rows == 2
     assert set(first.logprobs) == {"a"}
     again = runner.step({"a": 6}, [runner.new("a", OTHER)], finished=["a"]).get()
     assert again.prompt_logprobs == {}
     assert again.logprobs == {}
     [token] = token_of(first, "a")
-    biased = SamplingParams(temperature=0.0, logit_bias={(token + 1) % VOCAB: 100.0})
+    biased = core_params(VOCAB, temperature=0.0, logit_bias={(token + 1) % VOCAB: 100.0})
     for params, expected in ((biased, (token + 1) % VOCAB), (GREEDY, token)):
         new = [runner.new("a", PROMPT, params)]
         assert token_of(runner.step({"a": 3}, new, finished=["a"]).get(), "a") == [expected]
@@ -207,12 +218,13 @@ LONG = [3 + 7 * i % 90 for i in range(19)]
 
 
 def test_prompt_logprobs_are_the_same_in_chunks(folder: Path) -> None:
-    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    params = core_params(VOCAB, temperature=0.0, prompt_logprobs=2)
     whole = Runner(folder)
     expected = whole.step({"a": 19}, [whole.new("a", LONG, params)]).get().prompt_logprobs["a"]
-    assert [ids[0] for ids in expected.token_ids] == LONG[1:]
-    assert {len(ids) for ids in expected.token_ids} == {3}
-    assert len(expected.logprobs) == len(expected.ranks) == 18
+    token_ids, logprobs, ranks = unpack_logprobs(expected)
+    assert [ids[0] for ids in token_ids] == LONG[1:]
+    assert {len(ids) for ids in token_ids} == {3}
+    assert len(logprobs) == len(ranks) == 18
     runner = Runner(folder)
     new = [runner.new("a", LONG, params)]
     parts = [runner.step({"a": 8, "b": 3}, [*new, runner.new("b", PROMPT)]).get()]
@@ -220,12 +232,12 @@ def test_prompt_logprobs_are_the_same_in_chunks(folder: Path) -> None:
     parts.append(runner.step({"a": 1, "b": 1}).get())
     lists = [output.prompt_logprobs.get("a") for output in parts]
     assert lists[-2] is not None
-    assert [len(part.token_ids) for part in lists[:-2] if part] == [8, 1]
-    assert len(lists[-2].token_ids) == 9
+    assert [part.num_rows for part in lists[:-2] if part] == [8, 1]
+    assert lists[-2].num_rows == 9
     # One token of the prompt is left over for the last chunk, whose logits choose the next token.
     assert lists[-1] is None
     for name in ("token_ids", "ranks", "logprobs"):
-        joined = [row for part in lists if part for row in getattr(part, name)]
+        joined = b"".join(getattr(part, name) for part in lists if part)
         assert joined == getattr(expected, name)
     assert not any("b" in output.prompt_logprobs for output in parts)
 
@@ -259,7 +271,7 @@ def test_copied_blocks_hold_what_was_computed(folder: Path) -> None:
 
 
 def test_parameters_that_cannot_be_used_fail_their_request_once(runner: Runner) -> None:
-    bad = SamplingParams(temperature=0.0, logit_bias={VOCAB: 1.0})
+    bad = msgspec.structs.replace(GREEDY, bad_words=BadWordsTokenIds(b"12345678", b"123"))
     new = [runner.new("bad", PROMPT, bad), runner.new("b", OTHER)]
     first = runner.step({"bad": 2, "b": 6}, new).get()
     assert set(first.errors) == {"bad"}
