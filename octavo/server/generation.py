@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError, UnsupportedError
+from octavo.offload import offload
 from octavo.outputs import Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
@@ -39,8 +40,8 @@ IndexedOutput = tuple[int, RequestOutput]
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; this is what OpenAI sends for "impossible".
 MIN_LOGPROB = -9999.0
-# Longer texts (in characters) are worked on in a thread, so that streams go on meanwhile.
-LONG_TEXT = 20_000
+# So many prompts are begun at once; then the event loop sees to other things.
+_PROMPTS_AT_ONCE = 4
 
 encode = msgspec.json.encode
 
@@ -84,7 +85,7 @@ class Generation(ABC, Generic[B]):
         if body.stream:
             return EventStream(state, generation.events(), generation.deadline)
         answer = await state.run(request.receive, generation.answer(), generation.deadline)
-        return Response(encode(answer), media_type="application/json")
+        return Response(answer, media_type="application/json")
 
     @property
     @abstractmethod
@@ -99,6 +100,19 @@ class Generation(ABC, Generic[B]):
             RequestError: the body cannot be turned into a request for this engine.
         """
 
+    async def sampling_params(
+        self, defaults: Mapping[str, float | int | None], **overrides: object
+    ) -> SamplingParams:
+        """`GenerationBody.sampling_params` of the body."""
+        body = self.body
+        lists = (body.stop_token_ids, body.allowed_token_ids, body.logit_bias, body.bad_words)
+        return await offload(
+            sum(len(entries) for entries in lists if entries is not None),
+            body.sampling_params,
+            defaults,
+            **overrides,
+        )
+
     @abstractmethod
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, object]]:
         """The finished choices of the prompt `index`."""
@@ -111,19 +125,33 @@ class Generation(ABC, Generic[B]):
         """What the answer has beside its choices."""
         return {}
 
-    async def answer(self) -> dict[str, object]:
-        """The whole answer."""
+    async def answer(self) -> bytes:
+        """The JSON of the whole answer."""
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
                 outputs[index] = output
         in_order = [outputs[i] for i in sorted(outputs)]
-        return {
-            **self._envelope,
-            "choices": [c for i, output in enumerate(in_order) for c in self.choices(i, output)],
-            "usage": self.usage.to_dict(),
-            **self.extras(in_order),
-        }
+        return await offload(sum(map(self._writing_time, in_order)), self._encode, in_order)
+
+    def _encode(self, outputs: list[RequestOutput]) -> bytes:
+        return encode(
+            {
+                **self._envelope,
+                "choices": [c for i, output in enumerate(outputs) for c in self.choices(i, output)],
+                "usage": self.usage.to_dict(),
+                **self.extras(outputs),
+            }
+        )
+
+    def _writing_time(self, output: RequestOutput) -> int:
+        """About how many microseconds an output takes to be written."""
+        num_tokens = len(output.prompt_token_ids)
+        num_logprobs = len(output.prompt_logprobs or ())
+        for completion in output.outputs:
+            num_tokens += len(completion.token_ids)
+            num_logprobs += len(completion.logprobs or ())
+        return 20 + num_tokens // 2 + 20 * num_logprobs
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of the answer, without the last one ([DONE])."""
@@ -132,9 +160,15 @@ class Generation(ABC, Generic[B]):
         always = options is not None and options.continuous_usage_stats
         head = b"data: " + encode(self._envelope)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        begun: set[int] = set()
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
-                chunks = self.chunks(index, output)
+                if index in begun:
+                    chunks = self.chunks(index, output)
+                else:  # the first chunk may have the prompt in it
+                    begun.add(index)
+                    time = self._writing_time(output)
+                    chunks = await offload(time, self.chunks, index, output)
                 if not chunks:
                     continue
                 if always:
@@ -291,8 +325,12 @@ async def _merge(
         else:
             await queue.put(None)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for i, stream in enumerate(streams):
+            if i and i % _PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(pump(stream)))
         for _ in streams:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import ssl
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import uvicorn
 import uvloop
 
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
+from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError, OctavoError
 from octavo.logs import setup_logging
@@ -36,6 +39,10 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
         OctavoError: the address cannot be used, or the engine failed, with the root cause.
     """
     setup_logging(config.log_level, config.log_format)
+    # Threads have the work that would hold up the event loop: it must not wait long for its turn.
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    # Those threads tokenise; the library's own would take the cores from the model.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _check_tls(config)
     keys = config.api_key + api_keys_from_environment()
     state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)

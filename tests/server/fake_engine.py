@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.input_processor import InputProcessor, fan_out
+from octavo.engine.input_processor import InputProcessor, fan_out, processing_time
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.errors import EngineDeadError, ProfilerError
 from octavo.messages import (
@@ -27,6 +27,7 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.metrics import EngineMetrics
+from octavo.offload import offload
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
 from octavo.tokenizer import Tokenizer
@@ -109,7 +110,9 @@ class FakeAsyncLLM:
     ):
         if self.dead is not None:
             raise self.dead
-        request, text = self._input.process(
+        request, text = await offload(
+            processing_time(prompt, sampling_params),
+            self._input.process,
             request_id,
             prompt,
             sampling_params,
