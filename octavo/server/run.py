@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -22,6 +23,7 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError, OctavoError
 from octavo.logs import setup_logging
 from octavo.server.app import build_app
+from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     # Those threads tokenise; the library's own would take the cores from the model.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _check_tls(config)
+    _allow_files()
     keys = config.api_key + api_keys_from_environment()
     state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
@@ -67,7 +70,8 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
     server = _UvicornServer(
         uvicorn.Config(
             build_app(state),
-            http="httptools",
+            http=make_protocol(config.max_connections_per_client),  # type: ignore[arg-type]
+            timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             ws="none",
             log_config=None,
             access_log=False,
@@ -147,6 +151,13 @@ async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> As
         log_level=config.log_level,
         log_format=config.log_format,
     )
+
+
+def _allow_files() -> None:
+    """Allows as many open files as the system lets us have: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _bind(host: str, port: int) -> socket.socket:
