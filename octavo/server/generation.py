@@ -151,7 +151,7 @@ class Generation(ABC, Generic[B]):
         for completion in output.outputs:
             num_tokens += len(completion.token_ids)
             num_logprobs += len(completion.logprobs or ())
-        return 20 + num_tokens // 2 + 20 * num_logprobs
+        return 20 + num_tokens // 4 + 20 * num_logprobs
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of the answer, without the last one ([DONE])."""

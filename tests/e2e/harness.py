@@ -45,8 +45,9 @@ class Server:
         return sum(p.memory_info().rss for p in [server, *server.children(recursive=True)])
 
     def engine_process(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = (c for c in children if "octavo.engine.core_process" in c.cmdline())
+        return engine
 
 
 def free_port() -> int:
