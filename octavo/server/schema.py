@@ -17,6 +17,7 @@ from octavo.errors import RequestError, UnsupportedError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.body import Body
 from octavo.server.errors import show
+from octavo.tokenizer import MAX_TOKENS
 
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 10_000
@@ -419,7 +420,10 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True)]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
+        Field(max_length=MAX_TOKENS, fail_fast=True),
+    ]
 
 
 def check_template_flags(
