@@ -257,6 +257,13 @@ class ServerConfig(_Section, frozen=True):
     max_request_bytes: Annotated[
         int, Meta(description="Largest request body in bytes (8M ...).", ge=1024)
     ] = 8 * 2**20
+    max_connections_per_client: Annotated[
+        int,
+        Meta(
+            description="Most connections of one address; a proxy is one address. 0: no limit.",
+            ge=0,
+        ),
+    ] = 2048
     request_timeout: Annotated[
         float, Meta(description="Seconds a request may take; 0: no limit.", ge=0)
     ] = 0.0

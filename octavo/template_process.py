@@ -12,6 +12,7 @@ much memory is an error of the render. Too much processor time ends the process,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import resource
@@ -52,6 +53,11 @@ def main() -> None:
     max_seconds, max_bytes = float(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     connection = socket.socket(fileno=sys.stdin.fileno())
+    with contextlib.suppress(ConnectionError):  # the parent is gone, or waits no longer
+        _serve(connection, max_seconds, max_bytes)
+
+
+def _serve(connection: socket.socket, max_seconds: float, max_bytes: int) -> None:
     while (data := receive(connection)) is not None:
         # The timer's signal ends the process, in the middle of whatever it does.
         signal.setitimer(signal.ITIMER_PROF, max_seconds)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from octavo.errors import ModelError, RequestError
+from octavo.errors import ContextLengthError, ModelError, RequestError
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -25,6 +25,13 @@ _NAMED_TOKENS = (
     "mask_token",
 )
 REPLACEMENT = "\ufffd"
+MAX_CHARS_PER_TOKEN = 16
+"""More characters for each token than any long text has: four are usual."""
+MAX_TOKENS = 2**17
+"""Most tokens of a text that need not fit a context: making a list of them is one call, too."""
+# In characters: what is tokenised at once, and what is tokenised to know its length.
+_SHORT_TEXT = 1_000
+_SMALL_TEXT = 2**16
 
 
 class Tokenizer:
@@ -78,7 +85,6 @@ class Tokenizer:
         self._bytes_kind, self.strips_leading_space = _bytes_kind(backend)
         self._replacements = _replacements(backend)
         self._context = _context_token(backend) if self._bytes_kind is None else ([], "")
-        self._max_token_chars: int | None = None
         self.pieces = _Pieces(self, skip_special_tokens=False)
         self.pieces_without_special = _Pieces(self, skip_special_tokens=True)
 
@@ -121,42 +127,80 @@ class Tokenizer:
         """Text of the end-of-sequence token."""
         return self.special_tokens.get("eos_token")
 
-    @property
-    def max_token_chars(self) -> int:
-        """Length of the longest token in characters."""
-        if self._max_token_chars is None:
-            self._max_token_chars = max(map(len, self._backend.get_vocab()))
-        return self._max_token_chars
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Turns text into token ids; special tokens written out in the text are recognised.
 
+        Long texts are tokenised without the interpreter's lock: other threads go on meanwhile.
+
+        Args:
+            text: any text.
+            add_special_tokens: as the tokenizer's files say.
+            max_tokens: refuse a text of more tokens (before special ones are added); one for which
+                `is_longer` says so is not even tokenised.
+
         Raises:
+            ContextLengthError: the text is longer than `max_tokens`.
             RequestError: the text is not valid Unicode (it holds lone surrogates).
         """
+        if max_tokens is not None and is_longer(text, max_tokens):
+            raise ContextLengthError(
+                f"The text has {len(text)} characters; at most {max_tokens} tokens are taken here. "
+                "Shorten it.",
+                "prompt",
+            )
+        (encoding,) = self._encode([text], add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise ContextLengthError(
+                f"The text has {len(encoding)} tokens; at most {max_tokens} are taken here. "
+                "Shorten it.",
+                "prompt",
+            )
+        ids: list[int] = encoding.ids
+        return self._prefix + ids + self._suffix if add_special_tokens else ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Turns texts into token ids in one call, without special tokens of its own.
+
+        Raises:
+            RequestError: a text is not valid Unicode.
+        """
+        return [encoding.ids for encoding in self._encode(texts, False)]
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        backend = self._backend
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if sum(map(len, texts)) > _SHORT_TEXT:
+                # Of the library's calls only those for batches let go of the lock.
+                return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [backend.encode(text, add_special_tokens=add_special_tokens) for text in texts]
         except TypeError:
             raise RequestError(
                 "The text is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
                 "prompt",
                 "invalid_unicode",
             ) from None
-        return self._prefix + ids + self._suffix if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Turns token ids into text; ids outside the vocabulary have none.
 
+        Of many ids, as of a long text, without the interpreter's lock.
+
         Raises:
             RequestError: an id is negative or does not fit 32 bits.
         """
+        backend = self._backend
         try:
-            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) > _SHORT_TEXT:
+                (text,) = backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            else:
+                text = backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
             raise RequestError(
                 "Token ids must be integers in the range of the vocabulary.", "tokens"
             ) from None
-        return text
+        return str(text)
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary writes it, None if it is not in there."""
@@ -252,6 +296,14 @@ class Tokenizer:
         for text in self.special_tokens.values():
             if backend.token_to_id(text) is None:
                 backend.add_special_tokens([text])
+
+
+def is_longer(text: str, max_tokens: int) -> bool:
+    """Whether a text is so long that it need not be tokenised to refuse it.
+
+    That is, longer than 64 Ki characters and than `MAX_CHARS_PER_TOKEN` for each token.
+    """
+    return len(text) > max(_SMALL_TEXT, MAX_CHARS_PER_TOKEN * max_tokens)
 
 
 class _Pieces(dict[int, str | bytes]):

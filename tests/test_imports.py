@@ -29,7 +29,7 @@ LAYERS = [
     {"metrics", "request", "profiler"},
     {"messages"},
     {"sampling_params", "config", "outputs"},
-    {"errors", "logs"},
+    {"errors", "logs", "offload"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 

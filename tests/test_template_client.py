@@ -128,11 +128,10 @@ def busy(pid):
 
 
 def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(template_client, "_MAX_WAIT_SECONDS", 0.5)
     client = TemplateClient()
-    process = None
     try:
         render(client, PLAIN)
+        monkeypatch.setattr(template_client, "_MAX_WAIT_SECONDS", 0.5)
         process = psutil.Process(client._process.pid)
         process.suspend()
         with pytest.raises(ModelError, match=r"no answer came in 0\.5 s"):

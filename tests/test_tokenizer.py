@@ -92,7 +92,6 @@ def test_conversions():
     assert tokenizer.convert_tokens_to_ids(["A", "</s>"]) == [65, EOS]
     with pytest.raises(RequestError, match="'nope'"):
         tokenizer.convert_tokens_to_ids(["A", "nope"])
-    assert tokenizer.max_token_chars == len("hello")
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [1.5]])

@@ -16,7 +16,7 @@ import msgspec
 from octavo.config import EngineConfig
 from octavo.device import resolve_device, trim_memory
 from octavo.engine.core_client import AsyncMPClient
-from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.input_processor import InputProcessor, Prompt, processing_time
 from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory, request_nbytes
@@ -25,6 +25,7 @@ from octavo.messages import SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
 from octavo.models.spec import ModelSpec
+from octavo.offload import offload
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import Tokenizer
@@ -37,8 +38,6 @@ _CPU_BATCHED_TOKENS, _CUDA_BATCHED_TOKENS = 512, 2048
 DEFAULT_REQUEST_MEMORY = 2**30
 # Seconds from the answer to a heartbeat to the next heartbeat.
 _HEARTBEAT_INTERVAL = 1.0
-# Longer texts are tokenised on a thread, so that the streams of others go on meanwhile.
-_LONG_TEXT = 20_000
 
 
 def server_batched_tokens(device: str) -> int:
@@ -203,19 +202,17 @@ class AsyncLLM:
             raise self._dead
         arrival_time = time.monotonic()
 
-        def process() -> Any:
-            return self._input_processor.process(
-                request_id,
-                prompt,
-                sampling_params,
-                arrival_time=arrival_time,
-                cache_salt=cache_salt,
-                deadline=deadline,
-                add_special_tokens=add_special_tokens,
-            )
-
-        long = isinstance(prompt, str) and len(prompt) > _LONG_TEXT
-        request, text = await asyncio.to_thread(process) if long else process()
+        request, text = await offload(
+            processing_time(prompt, sampling_params),
+            self._input_processor.process,
+            request_id,
+            prompt,
+            sampling_params,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+            deadline=deadline,
+            add_special_tokens=add_special_tokens,
+        )
         if self._dead is not None:  # it may have died while the thread was at work
             raise self._dead
         queue = RequestOutputCollector(sampling_params.output_kind)

@@ -17,7 +17,7 @@ from octavo.engine.core_params import make_core_params
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.messages import EngineCoreRequest
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
-from octavo.tokenizer import Tokenizer
+from octavo.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
 
 class TextPrompt(TypedDict):
@@ -45,6 +45,15 @@ class SpecLike(Protocol):
     @property
     def eos_token_ids(self) -> Iterable[int]:
         """Tokens that end an answer."""
+
+
+def processing_time(prompt: Prompt, params: SamplingParams) -> int:
+    """About how many microseconds `InputProcessor.process` takes."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    chars = len(text) if isinstance(text, str) else 0
+    lists = (prompt, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+    tokens = sum(len(ids) for ids in lists if ids is not None)
+    return chars + sum(map(len, params.bad_words or ())) + tokens // 2
 
 
 class InputProcessor:
@@ -162,21 +171,14 @@ class InputProcessor:
                 "No tokenizer is loaded (skip_tokenizer_init); give the prompt as token ids.",
                 "prompt",
             )
-        # A text far too long is refused before the work of tokenising it. Looking up the longest
-        # token costs something too, so short texts do not get there.
-        if (
-            params.truncate_prompt_tokens is None
-            and tokenizer.has_bytes
-            and len(text) > 16 * self._max_model_len
-            and len(text) > self._max_model_len * tokenizer.max_token_chars
-        ):
-            at_least = len(text) // tokenizer.max_token_chars
+        limit = self._max_model_len
+        if params.truncate_prompt_tokens is None and is_longer(text, limit):
             raise ContextLengthError(
-                f"This model's maximum context length is {self._max_model_len} tokens; your prompt "
-                f"of {len(text)} characters has at least {at_least} tokens. Shorten it.",
+                f"This model's maximum context length is {limit} tokens; your prompt of "
+                f"{len(text)} characters is longer. Shorten it.",
                 "prompt",
             )
-        return tokenizer.encode(text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens, max(limit, MAX_TOKENS))
 
     def _truncate(self, ids: list[int], params: SamplingParams) -> list[int]:
         keep = params.truncate_prompt_tokens
@@ -255,15 +257,20 @@ class InputProcessor:
 
     def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
         """Each word at the start of a text and after a space, as token sequences."""
-        sequences: dict[tuple[int, ...], None] = {}
+        if not words:
+            return []
+        assert self._tokenizer is not None  # checked before
         for word in words:
-            assert self._tokenizer is not None  # checked before
-            bare = word.lstrip() or word
-            for form in (bare, " " + bare):
-                ids = self._tokenizer.encode(form, add_special_tokens=False)
-                self._check_ids("bad_words", ids)
-                if ids:
-                    sequences[tuple(ids)] = None
+            if is_longer(word, self._max_model_len):
+                raise RequestError(
+                    f"bad_words has a word of {len(word)} characters, which no answer can hold.",
+                    "bad_words",
+                )
+        bare = [word.lstrip() or word for word in words]
+        forms = [form for word in bare for form in (word, " " + word)]
+        sequences = dict.fromkeys(tuple(ids) for ids in self._tokenizer.encode_all(forms) if ids)
+        for ids in sequences:
+            self._check_ids("bad_words", ids)
         return [list(ids) for ids in sequences]
 
     def _derive_seed(self, request_id: str) -> int:

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from octavo.errors import DeadlineError, RequestError, UnsupportedError
+from octavo.offload import offload
 from octavo.server.errors import (
     BodyTooLargeError,
     ClientDisconnectError,
@@ -23,11 +26,14 @@ from octavo.server.middleware import context_of
 from octavo.server.state import state_of
 
 MAX_JSON_DEPTH = 64
+# Numbers, strings and so on, all together: parsing them is one call, which nothing can interrupt.
+MAX_JSON_VALUES = 2**19
+# Objects, lists and keys, of which each costs as much as several numbers.
+MAX_JSON_CONTAINERS = 100_000
 # Seconds in which a body must have arrived: a client that sends a byte now and then holds a place.
 BODY_TIMEOUT = 60.0
 MAX_UNKNOWN_FIELDS = 20
 _MAX_SHOWN_NAME = 48
-_LONG_BODY = 50_000
 
 M = TypeVar("M", bound="Body")
 
@@ -78,8 +84,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise BodyTooLargeError(limit)
-    chunks: list[bytes] = []
-    size = 0
+    data = bytearray()
     deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT
     while True:
         try:
@@ -91,23 +96,22 @@ async def read_body(request: Request, limit: int) -> bytes:
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnectError
-        chunk: bytes = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
+        data += message.get("body", b"")
+        if len(data) > limit:
             raise BodyTooLargeError(limit)
-        chunks.append(chunk)
         if not message.get("more_body", False):
-            return b"".join(chunks)
+            return bytes(data)
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Parses a JSON object strictly: UTF-8, no NaN or Infinity, limited depth.
+    """Parses a JSON object strictly: UTF-8, no NaN or Infinity, limited depth and number of values.
 
     Raises:
         RequestError: saying what is wrong and where.
     """
     if not data.strip():
         raise RequestError("The body is empty; send a JSON object.", None, "invalid_json")
+    _check_num_values(data)
     try:
         value = msgspec.json.decode(data)
         deep = _deeper_than(value, MAX_JSON_DEPTH)
@@ -192,8 +196,7 @@ async def read_model(request: Request, model: type[M], limit: int) -> M:
         return validate(model, body), unknown
 
     data = await read_body(request, limit)
-    # What may take long runs on a thread, so that the streams of others go on meanwhile.
-    checked, unknown = await asyncio.to_thread(check) if len(data) > _LONG_BODY else check()
+    checked, unknown = await offload(len(data) // 8, check)
     if unknown and state_of(request).config.strict_fields:
         raise RequestError(
             f"There are no fields {', '.join(unknown)}; leave them out (this server runs with "
@@ -241,6 +244,37 @@ def _deeper_than(value: object, limit: int) -> bool:
             return False
         level = inner
     return True
+
+
+def _check_num_values(data: bytes) -> None:
+    """Refuses bodies of more values than are wanted, before they are parsed."""
+    if len(data) <= MAX_JSON_CONTAINERS:
+        return  # each has a character at least
+    values, containers = _count_marks(np.frombuffer(data, np.uint8))
+    if values > MAX_JSON_VALUES or containers > MAX_JSON_CONTAINERS:
+        # Marks inside of strings do not count. Of a run of backslashes, pairs are one character.
+        bare = data.replace(b"\\\\", b"..").replace(b'\\"', b"..")
+        characters = np.frombuffer(bare, np.uint8)
+        # The number of quotes before a character, of which only the last bit counts.
+        quoted = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1
+        values, containers = _count_marks(np.where(quoted, 0, characters))
+    for found, limit, what in (
+        (values, MAX_JSON_VALUES, "values"),
+        (containers, MAX_JSON_CONTAINERS, "objects, lists and keys"),
+    ):
+        if found > limit:
+            raise RequestError(
+                f"The body holds {found} {what}; this server takes at most {limit} in a request. "
+                "Split it.",
+                None,
+                "too_many_values",
+            )
+
+
+def _count_marks(characters: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Numbers of values and of containers and keys, from the marks between them."""
+    commas, *others = (int(np.count_nonzero(characters == ord(mark))) for mark in ",[{:")
+    return commas + 1, sum(others)
 
 
 def _json_type(value: object) -> str:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from octavo.chat_template import ChatTemplate
 from octavo.errors import RequestError
+from octavo.offload import offload
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.generation import (
@@ -23,6 +24,7 @@ from octavo.server.generation import (
     token_text,
 )
 from octavo.server.schema import ChatBody, Message
+from octavo.tokenizer import MAX_TOKENS, is_longer
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -53,14 +55,7 @@ async def render_messages(
         RequestError: the template refuses the chat.
         ModelError: the template is broken, or took too much time or memory.
     """
-    plain = [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": message.content,
-            **({} if message.name is None else {"name": message.name}),
-        }
-        for message in messages
-    ]
+    plain = await offload(2 * len(messages), _plain_messages, messages)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     return await asyncio.wrap_future(
@@ -71,6 +66,17 @@ async def render_messages(
             template_kwargs=template_kwargs,
         )
     )
+
+
+def _plain_messages(messages: list[Message]) -> list[dict[str, str]]:
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.content,
+            **({} if message.name is None else {"name": message.name}),
+        }
+        for message in messages
+    ]
 
 
 class ChatCompletion(Generation[ChatBody]):
@@ -106,7 +112,7 @@ class ChatCompletion(Generation[ChatBody]):
         given_limit = body.max_completion_tokens
         if given_limit is None:
             given_limit = body.max_tokens
-        params = body.sampling_params(
+        params = await self.sampling_params(
             # Without a limit of anybody's the answer may fill the context.
             {"max_tokens": None, **engine.spec.generation_config},
             max_tokens=given_limit,
@@ -121,11 +127,14 @@ class ChatCompletion(Generation[ChatBody]):
         )
         # The template writes the special tokens itself.
         special = bool(body.add_special_tokens)
-        if given_limit is None and params.max_tokens is not None:
+        limit = engine.max_model_len
+        wished = given_limit is not None or params.max_tokens is None
+        if not wished and not is_longer(prompt, limit):
             # The model's own limit is no wish of the client: it gives way to what fits.
-            ids = await asyncio.to_thread(tokenizer.encode, prompt, special)
-            left = engine.max_model_len - len(ids)
-            params.max_tokens = max(1, params.min_tokens, min(params.max_tokens, left))
+            most = max(limit, MAX_TOKENS)
+            ids = await offload(len(prompt), tokenizer.encode, prompt, special, most)
+            left = limit - len(ids)
+            params.max_tokens = max(1, params.min_tokens, min(params.max_tokens or left, left))
             return [ids], params, special
         return [prompt], params, special
 

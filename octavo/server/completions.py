@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -70,7 +70,7 @@ class Completion(Generation[CompletionBody]):
         prompt_logprobs = body.prompt_logprobs
         if body.echo and prompt_logprobs is None:
             prompt_logprobs = body.logprobs
-        params = body.sampling_params(
+        params = await self.sampling_params(
             engine.spec.generation_config,
             max_tokens=1 if self._only_echo else max_tokens,
             logprobs=body.logprobs,
@@ -265,13 +265,6 @@ def _prompt_offsets(tokenizer: Tokenizer | None, token_ids: list[int], text: str
 
 def _split(prompt: Prompts) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
-    many: list[Prompt] = []
-    ids: list[int] = []
-    for item in prompt:
-        if isinstance(item, int):
-            ids.append(item)
-        else:
-            many.append(item)
-    return many or [ids]
+    return cast(list[Prompt], prompt)

@@ -78,6 +78,14 @@ class MediaTypeError(RequestError):
         super().__init__(message, None, "unsupported_media_type")
 
 
+class ProtocolError(RequestError):
+    """What came is no HTTP request, or one that is too large or too slow."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message, None, "bad_http_request")
+        self.status = status
+
+
 class RouteError(RequestError):
     """No such address (404) or not with this method (405)."""
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError, UnsupportedError
+from octavo.offload import offload
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
@@ -39,9 +40,9 @@ IndexedOutput = tuple[int, RequestOutput]
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; this is what OpenAI sends for "impossible".
 MIN_LOGPROB = -9999.0
-# Longer texts (in characters) are worked on in a thread, so that streams go on meanwhile.
-LONG_TEXT = 20_000
-# More candidates of logprobs than this are written on a thread.
+# So many prompts are begun at once; then the event loop sees to other things.
+_PROMPTS_AT_ONCE = 4
+# More candidates of logprobs than this are written while they are sent.
 _MANY_CANDIDATES = 2000
 # Bytes of each while an answer is sent: numbers, and JSON of a part of them.
 _CANDIDATE_NBYTES = 32
@@ -102,6 +103,19 @@ class Generation(ABC, Generic[B]):
             RequestError: the body cannot be turned into a request for this engine.
         """
 
+    async def sampling_params(
+        self, defaults: Mapping[str, float | int | None], **overrides: object
+    ) -> SamplingParams:
+        """`GenerationBody.sampling_params` of the body."""
+        body = self.body
+        lists = (body.stop_token_ids, body.allowed_token_ids, body.logit_bias, body.bad_words)
+        return await offload(
+            sum(len(entries) for entries in lists if entries is not None),
+            body.sampling_params,
+            defaults,
+            **overrides,
+        )
+
     @abstractmethod
     def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """The finished choices of the prompt `index`."""
@@ -136,8 +150,12 @@ class Generation(ABC, Generic[B]):
             held = engine.request_memory.hold(num_candidates * _CANDIDATE_NBYTES)
             parts = _join_parts(self._envelope, map(encode, choices), others)
             return LargeAnswer(self.state, parts, held, self.deadline)
-        answer = {**self._envelope, "choices": list(choices), **others()}
-        return Response(encode(answer), media_type="application/json")
+
+        def whole() -> bytes:
+            return encode({**self._envelope, "choices": list(choices), **others()})
+
+        written = await offload(sum(map(_writing_time, in_order)), whole)
+        return Response(written, media_type="application/json")
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of the answer, without the last one ([DONE])."""
@@ -147,6 +165,7 @@ class Generation(ABC, Generic[B]):
         head = b"data: " + encode(self._envelope)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         opened = False
+        begun: set[int] = set()
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
                 if not opened:
@@ -155,10 +174,10 @@ class Generation(ABC, Generic[B]):
                         if with_usage:
                             fields["usage"] = self.usage.to_dict(0) if always else None
                         yield b"data: " + encode(self._envelope | fields) + b"\n\n"
-                if _num_candidates(output) > _MANY_CANDIDATES:
-                    chunks = await asyncio.to_thread(self.chunks, index, output)
-                else:
-                    chunks = self.chunks(index, output)
+                # The first chunk may have the prompt in it.
+                length = _num_candidates(output) if index in begun else _writing_time(output)
+                begun.add(index)
+                chunks = await offload(length, self.chunks, index, output)
                 if not chunks:
                     continue
                 if always:
@@ -372,8 +391,12 @@ async def _merge(
         else:
             await queue.put(None)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for i, stream in enumerate(streams):
+            if i and i % _PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(pump(stream)))
         for _ in streams:
             while (item := await queue.get()) is not None:
                 if isinstance(item, Exception):
@@ -389,6 +412,12 @@ def _num_candidates(output: RequestOutput) -> int:
     """Entries of all logprobs of an output."""
     rows = [output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)]
     return sum(flat.num_candidates for flat in rows if isinstance(flat, FlatLogprobs))
+
+
+def _writing_time(output: RequestOutput) -> int:
+    """About how many microseconds an output takes to be written."""
+    num_tokens = len(output.prompt_token_ids) + sum(len(c.token_ids) for c in output.outputs)
+    return 20 + num_tokens // 4 + _num_candidates(output)
 
 
 def raw(value: object) -> msgspec.Raw:

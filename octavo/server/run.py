@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
+import resource
 import signal
 import socket
 import ssl
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -15,10 +18,12 @@ import uvicorn
 import uvloop
 
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
+from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError, OctavoError
 from octavo.logs import setup_logging
 from octavo.server.app import build_app
+from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -36,7 +41,12 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
         OctavoError: the address cannot be used, or the engine failed, with the root cause.
     """
     setup_logging(config.log_level, config.log_format)
+    # Threads have the work that would hold up the event loop: it must not wait long for its turn.
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    # Those threads tokenise; the library's own would take the cores from the model.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _check_tls(config)
+    _allow_files()
     from_environment = api_keys_from_environment()
     keys = config.api_key + list(from_environment.values())
     if keys:
@@ -64,7 +74,8 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
     server = _UvicornServer(
         uvicorn.Config(
             build_app(state),
-            http="httptools",
+            http=make_protocol(config.max_connections_per_client),  # type: ignore[arg-type]
+            timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             ws="none",
             log_config=None,
             access_log=False,
@@ -145,6 +156,13 @@ async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> As
         log_level=config.log_level,
         log_format=config.log_format,
     )
+
+
+def _allow_files() -> None:
+    """Allows as many open files as the system lets us have: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
 
 from octavo.errors import RequestError, UnsupportedError
-from octavo.sampling_params import MAX_STOP_STRINGS, RequestOutputKind, SamplingParams
+from octavo.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    RequestOutputKind,
+    SamplingParams,
+)
 from octavo.server import known_fields
 from octavo.server.body import Body
 from octavo.server.errors import show
+from octavo.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -19,6 +25,8 @@ MAX_TOKEN_ID = 2**31 - 1
 Int: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
+# One error is enough: without it pydantic makes one for each entry.
+Ints: TypeAlias = Annotated[list[Int], Field(fail_fast=True)]
 Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
 
 
@@ -82,6 +90,15 @@ def _check_stop(value: object) -> object:
             f"stop has {len(stops)} texts; at most {MAX_STOP_STRINGS} are allowed.", "stop"
         )
     return stops
+
+
+def _check_bias(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed.",
+            "logit_bias",
+        )
+    return value
 
 
 def _check_content(value: object) -> object:
@@ -175,7 +192,9 @@ def _check_messages(value: object) -> object:
     return value
 
 
-Messages: TypeAlias = Annotated[list[Message], BeforeValidator(_check_messages)]
+Messages: TypeAlias = Annotated[
+    list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
+]
 
 
 class StreamOptions(Body):
@@ -199,7 +218,7 @@ class GenerationBody(Body):
     stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_check_bias)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -207,7 +226,7 @@ class GenerationBody(Body):
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Ints | None = None
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     skip_special_tokens: bool | None = None
@@ -215,8 +234,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Int | None = None
     prompt_logprobs: Int | None = None
-    allowed_token_ids: list[Int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     priority: Int | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -294,7 +313,8 @@ _SAMPLING_FIELDS = (
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[Prompts, BeforeValidator(_check_prompt)]
+    # Checked once, and not by pydantic, which would try one kind of list after the other.
+    prompt: Annotated[Prompts, PlainValidator(_check_prompt, json_schema_input_type=Prompts)]
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
@@ -369,7 +389,10 @@ class DetokenizeBody(Body):
     unsupported = known_fields.DETOKENIZE
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
+        Field(max_length=MAX_TOKENS, fail_fast=True),
+    ]
 
 
 def check_template_flags(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.offload import offload
 from octavo.server.body import read_model
 from octavo.server.chat import render_messages
-from octavo.server.generation import LONG_TEXT
 from octavo.server.schema import DetokenizeBody, TokenizeBody
 from octavo.server.state import state_of
+from octavo.tokenizer import MAX_TOKENS, Tokenizer
 
 
 async def tokenize(request: Request) -> Response:
@@ -37,17 +36,10 @@ async def tokenize(request: Request) -> Response:
             body.chat_template_kwargs,
         )
         special = bool(special)  # the template writes them itself
-    if len(text) > LONG_TEXT:
-        ids = await asyncio.to_thread(tokenizer.encode, text, special)
-    else:
-        ids = tokenizer.encode(text, special)
-    answer = {
-        "count": len(ids),
-        "max_model_len": engine.max_model_len,
-        "tokens": ids,
-        "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return Response(
+        await offload(len(text), _tokenized, tokenizer, text, special, engine.max_model_len, body),
+        media_type="application/json",
+    )
 
 
 async def detokenize(request: Request) -> Response:
@@ -65,5 +57,20 @@ async def detokenize(request: Request) -> Response:
             f"vocabulary of {vocab_size} tokens.",
             "tokens",
         )
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    text = await offload(len(body.tokens), tokenizer.decode, body.tokens, False)
     return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+
+
+def _tokenized(
+    tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, body: TokenizeBody
+) -> bytes:
+    """The JSON of the answer."""
+    ids = tokenizer.encode(text, special, max(max_model_len, MAX_TOKENS))
+    return msgspec.json.encode(
+        {
+            "count": len(ids),
+            "max_model_len": max_model_len,
+            "tokens": ids,
+            "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+        }
+    )

@@ -45,11 +45,8 @@ class Server:
         return sum(p.memory_info().rss for p in [server, *server.children(recursive=True)])
 
     def engine_process(self) -> psutil.Process:
-        (engine,) = (
-            child
-            for child in psutil.Process(self.process.pid).children()
-            if "octavo.engine.core_process" in child.cmdline()
-        )
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = (c for c in children if "octavo.engine.core_process" in c.cmdline())
         return engine
 
 

@@ -281,7 +281,8 @@ def test_a_bad_tokenizer_is_refused_before_a_process_starts(tmp_path):
 
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         asyncio.run(main())
-    assert not [c for c in psutil.Process().children() if "core_process" in " ".join(c.cmdline())]
+    children = psutil.Process().children()
+    assert not [c for c in children if "octavo.engine.core_process" in c.cmdline()]
 
 
 def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.input_processor import InputProcessor
+from octavo.engine.input_processor import InputProcessor, processing_time
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory
 from octavo.errors import EngineDeadError, ProfilerError
@@ -28,6 +28,7 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.metrics import EngineMetrics
+from octavo.offload import offload
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
@@ -116,7 +117,9 @@ class FakeAsyncLLM:
     ):
         if self.dead is not None:
             raise self.dead
-        request, text = self._input.process(
+        request, text = await offload(
+            processing_time(prompt, sampling_params),
+            self._input.process,
             request_id,
             prompt,
             sampling_params,

@@ -1,6 +1,7 @@
 """`octavo serve` with a fake engine: python -m tests.server.fake_serve MODE [flags].
 
-MODE: ready; slow (needs 100 ms a token); loading (never gets ready); broken (cannot load).
+MODE: ready; slow (needs 100 ms a token); loading (never gets ready); broken (cannot load);
+impatient (a client's timeouts are short).
 """
 
 import asyncio
@@ -8,7 +9,7 @@ import sys
 
 from octavo import cli
 from octavo.errors import EngineDeadError
-from octavo.server import run
+from octavo.server import protocol, run
 from tests.server.fake_engine import FakeAsyncLLM
 
 
@@ -27,6 +28,9 @@ def main() -> int:
         return engine
 
     run._start_engine = start
+    if mode == "impatient":
+        protocol.HEAD_TIMEOUT = protocol.SEND_TIMEOUT = 0.5
+        run.KEEP_ALIVE_TIMEOUT = 1
     return cli.main(["serve", "--host", "127.0.0.1", "--port", "0", *sys.argv[2:]])
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.messages import LogprobsLists
+from tests.params import pack_logprobs
 from tests.server.fake_engine import ANSWER, FakeAsyncLLM, events, make_tokenizer, with_server
 
 USER = {"role": "user", "content": "hi"}
@@ -293,11 +293,11 @@ def test_the_most_probable_tokens_come_first(stream):
         made = FakeAsyncLLM()
         step = made._step
 
-        def shuffled(request):
-            output = step(request)
+        def shuffled(*live):
+            output = step(*live)
             (token,) = output.new_token_ids
             ids = [token, 65, 66, 67]
-            output.new_logprobs = LogprobsLists([ids], [[-3.0, -2.0, -0.5, -1.0]], [4])
+            output.new_logprobs = pack_logprobs([ids], [[-3.0, -2.0, -0.5, -1.0]], [4])
             return output
 
         made._step = shuffled

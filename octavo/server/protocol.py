@@ -1,0 +1,228 @@
+"""HTTP/1.1 as uvicorn speaks it, with bounds on what a client may send, and how slowly.
+
+The bounds are nginx's. They hold before a request is known, so before any key is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from octavo.errors import RequestError
+from octavo.server.errors import ProtocolError, error_response
+
+MAX_URL_BYTES = 8 * 1024
+MAX_HEAD_BYTES = 32 * 1024
+"""Of all headers of a request; trailers count, too."""
+MAX_HEADERS = 100
+MAX_PIPELINED = 16
+"""Requests that may wait on a connection while one is answered."""
+HEAD_TIMEOUT = 10.0
+"""Seconds in which a request's head must have arrived."""
+KEEP_ALIVE_TIMEOUT = 75
+"""Seconds that a connection may be idle between two requests."""
+SEND_TIMEOUT = 60.0
+"""Seconds that an answer may wait for a client which does not read it."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection.
+
+    Args:
+        num_connections: connections by client address, shared by all of a server.
+        max_connections: most of them for one address; 0: no limit.
+        args: uvicorn's own.
+        kwargs: uvicorn's own.
+    """
+
+    def __init__(
+        self,
+        num_connections: Counter[str],
+        max_connections: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_connections = num_connections
+        self._max_connections = max_connections
+        self._in_head = False
+        self._header_bytes = 0
+        self._unheard_bytes = 0
+        """Given to the parser since it last called: it keeps a header until that is complete."""
+        self._refusal: RequestError | None = None
+        self._deaf = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Counts the connection, and refuses it if its client has too many."""
+        super().connection_made(transport)
+        if self.client is not None:
+            self._num_connections[self.client[0]] += 1
+            if 0 < self._max_connections < self._num_connections[self.client[0]]:
+                self._refuse(
+                    ProtocolError(
+                        429,
+                        f"More than {self._max_connections} connections of one client "
+                        "(--max-connections-per-client).",
+                    )
+                )
+                return
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        super().connection_lost(exc)
+        for timer in (self._head_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        if self.client is not None:
+            self._num_connections[self.client[0]] -= 1
+            if not self._num_connections[self.client[0]]:
+                del self._num_connections[self.client[0]]
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what has come, and sees to it that a head has an end."""
+        if self._deaf:
+            return
+        self._unheard_bytes += len(data)
+        super().data_received(data)
+        if self._deaf or self.transport.is_closing():
+            return
+        if self._unheard_bytes > MAX_HEAD_BYTES:
+            self._refuse(_too_large())
+        elif (self._in_head or not self._is_answering()) and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the answer is made."""
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(SEND_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read on."""
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._in_head = True
+        self._header_bytes = self._unheard_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the URL."""
+        super().on_url(url)
+        self._unheard_bytes = 0
+        if len(self.url) > MAX_URL_BYTES:
+            self._refuse_in_parser(
+                ProtocolError(414, f"The URL is longer than {MAX_URL_BYTES} bytes.")
+            )
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        super().on_header(name, value)
+        self._unheard_bytes = 0
+        self._header_bytes += len(name) + len(value) + len(": \r\n")
+        if self._header_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refuse_in_parser(_too_large())
+
+    def on_headers_complete(self) -> None:
+        """A request is known; its body may follow."""
+        self._in_head = False
+        self._unheard_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse_in_parser(
+                ProtocolError(400, f"More than {MAX_PIPELINED} requests wait on one connection.")
+            )
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        super().on_body(body)
+        self._unheard_bytes = 0
+
+    def on_message_complete(self) -> None:
+        """The last byte of a request."""
+        super().on_message_complete()
+        self._unheard_bytes = 0
+
+    def send_400_response(self, msg: str) -> None:
+        """Ends the connection since the parser failed."""
+        self._refuse(self._refusal or ProtocolError(400, msg))
+
+    # Refusals
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse_in_parser(self, error: RequestError) -> None:
+        """Makes the parser stop; uvicorn then calls `send_400_response`."""
+        self._refusal = error
+        raise error
+
+    def _refuse(self, error: RequestError) -> None:
+        """Says what is wrong and ends the connection.
+
+        Requests that came complete before are answered first, which leaves no room for the error.
+        """
+        if self._is_answering() and not self.cycle.more_body:
+            self._deaf = True
+            self.cycle.keep_alive = False
+            return
+        if not self._is_answering() or not (self.pipeline or self.cycle.response_started):
+            self.transport.write(_response(error))
+        self.transport.close()
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.flow.read_paused:  # it is we who wait
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
+        elif self._in_head:
+            self._refuse(
+                ProtocolError(
+                    408, f"The head of the request did not arrive within {HEAD_TIMEOUT:.0f} s."
+                )
+            )
+        else:
+            self.transport.close()
+
+
+def make_protocol(max_connections: int) -> Callable[..., Protocol]:
+    """The protocol of a server's connections, as uvicorn wants it."""
+    num_connections: Counter[str] = Counter()
+
+    def protocol(*args: Any, **kwargs: Any) -> Protocol:
+        return Protocol(num_connections, max_connections, *args, **kwargs)
+
+    return protocol
+
+
+def _too_large() -> ProtocolError:
+    return ProtocolError(
+        431,
+        f"The request has more than {MAX_HEAD_BYTES} bytes of headers, or more than {MAX_HEADERS} "
+        "of them.",
+    )
+
+
+def _response(error: RequestError) -> bytes:
+    """The whole answer to a request that was never one."""
+    response = error_response(error)
+    lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}".encode()]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    return b"\r\n".join([*lines, b"connection: close", b"", bytes(response.body)])

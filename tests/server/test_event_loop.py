@@ -1,0 +1,201 @@
+"""No request may stop the event loop: whatever is sent, the others are served meanwhile.
+
+What is measured is the longest time between two turns of the loop while a request is answered. It
+is the loop's own work, or that of another thread which kept the interpreter's lock: both stop
+everybody. A machine that is busy with other things stops them, too, which is no fault of the
+request; so the time that one of this process' threads was ready to run but had no core is taken
+off (Linux counts it for each thread in `schedstat`). What is left is the same at every try, apart
+from noise, so the shortest of some tries counts.
+"""
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from octavo import chat_template, template_client
+from octavo.device import SWITCH_INTERVAL
+from octavo.template_client import TemplateClient
+from tests.server import fake_engine
+from tests.server.fake_engine import Call, FakeAsyncLLM, make_tokenizer, with_server
+
+MAX_HOLD = 0.05
+TRIES = 5
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGE = {"role": "user", "content": "hello there"}
+
+
+def waited():
+    """Seconds that each thread of this process has waited for a core."""
+    waits = {}
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended meanwhile
+            stat = Path(f"/proc/self/task/{thread}/schedstat").read_text()
+            waits[thread] = int(stat.split()[1]) / 1e9
+    return waits
+
+
+class Watchdog:
+    """Measures the longest hold of the running loop inside of a `with` block."""
+
+    def __enter__(self):
+        self.longest = 0.0
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    def __exit__(self, *_):
+        self._task.cancel()
+
+    async def _watch(self):
+        period = 0.004
+        while True:
+            started, before = time.perf_counter(), waited()
+            await asyncio.sleep(period)
+            held = time.perf_counter() - started - period
+            if held > self.longest:
+                noise = max(wait - before.get(thread, 0.0) for thread, wait in waited().items())
+                self.longest = max(self.longest, held - noise)
+
+
+async def longest_hold(served, path, body, statuses):
+    """The longest hold while one request is answered."""
+    with Watchdog() as watchdog:
+        await asyncio.sleep(0.01)
+        call = Call(served, path, body, chunks=max(1, len(body) // 65536))
+        await call.task
+        await asyncio.sleep(0.01)
+    assert call.status in statuses, call.body[:300]
+    return watchdog.longest
+
+
+def hold_of(path, body, statuses, **engine):
+    """The shortest of the longest holds of some tries."""
+    holds = []
+
+    async def scenario(served):
+        for _ in range(TRIES):
+            holds.append(await longest_hold(served, path, body, statuses))
+            if holds[-1] < MAX_HOLD:
+                return
+
+    interval = sys.getswitchinterval()
+    gc.freeze()  # as the server does, and so is this
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        with_server(scenario, engine=partial(FakeAsyncLLM, **engine), max_num_queued_reqs=2000)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
+    return min(holds)
+
+
+def fields(**body):
+    return msgspec.json.encode({"prompt": "x", "max_tokens": 2, **body})
+
+
+ATTACKS = {
+    "tokenize a long text": ("/tokenize", lambda: fields(prompt="a b! " * 1_560_000), {400}),
+    "tokenize a text of too many tokens": ("/tokenize", lambda: fields(prompt="a" * 2**21), {400}),
+    "tokenize": (
+        "/tokenize",
+        lambda: fields(prompt="a b! " * 26_000, return_token_strs=True),
+        {200},
+    ),
+    "tokenize a chat": (
+        "/tokenize",
+        lambda: msgspec.json.encode({"messages": [MESSAGE] * 5000}),
+        {200},
+    ),
+    "detokenize": ("/detokenize", lambda: fields(tokens=[100] * 130_000), {200}),
+    "detokenize many ids": ("/detokenize", lambda: fields(tokens=[100] * 500_000), {400}),
+    "detokenize nonsense": ("/detokenize", lambda: fields(tokens=["x"] * 500_000), {400}),
+    "a long text": (COMPLETIONS, lambda: fields(prompt="a b! " * 1_560_000), {400}),
+    "a long text cut": (
+        COMPLETIONS,
+        lambda: fields(prompt="a b! " * 25_000, truncate_prompt_tokens=10),
+        {200},
+    ),
+    "many ids": (COMPLETIONS, lambda: fields(prompt=[1] * 4_000_000), {400}),
+    "as many ids as allowed": (COMPLETIONS, lambda: fields(prompt=[100] * 520_000), {400}),
+    "ids of many prompts": (COMPLETIONS, lambda: fields(prompt=[[100] * 200] * 1000), {200}),
+    "1000 prompts": (COMPLETIONS, lambda: fields(prompt=["hello"] * 1000), {200}),
+    "1000 prompts in a stream": (
+        COMPLETIONS,
+        lambda: fields(prompt=["hello"] * 1000, stream=True),
+        {200},
+    ),
+    "1000 long prompts": (COMPLETIONS, lambda: fields(prompt=["a b! " * 1500] * 1000), {400}),
+    "many prompts": (COMPLETIONS, lambda: fields(prompt=["a"] * 500_000), {400}),
+    "a long bad word": (COMPLETIONS, lambda: fields(bad_words=["a b! " * 1_400_000]), {400}),
+    "many bad words": (COMPLETIONS, lambda: fields(bad_words=["word"] * 20_000), {200, 400}),
+    "long stop texts": (COMPLETIONS, lambda: fields(stop=["a b! " * 24_000] * 64), {200, 400}),
+    "allowed ids": (COMPLETIONS, lambda: fields(allowed_token_ids=[100] * 500_000), {200, 400}),
+    "stop ids": (COMPLETIONS, lambda: fields(stop_token_ids=[100] * 500_000), {200, 400}),
+    "biases": (
+        COMPLETIONS,
+        lambda: fields(logit_bias={str(i): "x" for i in range(90_000)}),
+        {400},
+    ),
+    "a long chat": (CHAT, lambda: fields(messages=[MESSAGE] * 10_000), {400}),
+    "a chat of many parts": (
+        CHAT,
+        lambda: fields(messages=[{"role": "user", "content": ["a"] * 500_000}]),
+        {400},
+    ),
+    "a long message": (
+        CHAT,
+        lambda: fields(messages=[{"role": "user", "content": "a b! " * 1_560_000}]),
+        {400},
+    ),
+    "empty lists": (COMPLETIONS, lambda: b"[" + b"[]," * 2_700_000 + b"[]]", {400}),
+    "quotes and commas": (CHAT, lambda: fields(prompt='",\\' * 1_000_000), {400}),
+    "depth": (COMPLETIONS, lambda: b"[" * 90_000 + b"]" * 90_000, {400}),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux")
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_request_holds_the_loop(name):
+    path, body, statuses = ATTACKS[name]
+    assert hold_of(path, body(), statuses) < MAX_HOLD
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_prompt_given_back(monkeypatch, stream):
+    monkeypatch.setattr(fake_engine, "MAX_MODEL_LEN", 120_000)
+    body = fields(prompt=[100] * 100_000, echo=True, return_token_ids=True, stream=stream)
+    assert hold_of(COMPLETIONS, body, {200}) < MAX_HOLD
+
+
+def test_a_slow_template(monkeypatch):
+    monkeypatch.setattr(template_client, "MAX_RENDER_SECONDS", 0.3)
+    client = TemplateClient()
+    monkeypatch.setattr(chat_template, "_short_client", client)
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    body = fields(messages=[MESSAGE])
+    assert hold_of(CHAT, body, {500}, tokenizer=make_tokenizer(template)) < MAX_HOLD
+    client.close()
+
+
+def test_the_watchdog_sees_what_holds_the_loop():
+    async def scenario():
+        for work in (lambda: sum(range(10**7)), lambda: time.sleep(0.1)):
+            with Watchdog() as watchdog:
+                await asyncio.sleep(0.02)
+                work()
+                await asyncio.sleep(0.02)
+            assert watchdog.longest > MAX_HOLD
+        with Watchdog() as watchdog:  # a thread that keeps the lock
+            await asyncio.sleep(0.02)
+            await asyncio.to_thread(list(range(10**6)).__mul__, 50)
+            await asyncio.sleep(0.02)
+        assert watchdog.longest > MAX_HOLD
+
+    asyncio.run(scenario())

@@ -1,0 +1,233 @@
+"""What a client may do to a server before any key is asked for: raw bytes against a real one."""
+
+import json
+import re
+import socket
+import ssl
+import subprocess
+import time
+from contextlib import suppress
+
+import httpx
+import psutil
+import pytest
+
+from octavo.server import protocol
+from tests.server.test_run import serving
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("ready", "--api-key", "secret", "--max-connections-per-client", "50") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    with serving("impatient") as started:
+        yield started
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=20)
+
+
+def read_all(raw):
+    data = b""
+    with suppress(ConnectionError):
+        while piece := raw.recv(65536):
+            data += piece
+    return data
+
+
+def talk(server, *pieces):
+    """Sends the pieces; all that comes back until the server ends the connection."""
+    with connect(server) as raw:
+        with suppress(ConnectionError):
+            for piece in pieces:
+                raw.sendall(piece)
+        return read_all(raw)
+
+
+def drips(raw, data):
+    """Sends a byte now and then; how many until the connection ended."""
+    for i in range(len(data)):
+        try:
+            raw.sendall(data[i : i + 1])
+        except ConnectionError:
+            return i
+        time.sleep(0.05)
+    return len(data)
+
+
+def rss(server):
+    return psutil.Process(server.process.pid).memory_info().rss
+
+
+def assert_refused(answer, status):
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert b"connection: close" in head
+    assert json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET /?" + b"a" * 90_000 + b" HTTP/1.1\r\n\r\n", 414),
+        (GET + b"A: " + b"x" * 33_000 + b"\r\n\r\n", 431),
+        (GET + b"".join(b"A%d: x\r\n" % i for i in range(101)) + b"\r\n", 431),
+        (GET + b"".join(b"A%d: %b\r\n" % (i, b"x" * 1000) for i in range(40)) + b"\r\n", 431),
+        (b"nonsense\r\n\r\n", 400),
+        (b"\r\n" * 50_000, 431),
+        (GET + b"Content-Length: x\r\n\r\n", 400),
+    ],
+)
+def test_heads_that_are_too_large_or_wrong(server, head, status):
+    assert_refused(talk(server, head), status)
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"", b"GET /" + b"a" * 8000 + b" HTTP/1.1\r\n\r\n"),
+        (GET, b"A: " + b"x" * 32_000 + b"\r\n\r\n"),
+        (GET, b"".join(b"A%d: x\r\n" % i for i in range(98)) + b"\r\n"),
+    ],
+)
+def test_heads_within_the_bounds(server, head, body):
+    with connect(server) as raw:
+        raw.sendall(head + body)
+        assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("trailer", [False, True])
+def test_an_endless_header_is_not_kept(server, trailer):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    before = rss(server)
+    answer = talk(server, head if trailer else GET, b"A: ", *[b"x" * MIB] * 80)
+    assert rss(server) < before + 30 * MIB
+    # The client still sends, so it may find the connection closed before it sees the answer.
+    if answer and not trailer:
+        assert_refused(answer, 431)
+
+
+def test_endless_chunk_extensions(server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5;a="
+    before = rss(server)
+    talk(server, head, *[b"x" * MIB] * 80)
+    assert rss(server) < before + 30 * MIB
+
+
+def test_pipelined_requests_are_bounded(server):
+    before = rss(server)
+    answer = talk(server, *[(GET + b"\r\n") * 10_000] * 50)
+    assert rss(server) < before + 30 * MIB
+    assert answer.count(b"HTTP/1.1 401 ") <= 1 + protocol.MAX_PIPELINED
+
+
+def test_a_few_pipelined_requests_are_answered_in_order(server):
+    paths = [b"/health", b"/nowhere", b"/ready", b"/version"]
+    requests = [
+        b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n" % path
+        for path in paths
+    ]
+    with connect(server) as raw:
+        raw.sendall(b"".join(requests) + b"nonsense\r\n\r\n")
+        answer = read_all(raw)
+    statuses = re.findall(rb"HTTP/1.1 (\d+) ", answer)
+    assert statuses == [b"200", b"404", b"200", b"200"]
+
+
+def test_connections_of_one_client_are_bounded(server):
+    time.sleep(0.1)
+    held = [connect(server) for _ in range(50)]
+    try:
+        for raw in held:
+            raw.sendall(GET)
+        with connect(server) as raw:
+            assert_refused(read_all(raw), 429)
+    finally:
+        for raw in held:
+            raw.close()
+    end = time.monotonic() + 10
+    while b" 429 " in talk(server, GET + b"Connection: close\r\n\r\n"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", None),
+        (b"GET /health HTT", 408),
+        (GET + b"A: b", 408),
+        (b"\r\n", None),
+    ],
+)
+def test_a_head_must_come_in_time(impatient, sent, status):
+    started = time.monotonic()
+    answer = talk(impatient, sent)
+    assert time.monotonic() - started < 10
+    if status is None:
+        assert answer == b""
+    else:
+        assert_refused(answer, status)
+
+
+def test_a_head_that_drips(impatient):
+    with connect(impatient) as raw:
+        assert drips(raw, GET + b"A: " + b"x" * 200) < 100
+
+
+def test_a_body_that_nobody_waits_for(impatient):
+    with connect(impatient) as raw:
+        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 404 ")
+        assert drips(raw, b"x" * 200) < 100
+
+
+def test_an_idle_connection_is_kept_for_a_while(impatient):
+    with connect(impatient) as raw:
+        for _ in range(3):
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += raw.recv(4096)
+            time.sleep(0.6)  # longer than a head may take
+        assert read_all(raw) == b""
+
+
+def test_a_client_that_does_not_read_its_stream(impatient):
+    """The answer is longer than the buffers of both sides; the server goes no further, and ends."""
+    prompts = json.dumps(["x" * 200] * 900)
+    body = b'{"prompt":%b,"max_tokens":50,"ignore_eos":true,"stream":true,"n":1,"echo":true}'
+    body %= prompts.encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    before = rss(impatient)
+    with connect(impatient) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        impatient.wait_for("status=200")  # that the request has ended is logged
+    assert rss(impatient) < before + 60 * MIB
+    assert httpx.get(impatient.url + "/health", timeout=10).status_code == 200
+
+
+def test_a_tls_connection_is_bounded_as_well(tmp_path):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-keyout", key, "-out", cert]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("the openssl command is not installed")
+    with serving("impatient", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert)) as started:
+        context = ssl.create_default_context(cafile=str(cert))
+        context.check_hostname = False
+        with connect(started) as raw, context.wrap_socket(raw) as tls:
+            tls.sendall(GET + b"A: " + b"x" * 33_000 + b"\r\n\r\n")
+            assert_refused(read_all(tls), 431)
