@@ -15,7 +15,7 @@ import pytest
 from octavo.server import protocol
 from tests.server.test_run import serving
 
-GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 MIB = 2**20
 
 
@@ -107,7 +107,7 @@ def test_heads_within_the_bounds(server, head, body):
 
 @pytest.mark.parametrize("trailer", [False, True])
 def test_an_endless_header_is_not_kept(server, trailer):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
     before = rss(server)
     answer = talk(server, head if trailer else GET, b"A: ", *[b"x" * MIB] * 80)
     assert rss(server) < before + 30 * MIB
@@ -117,7 +117,7 @@ def test_an_endless_header_is_not_kept(server, trailer):
 
 
 def test_endless_chunk_extensions(server):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5;a="
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5;a="
     before = rss(server)
     talk(server, head, *[b"x" * MIB] * 80)
     assert rss(server) < before + 30 * MIB
@@ -133,7 +133,7 @@ def test_pipelined_requests_are_bounded(server):
 def test_a_few_pipelined_requests_are_answered_in_order(server):
     paths = [b"/health", b"/nowhere", b"/ready", b"/version"]
     requests = [
-        b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n" % path
+        b"GET %b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n\r\n" % path
         for path in paths
     ]
     with connect(server) as raw:
@@ -186,7 +186,7 @@ def test_a_head_that_drips(impatient):
 
 def test_a_body_that_nobody_waits_for(impatient):
     with connect(impatient) as raw:
-        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 404 ")
         assert drips(raw, b"x" * 200) < 100
 
@@ -194,7 +194,7 @@ def test_a_body_that_nobody_waits_for(impatient):
 def test_an_idle_connection_is_kept_for_a_while(impatient):
     with connect(impatient) as raw:
         for _ in range(3):
-            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += raw.recv(4096)
@@ -207,7 +207,7 @@ def test_a_client_that_does_not_read_its_stream(impatient):
     prompts = json.dumps(["x" * 200] * 900)
     body = b'{"prompt":%b,"max_tokens":50,"ignore_eos":true,"stream":true,"n":1,"echo":true}'
     body %= prompts.encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     before = rss(impatient)
     with connect(impatient) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
