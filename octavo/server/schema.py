@@ -8,17 +8,30 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
 from octavo.errors import RequestError, UnsupportedError
-from octavo.sampling_params import MAX_STOP_STRINGS, RequestOutputKind, SamplingParams
+from octavo.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    RequestOutputKind,
+    SamplingParams,
+)
 from octavo.server.body import Body
 from octavo.server.errors import show
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_PROMPTS = 4096
 
 # Integers travel as 64 bits between the processes; SamplingParams knows the real ranges.
 Int: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
-Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
+# Lists are given up at their first wrong entry: pydantic would describe every one of millions.
+Ints: TypeAlias = Annotated[list[Int], Field(fail_fast=True)]
+Prompts: TypeAlias = (
+    str
+    | Annotated[list[int], Field(fail_fast=True)]
+    | Annotated[list[str], Field(fail_fast=True)]
+    | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
+)
 
 
 def check_token_ids(value: object, param: str) -> list[int]:
@@ -29,6 +42,8 @@ def check_token_ids(value: object, param: str) -> list[int]:
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{param}={show(value)} is not a list of token ids.", param)
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+        return value
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise RequestError(
@@ -56,6 +71,10 @@ def _check_prompt(value: object) -> object:
             f"prompt[0]={show(value[0])} is neither a string nor a token id nor a list of them.",
             "prompt",
         )
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed.", "prompt"
+        )
     for i, item in enumerate(value):
         if type(item) is not kind:
             raise RequestError(
@@ -81,6 +100,15 @@ def _check_stop(value: object) -> object:
             f"stop has {len(stops)} texts; at most {MAX_STOP_STRINGS} are allowed.", "stop"
         )
     return stops
+
+
+def _check_logit_bias(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed.",
+            "logit_bias",
+        )
+    return value
 
 
 def _check_content(value: object) -> object:
@@ -161,7 +189,9 @@ def _check_messages(value: object) -> object:
     return value
 
 
-Messages: TypeAlias = Annotated[list[Message], BeforeValidator(_check_messages)]
+Messages: TypeAlias = Annotated[
+    list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
+]
 
 
 class StreamOptions(BaseModel):
@@ -183,7 +213,7 @@ class GenerationBody(Body):
     stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_check_logit_bias)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -191,7 +221,7 @@ class GenerationBody(Body):
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Ints | None = None
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     skip_special_tokens: bool | None = None
@@ -199,8 +229,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Int | None = None
     prompt_logprobs: Int | None = None
-    allowed_token_ids: list[Int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     priority: Int | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -397,7 +427,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True)]
 
 
 def check_template_flags(
