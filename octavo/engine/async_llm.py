@@ -297,13 +297,12 @@ class AsyncLLM:
             while True:
                 self._heartbeat_sent = time.monotonic()
                 await self._client.call_utility("stats")
-                self._heartbeat_sent = None
-                if self.request_memory.used:
-                    trimmed = False
-                elif not trimmed:
-                    trimmed = True
+                idle = not self.request_memory.used
+                if idle and not trimmed:
                     await self._client.call_utility("trim_memory")
                     await asyncio.to_thread(trim_memory)
+                trimmed = idle
+                self._heartbeat_sent = None
                 await asyncio.sleep(interval)
 
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:

@@ -24,8 +24,9 @@ from octavo.worker.memory import DeviceMemory, Scratch
 DEFAULT_CPU_KV_BYTES = 4 * 2**30
 # Interpreter, torch and the other libraries (230 MiB after import), a tokenizer, messages.
 RUNTIME_NBYTES = 272 * 2**20
-# The server's own process: interpreter, web framework, tokenizer, bodies as they are read.
-SERVER_NBYTES = 192 * 2**20
+# The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
+# as objects.
+SERVER_NBYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)

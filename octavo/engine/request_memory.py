@@ -20,8 +20,8 @@ _OUTPUT_TOKEN = 112
 """A number in the core, in the front end and in what is handed out, its text and its hashes."""
 _CANDIDATE = 8
 """A token id and a logprob."""
-_WRITTEN_CANDIDATE = 160
-"""The same as JSON, of the one answer that is being written."""
+_WRITTEN_CANDIDATE = 512
+"""The same as JSON, of the one answer that is being written, a few copies on its way."""
 
 
 def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_size: int) -> int:
@@ -45,15 +45,24 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
     # The caller's own lists, and sets of stop tokens in both processes.
     lists += 64 * (len(params.allowed_token_ids or ()) + 3 * len(core.all_stop_token_ids))
     lists += 4 * sum(map(len, [*params.stop, *(params.bad_words or ())]))
-    reported = candidates(core.logprobs)
-    reported_of_prompt = candidates(core.prompt_logprobs)
+    of_answer = output * candidates(core.logprobs)
+    of_prompt = prompt * candidates(core.prompt_logprobs)
     return (
         lists
         + prompt * (_PROMPT_TOKEN + n * _PROMPT_TOKEN_OF_ANSWER)
-        + n * (_ANSWER + output * (_OUTPUT_TOKEN + reported * _CANDIDATE))
-        + output * reported * _WRITTEN_CANDIDATE
-        + prompt * reported_of_prompt * (_CANDIDATE + _WRITTEN_CANDIDATE)
+        + n * (_ANSWER + output * _OUTPUT_TOKEN)
+        + logprobs_nbytes(of_prompt + n * of_answer, of_prompt + of_answer)
     )
+
+
+def logprobs_nbytes(num_candidates: int, num_written: int) -> int:
+    """Bytes of logprobs while they are sent.
+
+    Args:
+        num_candidates: entries of all prompts and answers.
+        num_written: of these, what is written at once.
+    """
+    return num_candidates * _CANDIDATE + num_written * _WRITTEN_CANDIDATE
 
 
 class RequestMemory:

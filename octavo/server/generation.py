@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.engine.request_memory import logprobs_nbytes
 from octavo.errors import RequestError, UnsupportedError
 from octavo.offload import offload
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
@@ -44,8 +45,6 @@ MIN_LOGPROB = -9999.0
 _PROMPTS_AT_ONCE = 4
 # More candidates of logprobs than this are written while they are sent.
 _MANY_CANDIDATES = 2000
-# Bytes of each while an answer is sent: numbers, and JSON of a part of them.
-_CANDIDATE_NBYTES = 32
 
 encode = msgspec.json.encode
 
@@ -144,10 +143,12 @@ class Generation(ABC, Generic[B]):
         def others() -> dict[str, object]:
             return {"usage": self.usage.to_dict(), **self.extras(in_order)}
 
-        num_candidates = sum(map(_num_candidates, in_order))
-        if num_candidates > _MANY_CANDIDATES:
+        candidates = [_num_candidates(output) for output in in_order]
+        if sum(candidates) > _MANY_CANDIDATES:
             engine = await self.state.get_engine()
-            held = engine.request_memory.hold(num_candidates * _CANDIDATE_NBYTES)
+            held = engine.request_memory.hold(
+                logprobs_nbytes(sum(candidates), max(map(_num_written, in_order)))
+            )
             parts = _join_parts(self._envelope, map(encode, choices), others)
             return LargeAnswer(self.state, parts, held, self.deadline)
 
@@ -370,7 +371,8 @@ def _join_parts(
     """The JSON of an answer, piece by piece."""
     before = encode(envelope)[:-1] + b',"choices":['
     for choice in choices:
-        yield before + choice
+        yield before
+        yield choice
         before = b","
     yield b"]," + encode(others())[1:]
 
@@ -418,6 +420,13 @@ def _writing_time(output: RequestOutput) -> int:
     """About how many microseconds an output takes to be written."""
     num_tokens = len(output.prompt_token_ids) + sum(len(c.token_ids) for c in output.outputs)
     return 20 + num_tokens // 4 + _num_candidates(output)
+
+
+def _num_written(output: RequestOutput) -> int:
+    """Entries that the longest of its choices can have, the prompt's included."""
+    found = [c.logprobs for c in output.outputs] + [output.prompt_logprobs]
+    sizes = [flat.num_candidates if isinstance(flat, FlatLogprobs) else 0 for flat in found]
+    return sizes.pop() + max(sizes, default=0)
 
 
 def raw(value: object) -> msgspec.Raw:

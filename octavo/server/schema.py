@@ -20,6 +20,7 @@ from octavo.server.errors import show
 from octavo.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_PROMPTS = 4096
 
 # Integers travel as 64 bits between the processes; SamplingParams knows the real ranges.
 Int: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -38,6 +39,8 @@ def check_token_ids(value: object, param: str) -> list[int]:
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{param}={show(value)} is not a list of token ids.", param)
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+        return value
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise RequestError(
@@ -64,6 +67,10 @@ def _check_prompt(value: object) -> object:
         raise RequestError(
             f"prompt[0]={show(value[0])} is neither a string nor a token id nor a list of them.",
             "prompt",
+        )
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed.", "prompt"
         )
     for i, item in enumerate(value):
         if type(item) is not kind:

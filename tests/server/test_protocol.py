@@ -186,7 +186,9 @@ def test_a_head_that_drips(impatient):
 
 def test_a_body_that_nobody_waits_for(impatient):
     with connect(impatient) as raw:
-        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
+        raw.sendall(
+            b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n"
+        )
         assert raw.recv(100).startswith(b"HTTP/1.1 404 ")
         assert drips(raw, b"x" * 200) < 100
 
