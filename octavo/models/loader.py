@@ -23,7 +23,7 @@ from octavo.models.decoder import DecoderModel
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weights import Source, Weight, model_weights
-from octavo.quantization.base import Quantization, get_quantization, linear_nbytes
+from octavo.quantization.base import MOST_INPUTS, Quantization, get_quantization, linear_nbytes
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Progress = Callable[[int, int], None]
@@ -69,11 +69,18 @@ def load_model(
         progress: called as loading goes on.
 
     Raises:
-        ModelError: for missing, unexpected or wrong-shaped tensors, and damaged files.
+        ModelError: for missing, unexpected or wrong-shaped tensors, damaged files, and weights that
+            cannot be quantized.
     """
     ops = ops or get_ops(device)
     form = get_quantization(quantization)
     weights = model_weights(spec, quantized=form is not None)
+    for weight in weights:
+        if form is not None and weight.kind == "linear" and weight.shape[1] > MOST_INPUTS:
+            raise ModelError(
+                f"{weight.name} has {weight.shape[1]} inputs, and quantization={form.name} takes "
+                f"{MOST_INPUTS} at most; leave quantization out."
+            )
     checkpoint = _open_checkpoint(spec, Path(path), load_format, seed, device)
     checkpoint.check(weights)
     total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
