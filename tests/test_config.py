@@ -139,7 +139,6 @@ BAD_SERVER = {
     "request_timeout": [-1, NAN, "5s"],
     "shutdown_timeout": [-1, NAN, None],
     "progress_timeout": [0, -1, NAN],
-    "request_memory_bytes": [0, 2**20 - 1, "many"],
     "log_level": ["INFO", "trace"],
     "log_format": ["xml"],
     "enable_log_requests": [1],

@@ -109,8 +109,18 @@ class MemoryPlan:
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
-    """The type of weights and activations."""
-    return spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    """The type of weights and activations.
+
+    Raises:
+        ConfigError: if none is set for a checkpoint in float64.
+    """
+    dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    if dtype == "float64":
+        raise ConfigError(
+            f"{config.model.model} is in float64, which nothing is computed in; set dtype=float32, "
+            "bfloat16 or float16."
+        )
+    return dtype
 
 
 def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:

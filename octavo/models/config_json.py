@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
+
+# A real index of the largest models has half of it.
+MOST_JSON_NBYTES = 32 * 2**20
+_MOST = 2**31 - 1
+_MOST_SHOWN = 100  # characters of a value in an error message
+
+
+def require_file(path: Path) -> None:
+    """Checks that opening a file will not wait, as for a pipe, or read without end.
+
+    Raises:
+        ModelError: if it is there but is no regular file, nor a link to one.
+    """
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is no regular file; fetch the model again.")
 
 
 class ConfigJson:
@@ -26,15 +42,18 @@ class ConfigJson:
         """Reads a file.
 
         Raises:
-            ModelError: if it is missing or not a JSON object.
+            ModelError: if it is missing, not a JSON object, or larger than any such file.
         """
+        require_file(path)
         try:
+            if path.stat().st_size > MOST_JSON_NBYTES:
+                raise ValueError(f"it has more than {MOST_JSON_NBYTES} bytes")
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelError(
                 f"{path} is missing: a model is a folder with config.json, weights and tokenizer."
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}.")
@@ -42,9 +61,10 @@ class ConfigJson:
 
     def error(self, name: str, expected: str) -> ModelError:
         """The error to raise for a field whose value is wrong or not supported."""
-        return ModelError(
-            f"{self.where}: {name}={self._data.get(name)!r} is not supported; {expected}."
-        )
+        value = repr(self._data.get(name))
+        if len(value) > _MOST_SHOWN:
+            value = value[:_MOST_SHOWN] + "..."
+        return ModelError(f"{self.where}: {name}={value} is not supported; {expected}.")
 
     def get(self, *names: str) -> Any:
         """The plain value, or None."""
@@ -61,21 +81,32 @@ class ConfigJson:
         """Whether the field is there and not null."""
         return self._data.get(name) is not None
 
-    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def integer(
+        self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST
+    ) -> int:
+        """A whole number from `least` to `most`."""
         value = self._required(names, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(self._present(names), f"it must be a whole number >= {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(
+                self._present(names), f"it must be a whole number >= {least} and <= {most}"
+            )
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
         """A finite number."""
         value = self._required(names, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value - value != 0:
+        if not _is_finite(value):
             raise self.error(self._present(names), "it must be a finite number")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.number(name, default=default)
+        if value <= 0:
+            raise self.error(name, "it must be more than 0")
+        return value
 
     def optional_number(self, name: str) -> float | None:
         """A finite number, or None where absent."""
@@ -102,19 +133,15 @@ class ConfigJson:
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` numbers."""
         value = self._required((name,), None)
-        if (
-            not isinstance(value, list)
-            or len(value) != length
-            or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
-        ):
-            raise self.error(name, f"it must be a list of {length} numbers")
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_finite, value)):
+            raise self.error(name, f"it must be a list of {length} finite numbers")
         return tuple(float(v) for v in value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Token ids: one, a list of them, or none where absent."""
         value = self.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _MOST for i in ids):
             raise self.error(name, "it must be a token id or a list of token ids")
         return tuple(ids)
 
@@ -140,3 +167,12 @@ class ConfigJson:
         if value is None:
             raise ModelError(f"{self.where}: the field {' or '.join(names)} is missing.")
         return value
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
+    except OverflowError:  # a whole number beyond float64
+        return False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_MODEL, EngineConfig, hub_offline
 from octavo.errors import HubError, ModelError
+from octavo.models.config_json import require_file
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
@@ -43,7 +44,7 @@ def resolve_model(
         load_format: which weight files are wanted: auto, safetensors, pt or dummy (none).
 
     Raises:
-        ModelError: if a local path is no folder.
+        ModelError: if a local path is no folder, or holds pipes or devices.
         HubError: if the download fails, with the reason and what to do.
     """
     if model in _BUILTIN:
@@ -55,6 +56,9 @@ def resolve_model(
         return _BUILTIN[model]
     path = Path(model).expanduser()
     if path.is_dir():
+        for file in path.iterdir():
+            if not file.is_dir():
+                require_file(file)
         return path
     if path.exists():
         raise ModelError(

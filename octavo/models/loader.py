@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import zipfile
 import zlib
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from octavo import _native
@@ -19,20 +18,20 @@ from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory
 from octavo.kernels.ops import get_ops
-from octavo.models.config_json import ConfigJson
+from octavo.models.config_json import ConfigJson, require_file
 from octavo.models.decoder import DecoderModel
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weights import Source, Weight, model_weights
-from octavo.quantization.base import Quantization, get_quantization, linear_nbytes
+from octavo.quantization.base import MOST_INPUTS, Quantization, get_quantization, linear_nbytes
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) after each tensor."""
 
 _MOST_NAMES = 6  # listed in an error message
-_SAFETENSORS_DTYPES = {"F32", "F16", "BF16"}
-_TORCH_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+_SAFETENSORS_DTYPES = {"F64", "F32", "F16", "BF16"}
+_TORCH_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # Standard deviation 0.02, as models are initialised.
 _DUMMY_BOUND = 0.02 * 3**0.5
 
@@ -70,11 +69,18 @@ def load_model(
         progress: called as loading goes on.
 
     Raises:
-        ModelError: for missing, unexpected or wrong-shaped tensors, and damaged files.
+        ModelError: for missing, unexpected or wrong-shaped tensors, damaged files, and weights that
+            cannot be quantized.
     """
     ops = ops or get_ops(device)
     form = get_quantization(quantization)
     weights = model_weights(spec, quantized=form is not None)
+    for weight in weights:
+        if form is not None and weight.kind == "linear" and weight.shape[1] > MOST_INPUTS:
+            raise ModelError(
+                f"{weight.name} has {weight.shape[1]} inputs, and quantization={form.name} takes "
+                f"{MOST_INPUTS} at most; leave quantization out."
+            )
     checkpoint = _open_checkpoint(spec, Path(path), load_format, seed, device)
     checkpoint.check(weights)
     total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
@@ -137,7 +143,7 @@ def _load(
     result: Tensor | PackedWeight | QuantizedWeight
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.
-        rows = [part.to(device).contiguous() for part in parts]
+        rows = [_narrow(part.to(device), dtype, form).contiguous() for part in parts]
         out = memory.take(weight)
         if form is None:
             result = ops.pack_weight(rows, dtype, out)
@@ -149,6 +155,13 @@ def _load(
     for part in parts:
         checkpoint.done(part)
     return result
+
+
+def _narrow(part: Tensor, dtype: torch.dtype, form: Quantization | None) -> Tensor:
+    """A part of a weight as packing takes it: float64 is rounded once, to the weight's type."""
+    if part.dtype != torch.float64:
+        return part
+    return part.to(dtype if form is None else torch.float32)
 
 
 def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> Tensor:
@@ -266,15 +279,15 @@ class _FileCheckpoint:
                 )
             if wrong_dtype is not None:
                 raise ModelError(
-                    f"{self.files[name]}: {name} has type {wrong_dtype}; supported: float32, "
-                    "float16, bfloat16."
+                    f"{self.files[name]}: {name} has type {wrong_dtype}; supported: float64, "
+                    "float32, float16, bfloat16."
                 )
 
 
 class _SafetensorsCheckpoint(_FileCheckpoint):
     def __init__(self, spec: ModelSpec, folder: Path) -> None:
         super().__init__(spec, folder)
-        self.headers: dict[str, Any] = {}
+        self.headers: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.open_files: dict[Path, Any] = {}
         files = _list_files(folder, "model.safetensors.index.json", "*.safetensors")
         if not files:
@@ -287,21 +300,14 @@ class _SafetensorsCheckpoint(_FileCheckpoint):
             raise ModelError(f"{folder} holds no *.safetensors files.")
         for file in files:
             header = read_safetensors_header(file)
-            header.pop("__metadata__", None)
             self.headers.update(header)
             self.files.update(dict.fromkeys(header, file))
-            try:
-                self.open_files[file] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"{file} is damaged or cut off ({error}); fetch the file again."
-                ) from None
+            self.open_files[file] = safe_open(file, framework="pt")
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str | None]:
         """From the header."""
-        entry = self.headers[name]
-        dtype = entry["dtype"]
-        return tuple(entry["shape"]), None if dtype in _SAFETENSORS_DTYPES else dtype
+        dtype, shape = self.headers[name]
+        return shape, None if dtype in _SAFETENSORS_DTYPES else dtype
 
     def read(self, source: Source, weight: Weight) -> Tensor:
         """A view of the mapped file."""
@@ -324,12 +330,13 @@ class _TorchCheckpoint(_FileCheckpoint):
         if not files:
             raise ModelError(f"{folder} holds no pytorch_model*.bin files.")
         for file in files:
+            require_file(file)
             try:
                 # Files older than torch 1.6 are no zip archives and cannot be mapped.
                 state = torch.load(
                     file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
                 )
-            except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            except Exception as error:  # the unpickler lets through whatever a broken file causes
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else "empty"
                 raise ModelError(
                     f"{file} is damaged, cut off, or holds more than tensors ({reason})."
@@ -379,6 +386,9 @@ def _list_files(folder: Path, index: str, pattern: str) -> list[Path]:
         ]
     weight_map = ConfigJson.load(folder / index).section("weight_map")
     names = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise ModelError(f"{folder / index} names files outside the folder: {_some(outside)}.")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelError(

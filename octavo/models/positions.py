@@ -22,6 +22,7 @@ def read_rope(
     theta: float = 10000.0,
     aliases: dict[str, str] | None = None,
     default_original: int | None = None,
+    partial: bool = False,
 ) -> RopeSpec:
     """Reads rotary parameters in the newer (`rope_parameters`) or older form (`rope_scaling`).
 
@@ -36,6 +37,8 @@ def read_rope(
         aliases: old names of rope types.
         default_original: original context length where the config names none; otherwise
             `max_position`.
+        partial: whether partial_rotary_factor says how much of a head is rotated; elsewhere
+            transformers rotates all of it with default positions, and fails with others.
 
     Raises:
         ModelError: for an unknown type, or parameters that are missing or wrong.
@@ -59,6 +62,13 @@ def read_rope(
         "partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0)
     )
     rotary_dim = int(head_size * part)
+    if not partial and rotary_dim != head_size:
+        if rope_type != "default":
+            raise ModelError(
+                f"{config.where}: partial_rotary_factor={part} is not supported with rope_type="
+                f"{rope_type} for this architecture, nor is it in transformers; leave it out."
+            )
+        rotary_dim = head_size
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_size:
         raise ModelError(
             f"{config.where}: rotary positions over {rotary_dim} of {head_size} elements of a "
@@ -72,6 +82,8 @@ def read_rope(
         original = params.integer(key, default=default_original or max_position)
         # As in transformers, a value beside the parameters wins over one among them.
         original = config.integer(key, default=original)
+        if original == 1 and rope_type == "longrope":
+            raise config.error(key, "longrope needs at least 2")
     spec = RopeSpec(rope_type, theta, rotary_dim, original)
     if rope_type == "default":
         return spec
@@ -102,11 +114,15 @@ def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
                     if mscale and all_dim
                     else _yarn_mscale(factor, 1.0)
                 )
+            fast = params.optional_number("beta_fast") or 32.0
+            slow = params.optional_number("beta_slow") or 1.0
+            if min(fast, slow) <= 0:
+                raise params.error("beta_slow", "it and beta_fast must be more than 0")
             return RopeSpec(
                 *base,
                 attention_factor=attention_factor,
-                beta_fast=params.optional_number("beta_fast") or 32.0,
-                beta_slow=params.optional_number("beta_slow") or 1.0,
+                beta_fast=fast,
+                beta_slow=slow,
                 truncate=params.flag("truncate", True),
             )
         case "longrope":
@@ -135,13 +151,23 @@ def scaled_max_model_len(rope: RopeSpec, max_position: int) -> int:
 
     max_position_embeddings of llama3 and longrope models is the scaled length already; that of
     linear and dynamic ones is the original; yarn models name the original themselves.
+
+    Raises:
+        ModelError: for a length that no context has.
     """
     match rope.rope_type:
         case "linear" | "dynamic":
-            return int(max_position * rope.factor)
+            scaled = int(max_position * rope.factor)
         case "yarn":
-            return int(rope.original_max_position * rope.factor)
-    return max_position
+            scaled = int(rope.original_max_position * rope.factor)
+        case _:
+            return max_position
+    if not 0 < scaled < 2**31:
+        raise ModelError(
+            f"A context of {max_position} positions scaled by factor={rope.factor} is not "
+            "supported; it must be at least 1 and below 2**31."
+        )
+    return scaled
 
 
 def alibi_slopes_bloom(num_heads: int) -> tuple[float, ...]:

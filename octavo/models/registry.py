@@ -23,7 +23,12 @@ from octavo.models.spec import ModelSpec, checkpoint_dtype
 
 # vLLM's assumption where a config names no context length.
 _DEFAULT_MAX_MODEL_LEN = 2048
-_DTYPES = {name: name for name in ("float32", "float16", "bfloat16")}
+_DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")}
+# Far beyond any model: what config.json claims is kept for each layer and head before it is checked
+# against the weights.
+_MOST_LAYERS, _MOST_HEADS = 4096, 65536
+# Names in `architectures` for those of transformers.
+_ALIASES = {"MPTForCausalLM": "MptForCausalLM"}
 _GATED = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _GATED["gelu_new"] = "gelu_tanh"
 _PLAIN = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
@@ -53,9 +58,9 @@ def read_spec(folder: Path, *, trust_remote_code: bool) -> ModelSpec:
     """Reads a model folder; see `ModelSpec.from_folder`."""
     config = ConfigJson.load(folder / "config.json")
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1:
+    if not isinstance(architectures, list) or [type(name) for name in architectures] != [str]:
         raise config.error("architectures", f"it must name one of: {', '.join(FAMILIES)}")
-    family = FAMILIES.get(architectures[0])
+    family = FAMILIES.get(_architecture(config))
     if family is None:
         raise config.error("architectures", f"supported: {', '.join(FAMILIES)}")
     if config.has("auto_map") and not trust_remote_code:
@@ -70,7 +75,25 @@ def read_spec(folder: Path, *, trust_remote_code: bool) -> ModelSpec:
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         config.refuse(name, 0, "mixtures of experts are not supported")
     config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
-    return family.read(config)
+    try:
+        return family.read(config)
+    except ArithmeticError as error:
+        raise ModelError(
+            f"{config.where}: its numbers do not go together ({error}); fetch the file again."
+        ) from None
+
+
+def _architecture(config: ConfigJson) -> str:
+    name: str = config.get("architectures")[0]
+    return _ALIASES.get(name, name)
+
+
+def _num_layers(config: ConfigJson, *names: str) -> int:
+    return config.integer(*names, "num_hidden_layers", most=_MOST_LAYERS)
+
+
+def _num_heads(config: ConfigJson, *names: str) -> int:
+    return config.integer(*names, "num_attention_heads", most=_MOST_HEADS)
 
 
 def _spec(
@@ -114,7 +137,7 @@ def _spec(
                 )
     bos_token_ids = config.token_ids("bos_token_id")
     return ModelSpec(
-        architecture=config.get("architectures")[0],
+        architecture=_architecture(config),
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
@@ -146,9 +169,7 @@ def _windows(
     """The window of each layer from its type."""
     if config.has("layer_types"):
         layer_types = config.get("layer_types")
-        if not isinstance(layer_types, list) or len(layer_types) != config.integer(
-            "num_hidden_layers"
-        ):
+        if not isinstance(layer_types, list) or len(layer_types) != _num_layers(config):
             raise config.error("layer_types", "it must name one type for each layer")
     result: list[int | None] = []
     for kind in layer_types:
@@ -171,8 +192,8 @@ def _llama_like(
     **switches: Any,
 ) -> ModelSpec:
     """Llama and all that differ from it by switches."""
-    num_layers = config.integer("num_hidden_layers")
-    num_heads = config.integer("num_attention_heads")
+    num_layers = _num_layers(config)
+    num_heads = _num_heads(config)
     hidden_size = config.integer("hidden_size")
     head_size = config.optional_integer("head_dim", least=1)
     max_position = config.integer("max_position_embeddings", default=_DEFAULT_MAX_MODEL_LEN)
@@ -212,7 +233,7 @@ def _llama(config: ConfigJson) -> ModelSpec:
 def _mistral(config: ConfigJson) -> ModelSpec:
     window = config.optional_integer("sliding_window", least=1)
     kind = "full_attention" if window is None else "sliding_attention"
-    layer_types = [kind] * config.integer("num_hidden_layers")
+    layer_types = [kind] * _num_layers(config)
     return _llama_like(config, windows=_windows(config, layer_types, window))
 
 
@@ -223,7 +244,7 @@ def _qwen_windows(config: ConfigJson) -> tuple[int | None, ...]:
     first = config.integer("max_window_layers", default=28, least=0)
     layer_types = [
         "sliding_attention" if window is not None and i >= first else "full_attention"
-        for i in range(config.integer("num_hidden_layers"))
+        for i in range(_num_layers(config))
     ]
     return _windows(config, layer_types, window)
 
@@ -242,13 +263,13 @@ def _qwen3(config: ConfigJson) -> ModelSpec:
 
 def _gemma(config: ConfigJson, **switches: Any) -> ModelSpec:
     bias = config.flag("attention_bias", False)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = _num_layers(config)
     config.integer("head_dim")
     return _llama_like(
         config,
         activation="hidden_activation",
         default_activation="gelu_pytorch_tanh",
-        layer_scales=(config.number("query_pre_attn_scalar", default=256.0) ** -0.5,) * num_layers,
+        layer_scales=(config.positive("query_pre_attn_scalar", 256.0) ** -0.5,) * num_layers,
         norm_weight_offset=1.0,
         norm_placement="sandwich",
         embed_scale=config.integer("hidden_size") ** 0.5,
@@ -261,8 +282,7 @@ def _gemma(config: ConfigJson, **switches: Any) -> ModelSpec:
 
 def _gemma2(config: ConfigJson) -> ModelSpec:
     layer_types = [
-        "full_attention" if i % 2 else "sliding_attention"
-        for i in range(config.integer("num_hidden_layers"))
+        "full_attention" if i % 2 else "sliding_attention" for i in range(_num_layers(config))
     ]
     window = config.integer("sliding_window", default=4096)
     return _gemma(
@@ -279,7 +299,7 @@ def _gemma3(config: ConfigJson) -> ModelSpec:
     pattern = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
     layer_types = [
         "sliding_attention" if (i + 1) % pattern else "full_attention"
-        for i in range(config.integer("num_hidden_layers"))
+        for i in range(_num_layers(config))
     ]
     window = config.integer("sliding_window", default=4096)
     windows = _windows(config, layer_types, window)
@@ -315,8 +335,12 @@ def _phi3(config: ConfigJson) -> ModelSpec:
     window = config.optional_integer("sliding_window", least=1)
     return _llama_like(
         config,
-        windows=(window,) * config.integer("num_hidden_layers"),
-        rope_options={"aliases": {"su": "longrope", "yarn": "longrope"}, "default_original": 4096},
+        windows=(window,) * _num_layers(config),
+        rope_options={
+            "aliases": {"su": "longrope", "yarn": "longrope"},
+            "default_original": 4096,
+            "partial": True,
+        },
     )
 
 
@@ -330,8 +354,8 @@ def _opt(config: ConfigJson) -> ModelSpec:
         config,
         hidden_size=hidden_size,
         embed_size=config.integer("word_embed_proj_dim", default=hidden_size),
-        num_layers=config.integer("num_hidden_layers"),
-        num_heads=config.integer("num_attention_heads"),
+        num_layers=_num_layers(config),
+        num_heads=_num_heads(config),
         intermediate_size=config.integer("ffn_dim"),
         max_model_len=positions,
         positions="learned",
@@ -354,8 +378,8 @@ def _opt(config: ConfigJson) -> ModelSpec:
 def _gpt2(config: ConfigJson) -> ModelSpec:
     config.refuse("add_cross_attention", False, "cross attention is not supported")
     hidden_size = config.integer("n_embd", "hidden_size")
-    num_layers = config.integer("n_layer", "num_hidden_layers")
-    num_heads = config.integer("n_head", "num_attention_heads")
+    num_layers = _num_layers(config, "n_layer")
+    num_heads = _num_heads(config, "n_head")
     positions = config.integer("n_positions", "max_position_embeddings")
     scale = 1.0
     if config.flag("scale_attn_weights", True):
@@ -388,11 +412,11 @@ def _bloom(config: ConfigJson) -> ModelSpec:
         "apply_residual_connection_post_layernorm", False, "supported: residuals before the norm"
     )
     hidden_size = config.integer("n_embed", "hidden_size")
-    num_heads = config.integer("n_head", "num_attention_heads")
+    num_heads = _num_heads(config, "n_head")
     return _spec(
         config,
         hidden_size=hidden_size,
-        num_layers=config.integer("n_layer", "num_hidden_layers"),
+        num_layers=_num_layers(config, "n_layer"),
         num_heads=num_heads,
         intermediate_size=4 * hidden_size,
         max_model_len=config.integer("seq_length", default=_DEFAULT_MAX_MODEL_LEN),
@@ -419,9 +443,12 @@ def _mpt(config: ConfigJson) -> ModelSpec:
     attention.refuse("alibi", True, "supported: ALiBi positions")
     attention.refuse("prefix_lm", False, "only causal attention is supported")
     attention.refuse("qk_ln", False, "norms on queries and keys are not supported for MPT")
+    attention.refuse("rope", False, "supported: ALiBi positions")
+    if config.get("norm_type") not in (None, "layernorm", "low_precision_layernorm"):
+        raise config.error("norm_type", "supported: layernorm, low_precision_layernorm")
     hidden_size = config.integer("d_model", "hidden_size")
-    num_heads = config.integer("n_heads", "num_attention_heads")
-    num_layers = config.integer("n_layers", "num_hidden_layers")
+    num_heads = _num_heads(config, "n_heads")
+    num_layers = _num_layers(config, "n_layers")
     scale = attention.number("softmax_scale", default=(hidden_size // num_heads) ** -0.5)
     bias_max = attention.number("alibi_bias_max", default=8.0)
     return _spec(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
 from octavo.layers.rope_spec import RopeSpec
+from octavo.models.config_json import MOST_JSON_NBYTES, require_file
 
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -38,7 +40,8 @@ class ModelSpec:
     """Union of config.json's and generation_config.json's, in that order."""
     bos_token_id: int | None
     dtype: str
-    """Type of the checkpoint: "float32", "float16" or "bfloat16"."""
+    """Type of the checkpoint: "float32", "float16", "bfloat16", or "float64", which no model is
+    computed in."""
     generation_config: dict[str, float | int] = field(default_factory=dict)
     """The model's default sampling parameters: temperature, top_p, top_k, min_p,
     repetition_penalty, max_tokens, where generation_config.json has them."""
@@ -127,14 +130,16 @@ class ModelSpec:
     def loading_nbytes(self, dtype: str) -> int:
         """Upper bound of what loading holds beside the loaded weights.
 
-        Weights are read one at a time: the largest one as float32 and converted, before packing.
+        Weights are read one at a time: the largest one as float32, or float64 where the checkpoint
+        is, and converted, before packing.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
         """
         from octavo.models.weights import model_weights
 
-        return (4 + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in model_weights(self))
+        source = 8 if self.dtype == "float64" else 4
+        return (source + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in model_weights(self))
 
 
 def checkpoint_dtype(folder: Path) -> str:
@@ -143,28 +148,29 @@ def checkpoint_dtype(folder: Path) -> str:
     Raises:
         ModelError: for a damaged header, or a type that is not supported.
     """
-    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in read_safetensors_header(file).items():
-            if name != "__metadata__" and entry["dtype"] in names:
-                return names[entry["dtype"]]
+        for dtype, _ in read_safetensors_header(file).values():
+            if dtype in names:
+                return names[dtype]
     return "float32"
 
 
-def read_safetensors_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: name -> {dtype, shape, data_offsets}.
+def read_safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The header of a safetensors file: name -> (type, shape).
+
+    The library checks it: that no tensors overlap, and that the file holds them all.
 
     Raises:
         ModelError: if the file is cut off or is no safetensors file.
     """
+    require_file(file)
     try:
         with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 2 <= size <= min(100 * 2**20, file.stat().st_size - 8):
+            if int.from_bytes(stream.read(8), "little") > MOST_JSON_NBYTES:
                 raise ValueError("the header's length is impossible")
-            header = json.loads(stream.read(size))
-        if not isinstance(header, dict):
-            raise ValueError("the header is no object")
-        return header
-    except (OSError, ValueError) as error:
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{file} is damaged or cut off ({error}); fetch the file again.") from None

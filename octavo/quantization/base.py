@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from octavo.kernels.base import Ops, QuantizedWeight
 
 
+MOST_INPUTS = 2**17
+"""Of a quantized weight: sums of 32 bits hold no more products."""
+
+
 class Quantization(Protocol):
     """How the linear weights of a model are held.
 

@@ -86,16 +86,36 @@ def test_short_longrope_table() -> None:
     torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
 
 
-def test_the_original_context_beside_the_parameters_wins() -> None:
-    """As in Phi-3's config.json, where it stands there only; transformers takes that one."""
-    config = config_of("longrope")
-    config.original_max_position_embeddings = 32
+def test_longrope_tables_up_to_the_original_length_are_short() -> None:
+    """The length beside the parameters wins; a table of just that length is a short one."""
+    data = config_of("longrope").to_dict() | {"original_max_position_embeddings": 20}
+    spec = read_rope(ConfigJson(data, "config.json"), head_size=HEAD, max_position=MAX_POSITION)
+    assert spec.original_max_position == 20
+    assert spec.factor == MAX_POSITION / 20
+    factors = torch.tensor([spec.short_factor, spec.long_factor])
+    angles = 1.0 / (factors * spec.theta ** (torch.arange(0, HEAD, 2) / HEAD))
+    for length, row in ((20, angles[0]), (21, angles[1])):
+        table = build_cos_sin_cache(spec, length)
+        torch.testing.assert_close(table[1, : HEAD // 2], row.cos() * spec.attention_factor)
+
+
+def test_longrope_of_no_more_than_the_original_length_is_not_scaled() -> None:
+    config = config_of("longrope", original_max_position_embeddings=MAX_POSITION)
     spec = spec_of(config)
-    assert spec.original_max_position == 32
-    for length in (16, 32, 33):
-        cache = build_cos_sin_cache(spec, length)
-        expected = expected_rows(config, torch.arange(length), length)
-        torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
+    assert (spec.factor, spec.attention_factor) == (1.0, 1.0)
+    expected = expected_rows(config, torch.arange(MAX_POSITION), MAX_POSITION)
+    cache = build_cos_sin_cache(spec, MAX_POSITION)
+    torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
+
+
+def test_yarn_with_equal_bounds() -> None:
+    """Both at dimension 0: transformers widens the ramp by 0.001 rather than divide 0 by 0."""
+    bounds = {"beta_fast": 14.28, "beta_slow": 14.28}
+    config = config_of("yarn", original_max_position_embeddings=64, **bounds)
+    cache = build_cos_sin_cache(spec_of(config), 50)
+    assert cache.isfinite().all()
+    expected = expected_rows(config, torch.arange(50), 50)
+    torch.testing.assert_close(cache, expected, atol=3e-7, rtol=0)
 
 
 def test_dynamic_takes_each_row_from_its_own_length() -> None:
@@ -119,7 +139,10 @@ def test_rows_do_not_depend_on_the_size_of_the_table(
 
 def test_partial() -> None:
     data = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    spec = read_rope(ConfigJson(data, "config.json"), head_size=HEAD, max_position=MAX_POSITION)
+    config_json = ConfigJson(data, "config.json")
+    whole = read_rope(config_json, head_size=HEAD, max_position=MAX_POSITION)
+    assert whole.rotary_dim == HEAD, "only some architectures know of it"
+    spec = read_rope(config_json, head_size=HEAD, max_position=MAX_POSITION, partial=True)
     assert build_cos_sin_cache(spec, 10).shape == (10, HEAD // 4)
     config = SimpleNamespace(theta=1e4, dim=8)
     angles = torch.arange(10)[:, None] / config.theta ** (torch.arange(0, 8, 2) / config.dim)

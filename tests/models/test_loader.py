@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ModelError
-from tests.models.harness import generate, load, make_hf, make_prompts
+from tests.models.harness import generate, load, make_hf, make_prompts, save_config
 from tests.models.test_parity import CASES, VOCAB
 
 
@@ -108,6 +108,14 @@ def test_missing_and_unexpected_tensors(folder: Path) -> None:
     load(folder)
 
 
+def test_a_weight_too_wide_to_be_quantized(tmp_path: Path) -> None:
+    config = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config |= {"intermediate_size": 2**17 + 1, "vocab_size": 9, "num_hidden_layers": 1}
+    save_config(tmp_path, "LlamaForCausalLM", config)
+    with pytest.raises(ModelError, match=r"down_proj\.weight has 131073 inputs.*quantization=int4"):
+        load(tmp_path, load_format="dummy", quantization="int4")
+
+
 def test_wrong_shape_and_dtype(folder: Path) -> None:
     state = tensors(folder)
     name = "model.layers.2.mlp.down_proj.weight"
@@ -115,7 +123,7 @@ def test_wrong_shape_and_dtype(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"down_proj\.weight has shape \[72, 48\].*\[48, 72\]"):
         load(folder)
     save(folder, state | {name: state[name].to(torch.int8)})
-    with pytest.raises(ModelError, match=r"down_proj\.weight has type I8; supported: float32"):
+    with pytest.raises(ModelError, match=r"down_proj\.weight has type I8; supported: float64"):
         load(folder)
 
 

@@ -60,6 +60,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 1, "tie_word_embeddings": True}
         | {"attention_bias": True, "mlp_bias": True},
     ),
+    "llama-heads-of-100": ("LlamaForCausalLM", SIZES | {"head_dim": 100}),
+    "llama-partial": (  # which transformers does not apply
+        "LlamaForCausalLM",
+        SIZES
+        | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+        | {"partial_rotary_factor": 0.5},
+    ),
     "llama-linear": (
         "LlamaForCausalLM",
         WIDE_HEADS | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
@@ -122,6 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
     ),
     "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2-odd-heads": ("GPT2LMHeadModel", GPT2 | {"n_embd": 45, "n_head": 3}),
     "gpt2-untied-scaled": (
         "GPT2LMHeadModel",
         GPT2 | {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},

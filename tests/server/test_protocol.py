@@ -15,6 +15,9 @@ import pytest
 from octavo.server import protocol
 from tests.server.test_run import serving
 
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 MIB = 2**20
 
@@ -107,7 +110,7 @@ def test_heads_within_the_bounds(server, head, body):
 
 @pytest.mark.parametrize("trailer", [False, True])
 def test_an_endless_header_is_not_kept(server, trailer):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    head = CHUNKED + b"0\r\n"
     before = rss(server)
     answer = talk(server, head if trailer else GET, b"A: ", *[b"x" * MIB] * 80)
     assert rss(server) < before + 30 * MIB
@@ -117,7 +120,7 @@ def test_an_endless_header_is_not_kept(server, trailer):
 
 
 def test_endless_chunk_extensions(server):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5;a="
+    head = CHUNKED + b"5;a="
     before = rss(server)
     talk(server, head, *[b"x" * MIB] * 80)
     assert rss(server) < before + 30 * MIB

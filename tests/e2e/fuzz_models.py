@@ -1,0 +1,260 @@
+"""Random legal models and settings: each starts and answers, some are held against transformers.
+
+    python -m tests.e2e.fuzz_models --count 2000
+
+A model is made of one number, which is named where something goes wrong: `--first N --count 1`
+repeats it. Not an assertion may fail; what is refused must be refused by an `OctavoError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import random
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import OctavoError
+from tests.models.harness import make_hf, save_config
+
+COMPARED = 4
+"""One of so many models is held against transformers, or against the plain torch backend."""
+_SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
+_ROPE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3")
+_NAMES = {"GPT2": "GPT2LMHeadModel"} | {
+    name: f"{name}ForCausalLM" for name in (*_ROPE, "OPT", "Bloom", "Mpt")
+}
+
+
+def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """An architecture and what its config says, as transformers takes it."""
+    family = rng.choice(sorted(_NAMES))
+    kv_heads, head = rng.choice((1, 1, 2, 3, 4)), rng.choice((2, 4, 8, 10, 12, 16, 20, 32, 64, 100))
+    heads = kv_heads * rng.choice((1, 1, 2, 3, 7))
+    positions = rng.choice((16, 50, 128, 600))
+    layers, vocab_size = rng.randint(1, 4), rng.choice((*_SIZES, rng.randint(5, 3000)))
+    hidden = rng.choice((*_SIZES, 960, rng.randint(1, 300)))
+    inner = rng.choice((*_SIZES, 2000, rng.randint(1, 500)))
+    ids = {"vocab_size": vocab_size, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    tied = {"tie_word_embeddings": rng.random() < 0.5}
+    if family not in _ROPE:
+        head = rng.choice((head, rng.randint(1, 40)))  # odd ones, too
+        hidden = heads * head
+    if family == "GPT2":
+        config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+        config |= {"n_inner": rng.choice((None, inner))}
+        config |= {"scale_attn_by_inverse_layer_idx": rng.random() < 0.3}
+    elif family == "OPT":
+        config = {"hidden_size": hidden, "ffn_dim": inner, "num_hidden_layers": layers}
+        config |= {"num_attention_heads": heads, "max_position_embeddings": positions}
+        config |= {"do_layer_norm_before": rng.random() < 0.5, "enable_bias": rng.random() < 0.7}
+        config |= {"word_embed_proj_dim": rng.choice((hidden, rng.randint(1, 300)))}
+    elif family == "Bloom":
+        config = {"hidden_size": hidden, "n_layer": layers, "n_head": heads}
+        config |= {"seq_length": positions}
+    elif family == "Mpt":
+        attention = {"clip_qkv": rng.choice((None, 1.5)), "softmax_scale": rng.choice((None, 0.3))}
+        config = {"d_model": hidden, "n_layers": layers, "n_heads": heads, "max_seq_len": positions}
+        config |= {"attn_config": attention}  # transformers knows one expansion_ratio only
+        tied = {}
+    else:
+        config = _rope_model(rng, family, head, heads, positions)
+        config |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+        config |= {"num_key_value_heads": kv_heads, "intermediate_size": inner}
+        # transformers wants whole heads of some families even where head_dim is named.
+        config.setdefault("hidden_size", -(-hidden // heads) * heads)
+    return _NAMES[family], ids | tied | config
+
+
+def _rope_model(
+    rng: random.Random, family: str, head: int, heads: int, positions: int
+) -> dict[str, Any]:
+    config: dict[str, Any] = {"max_position_embeddings": positions}
+    if family == "Phi3" or (family in ("Llama", "Qwen2") and rng.random() < 0.5):
+        config["hidden_size"] = heads * head
+    else:
+        config["head_dim"] = head
+    window = rng.choice((1, 7, 20, 64))
+    if family in ("Mistral", "Phi3"):
+        config["sliding_window"] = rng.choice((None, window))
+    if family in ("Qwen2", "Qwen3"):
+        config |= {"use_sliding_window": rng.random() < 0.5, "sliding_window": window}
+        config["max_window_layers"] = rng.randint(0, 4)
+    if family in ("Llama", "Qwen3", "Gemma2", "Gemma3"):
+        config["attention_bias"] = rng.random() < 0.3
+    if family == "Llama":
+        config["mlp_bias"] = rng.random() < 0.3
+    if family in ("Gemma2", "Gemma3"):
+        config |= {"sliding_window": window, "query_pre_attn_scalar": rng.choice((16, 100))}
+        config["final_logit_softcapping"] = rng.choice((None, 30.0))
+    if family == "Gemma2":
+        config["attn_logit_softcapping"] = rng.choice((None, 50.0))
+    if family == "Gemma3":
+        config["sliding_window_pattern"] = rng.randint(1, 3)
+        return config
+    kinds = (
+        ("default", "longrope")
+        if family == "Phi3"
+        else (("default", "linear", "dynamic", "yarn", "llama3"))
+    )
+    kind, original = rng.choice(kinds), positions // 2
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice((1e4, 5e5))}
+    if kind not in ("default", "longrope"):
+        rope["factor"] = 2.0
+    if kind == "dynamic" and head == 2:
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+    if kind in ("yarn", "llama3"):
+        rope["original_max_position_embeddings"] = original
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0 + 0.1 * i for i in range(head // 2)]}
+        rope |= {"long_factor": [2.0 + 0.5 * i for i in range(head // 2)]}
+        config["original_max_position_embeddings"] = original
+    if family == "Phi3" and kind == "default" and head % 4 == 0:
+        rope["partial_rotary_factor"] = rng.choice((0.5, 1.0))
+    return config | {"rope_parameters": rope}
+
+
+def draw_settings(rng: random.Random) -> dict[str, Any]:
+    """Settings of the engine."""
+    budget = rng.choice((1, 2, 3, 5, 7, 9, 15, 31, int(2 ** rng.uniform(0, 13)), 8192))
+    return {
+        "max_num_batched_tokens": budget,
+        "max_num_seqs": rng.randint(1, min(budget, 9)),
+        "block_size": rng.choice((8, 16, 32, 64, 128)),
+        "dtype": rng.choice(("float32", "bfloat16", "float16")),
+        "quantization": rng.choice((None, None, "int8", "int4")),
+        "kv_cache_dtype": rng.choice(("auto", "auto", "fp8", "fp8_e5m2", "int8")),
+        "attention_backend": rng.choice(("auto", "auto", "auto", "cpu", "reference")),
+        "enforce_eager": rng.random() < 0.2,
+        "enable_prefix_caching": rng.random() < 0.5,
+        "async_scheduling": rng.random() < 0.5,
+    }
+
+
+def check_model(seed: int, folder: Path) -> str:
+    """Starts the model that a number stands for and asks it; raises where something is wrong.
+
+    Args:
+        seed: the number.
+        folder: an empty one.
+
+    Returns:
+        What was found: "answered", "equals transformers", "equals reference", or "refused: why".
+    """
+    rng = random.Random(seed)
+    architecture, config = draw_model(rng)
+    settings = draw_settings(rng)
+    compared = rng.randrange(COMPARED) == 0
+    if compared:
+        settings |= {"dtype": "float32", "quantization": None, "kv_cache_dtype": "auto"}
+        settings["attention_backend"] = "auto"
+    hf_model = None
+    if compared:
+        hf_model = make_hf(architecture, seed=seed, **config)
+        with torch.no_grad():  # else large models would make much of each rounding
+            for weight in hf_model.parameters():
+                weight.mul_(min(1.0, 48 / max(weight.shape)) ** 0.5 if weight.dim() == 2 else 1.0)
+        hf_model.save_pretrained(folder)
+    else:
+        settings["load_format"] = "dummy"
+        save_config(folder, architecture, config)
+    settings |= {"model": str(folder), "skip_tokenizer_init": True, "num_threads": 1}
+    most = config.get("max_position_embeddings") or next(
+        config[name] for name in ("n_positions", "seq_length", "max_seq_len") if name in config
+    )
+    lengths = [rng.randint(1, min(most - 1, 80)) for _ in range(3)]
+    prompts = [[rng.randrange(config["vocab_size"]) for _ in range(n)] for n in lengths]
+    try:
+        answers = _ask(prompts, settings)
+    except OctavoError as error:
+        return f"refused: {type(error).__name__}: {str(error).replace(str(folder), 'MODEL')}"
+    if hf_model is None:
+        return "answered"
+    rope = config.get("rope_parameters", {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):  # there transformers depends on how long a sequence is
+        _assert_close(answers, _ask(prompts, settings | {"attention_backend": "reference"}))
+        return "equals reference"
+    expected = [_by_transformers(hf_model, tokens, len(own)) for tokens, own in answers]
+    _assert_close(answers, expected)
+    return "equals transformers"
+
+
+_Answer = tuple[list[int], list[float]]
+"""Tokens of prompt and answer; the logprobs of the answer's."""
+
+
+def _ask(prompts: list[list[int]], settings: dict[str, Any]) -> list[_Answer]:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    with LLM(**settings) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
+        more = SamplingParams(
+            max_tokens=1, seed=0, presence_penalty=0.5, logprobs=3, prompt_logprobs=2
+        )
+        llm.generate({"prompt_token_ids": prompts[0]}, more, use_tqdm=False)
+    answers = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        tokens = list(completion.token_ids)
+        assert tokens, "no answer"
+        assert completion.logprobs is not None
+        logprobs = [
+            at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)
+        ]
+        answers.append((prompt + tokens, logprobs))
+    return answers
+
+
+def _by_transformers(hf_model: Any, tokens: list[int], count: int) -> _Answer:
+    """What transformers says of the last `count` tokens."""
+    with torch.inference_mode():
+        out = hf_model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, -count:]
+    logprobs = out.float().log_softmax(-1)
+    ids = torch.tensor(tokens[-count:])
+    return tokens, logprobs.gather(1, ids[:, None])[:, 0].tolist()
+
+
+def _assert_close(got: list[_Answer], expected: list[_Answer]) -> None:
+    for (_, ours), (_, theirs) in zip(got, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=2e-3, rtol=1e-3)
+
+
+def main() -> None:
+    """Checks some models and counts what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=2000)
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    found: collections.Counter[str] = collections.Counter()
+    started = time.monotonic()
+    for seed in range(args.first, args.first + args.count):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                what = check_model(seed, Path(folder))
+            except Exception:
+                what = "WRONG"
+                print(f"--- {seed}: {draw_model(random.Random(seed))}", flush=True)
+                traceback.print_exc(limit=-4)
+        found[what.split(":")[0]] += 1
+        if what.startswith("refused"):
+            print(seed, what, flush=True)
+        if (seed + 1) % 100 == 0:
+            print(seed + 1, dict(found), f"{time.monotonic() - started:.0f} s", flush=True)
+    print(json.dumps(found))
+    raise SystemExit("WRONG" in found)
+
+
+if __name__ == "__main__":
+    main()

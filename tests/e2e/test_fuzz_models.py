@@ -1,0 +1,16 @@
+"""Some of the random models of `fuzz_models`, others in each run."""
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.fuzz_models import check_model
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_legal_model_starts_and_answers(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check_model(seed, Path(folder))
