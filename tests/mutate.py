@@ -410,6 +410,7 @@ class Tree:
     def test(self, files: Sequence[str], timeout: float) -> Outcome:
         """Runs test files until the first failure, in a fork of this process."""
         log, start = self.path / "log", time.monotonic()
+        log.write_text("")
         child = os.fork()
         if child == 0:
             code = 70
