@@ -235,7 +235,9 @@ def test_blocks_come_as_they_are_needed(folder: Path) -> None:
     expected = whole.generate(whole.new("a", LONG), 8)
     data = runner.new("a", LONG)
     data.block_ids = [[7]]
-    runner.step({"a": 8}, [data])
+    output = runner.step({"a": 8}, [data])
+    assert output.ready()
+    assert (output.get().req_ids, output.get().sampled_token_ids) == (["a"], [[]])
     runner.step({"a": 4}, more_blocks={"a": [2, 11]})
     tokens = token_of(runner.step({"a": 7}).get(), "a")
     while len(tokens) < 8:
