@@ -54,6 +54,7 @@ WIDER = {
     "octavo/engine": [
         "tests/server/test_*.py",
         "tests/e2e/test_llm.py",
+        "tests/e2e/test_memory.py",
         "tests/e2e/test_openai_client.py",
         "tests/test_metrics.py",
         "tests/test_profiler.py",
