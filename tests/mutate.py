@@ -54,6 +54,7 @@ WIDER = {
     "octavo/engine": [
         "tests/server/test_*.py",
         "tests/e2e/test_llm.py",
+        "tests/e2e/test_memory.py",
         "tests/e2e/test_openai_client.py",
         "tests/test_metrics.py",
         "tests/test_profiler.py",
@@ -410,6 +411,7 @@ class Tree:
     def test(self, files: Sequence[str], timeout: float) -> Outcome:
         """Runs test files until the first failure, in a fork of this process."""
         log, start = self.path / "log", time.monotonic()
+        log.write_text("")
         child = os.fork()
         if child == 0:
             code = 70

@@ -90,6 +90,25 @@ def test_tokens_on_their_way_hold_up_no_step(monkeypatch):
     executor.shutdown()
 
 
+def test_shutdown_waits_for_the_step_under_way_only(monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+
+    class Worker(RecordingWorker):
+        def execute_model(self, scheduler_output):
+            started.set()
+            go_on.wait(10)
+
+    monkeypatch.setattr(uniproc, "Worker", Worker)
+    executor = UniProcExecutor(None)
+    first, second = (executor.execute_model(SchedulerOutput()) for _ in range(2))
+    assert started.wait(10)
+    second.add_done_callback(lambda _: go_on.set())
+    executor.shutdown()
+    assert second.cancelled()
+    assert first.result(10) is None
+    assert executor._worker.calls == [("shutdown", None)]
+
+
 @pytest.mark.parametrize("on_its_way", [False, True])
 def test_a_failure_reaches_the_caller(on_its_way, monkeypatch):
     class Worker(RecordingWorker):

@@ -198,6 +198,14 @@ def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
         assert tokens == expected
 
 
+def test_the_first_token_of_the_vocabulary_is_no_failure(runner: Runner, late: list[bool]) -> None:
+    zero = SamplingParams(temperature=0.0, logit_bias={0: 100.0})
+    late[0] = True
+    output = runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT, zero), runner.new("b", OTHER)])
+    assert token_of(output.get(), "a") == [0]
+    assert output.get().errors == {}
+
+
 def test_an_id_that_comes_again_has_only_what_it_asks_for(runner: Runner) -> None:
     """As a request does that was preempted, or a client's next one."""
     asking = core_params(VOCAB, temperature=0.0, prompt_logprobs=2, logprobs=1)
@@ -247,7 +255,9 @@ def test_blocks_come_as_they_are_needed(folder: Path) -> None:
     expected = whole.generate(whole.new("a", LONG), 8)
     data = runner.new("a", LONG)
     data.block_ids = [[7]]
-    runner.step({"a": 8}, [data])
+    output = runner.step({"a": 8}, [data])
+    assert output.ready()
+    assert (output.get().req_ids, output.get().sampled_token_ids) == (["a"], [[]])
     runner.step({"a": 4}, more_blocks={"a": [2, 11]})
     tokens = token_of(runner.step({"a": 7}).get(), "a")
     while len(tokens) < 8:

@@ -93,6 +93,15 @@ def test_measured_then_planned_then_run(gpu: None, tmp_path: Path) -> None:
     assert run_step(other) == [[token]], "measuring leaves nothing behind"
 
 
+def test_nothing_is_planned_for_captured_steps_that_are_switched_off(
+    gpu: None, tmp_path: Path
+) -> None:
+    worker, _ = make_worker(tmp_path, enforce_eager=True)
+    kv_nbytes, captured = worker.runner.run_largest_step()
+    assert captured == 0
+    assert worker.measure_memory().step == 50 * MIB - kv_nbytes
+
+
 def test_what_the_process_had_on_the_card_before_is_not_the_model_s(
     gpu: None, tmp_path: Path
 ) -> None:
