@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tokenizers import decoders, pre_tokenizers
 
-from octavo.errors import ModelError, RequestError
+from octavo.errors import ContextLengthError, ModelError, RequestError
 from octavo.tokenizer import Tokenizer
 from tests.small_tokenizers import BOS, EOS, byte_level, save, sentencepiece, word_piece
 
@@ -226,3 +226,23 @@ def test_metaspace_keeps_its_spaces():
     tokenizer = Tokenizer(backend)
     assert not tokenizer.has_bytes
     assert tokenizer.token_text(tokenizer.token_to_id("▁ab")) == " ab"
+
+
+def test_long_texts_are_the_same_tokens():
+    tokenizer = byte_level()
+    for text in ("hello wörld </s>" * 200, "x" * 5000):
+        parts = [i for piece in (text[:500], text[500:]) for i in tokenizer.encode(piece, False)]
+        ids = tokenizer.encode(text, False)
+        assert tokenizer.decode(ids) == tokenizer.decode(parts) == text
+        assert tokenizer.encode_all([text, "a"]) == [ids, [97]]
+    with pytest.raises(RequestError, match="Unicode"):
+        tokenizer.encode("x" * 5000 + "\ud800")
+
+
+def test_texts_of_too_many_tokens():
+    tokenizer = byte_level()
+    assert len(tokenizer.encode("ab" * 50, False, max_tokens=100)) == 100
+    with pytest.raises(ContextLengthError, match="has 101 tokens"):
+        tokenizer.encode("ab" * 50 + "c", False, max_tokens=100)
+    with pytest.raises(ContextLengthError, match="characters"):
+        tokenizer.encode("a" * 2**17, False, max_tokens=100)

@@ -193,7 +193,10 @@ class Generation(ABC, Generic[B]):
         with self.state.admit(self.num_prompts * max(1, self.n), blamed):
             engine = await self.state.get_engine()
             self.tokenizer = engine.tokenizer
-            prompts, params, add_special_tokens = await self.prepare(engine)
+            try:
+                prompts, params, add_special_tokens = await self.prepare(engine)
+            except RequestError as error:
+                raise self._blamed(error) from None
             if params.priority and engine.config.scheduler.scheduling_policy != "priority":
                 raise UnsupportedError(
                     "priority needs a server that runs with --scheduling-policy priority.",
@@ -229,9 +232,13 @@ class Generation(ABC, Generic[B]):
                         self.context.completion_tokens = self.usage.completion_tokens
                         yield index, output
             except RequestError as error:
-                if error.param == "prompt":  # the engine knows nothing of chats
-                    error.param = self.prompt_param
-                raise
+                raise self._blamed(error) from None
+
+    def _blamed(self, error: RequestError) -> RequestError:
+        """An error of the engine, which knows nothing of chats, with the field that is at fault."""
+        if error.param == "prompt":
+            error.param = self.prompt_param
+        return error
 
 
 class Usage:
