@@ -103,7 +103,7 @@ def test_plain_rows_need_nothing():
     assert state.metadata(np.array([1, 0])).changes_logits
     assert not state.needs_tokens(ONE), "what the other row waits for does not hold this one up"
     assert state.needs_tokens(np.array([1, 0]))
-    words = SamplingParams(temperature=0.0, bad_words_token_ids=[[1, 2]])
+    words = core_params(temperature=0.0, bad_words_token_ids=[[1, 2]])
     state.add_row(2, words, [10], 1)
     assert state.needs_tokens(np.array([1, 2]))
 

@@ -15,9 +15,7 @@ import pytest
 from octavo.server import protocol
 from tests.server.test_run import serving
 
-CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-)
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 MIB = 2**20
 

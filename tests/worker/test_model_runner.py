@@ -199,7 +199,7 @@ def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
 
 
 def test_the_first_token_of_the_vocabulary_is_no_failure(runner: Runner, late: list[bool]) -> None:
-    zero = SamplingParams(temperature=0.0, logit_bias={0: 100.0})
+    zero = core_params(VOCAB, temperature=0.0, logit_bias={0: 100.0})
     late[0] = True
     output = runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT, zero), runner.new("b", OTHER)])
     assert token_of(output.get(), "a") == [0]
