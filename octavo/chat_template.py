@@ -60,7 +60,7 @@ class ChatTemplate:
         template = cls({"default": source}, tokenizer.special_tokens)
         try:
             template._compile().result()
-        except ModelError as error:
+        except (ModelError, RequestError) as error:
             raise ConfigError(f"chat_template={override[:80]!r}: {error}") from error
         return template
 
@@ -127,9 +127,9 @@ class ChatTemplate:
                 `template_kwargs`: further variables for the template.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them.
-            ModelError: the template is broken, or was stopped since it took too much time or
-                memory.
+            RequestError: the messages are malformed, or the template refuses them, or takes too
+                much time or memory for them.
+            ModelError: the template is broken.
         """
         return self.submit(messages, **options).result()
 

@@ -70,8 +70,8 @@ class TemplateClient:
         """Begins a render; the future's result is the text.
 
         It fails with:
-            RequestError: the request cannot be rendered.
-            ModelError: the template is broken, or was stopped at a limit.
+            RequestError: the request cannot be rendered within the limits.
+            ModelError: the template is broken, or its process does not answer.
         """
         return self._thread.submit(self._render, request)
 
@@ -115,8 +115,10 @@ class TemplateClient:
                 return answer
             code = self._end()
             if code == -signal.SIGPROF:
-                raise ModelError(
-                    f"The chat template was stopped: it ran for more than {MAX_RENDER_SECONDS:g} s."
+                raise RequestError(
+                    "The chat template was stopped: rendering took more than "
+                    f"{MAX_RENDER_SECONDS:g} s of processor time.",
+                    "messages",
                 )
             if code != -signal.SIGKILL or last:  # the kernel, or a person: not the template's doing
                 break

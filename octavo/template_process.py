@@ -65,9 +65,10 @@ def _serve(connection: socket.socket, max_seconds: float, max_bytes: int) -> Non
             answer = _answer(data)
         except MemoryError:
             answer = _encode_error(
-                ModelError(
-                    "The chat template was stopped: rendering needs more than "
-                    f"{max_bytes // 2**20} MiB."
+                RequestError(
+                    "The chat template was stopped: rendering takes more than "
+                    f"{max_bytes // 2**20} MiB.",
+                    "messages",
                 )
             )
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -198,8 +199,10 @@ class _Templates:
                 f"The model's chat template cannot render these messages: {error}", "messages"
             ) from error
         if len(rendered) > MAX_RENDERED_CHARS:
-            raise ModelError(
-                f"The chat template was stopped: it made more than {MAX_RENDERED_CHARS} characters."
+            raise RequestError(
+                "The chat template was stopped: it made more than "
+                f"{MAX_RENDERED_CHARS} characters.",
+                "messages",
             )
         return rendered
 

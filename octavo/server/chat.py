@@ -52,8 +52,8 @@ async def render_messages(
         template_kwargs: more variables for the template.
 
     Raises:
-        RequestError: the template refuses the chat.
-        ModelError: the template is broken, or took too much time or memory.
+        RequestError: the template refuses the chat, or takes too much time or memory for it.
+        ModelError: the template is broken.
     """
     plain = await offload(2 * len(messages), _plain_messages, messages)
     if add_generation_prompt is None:

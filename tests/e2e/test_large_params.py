@@ -46,7 +46,9 @@ def test_what_is_too_large_is_refused(server, name):
     param, value = REFUSED[name]
     status, answer = ask(server, **{param: value}, n=256)
     assert status == 400
-    assert answer["error"]["param"].startswith(param)
+    error = answer["error"]
+    # What is too much for any body is not even parsed.
+    assert error["code"] == "too_many_values" or error["param"].startswith(param)
     assert len(answer["error"]["message"]) < 1000
     assert ask(server)[0] == 200
 

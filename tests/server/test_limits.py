@@ -103,7 +103,7 @@ def test_the_estimate_of_the_wait_forgets_an_idle_time():
 def test_nothing_is_left_of_requests(stream):
     def num_tasks():
         gc.collect()
-        return sum(isinstance(found, asyncio.Task) for found in gc.get_objects())
+        return sum(issubclass(type(found), asyncio.Task) for found in gc.get_objects())
 
     async def scenario(served):
         async def use():
