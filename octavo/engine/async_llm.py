@@ -103,6 +103,8 @@ class AsyncLLM:
         self._progress_timeout = progress_timeout
         self._heartbeat_sent: float | None = None
         """Second of `time.monotonic` of the heartbeat that waits for its answer."""
+        self._last_progress = time.monotonic()
+        """When a heartbeat last found the engine idle, or further on than before."""
         self._dead: EngineDeadError | None = None
         self._tasks = [
             asyncio.create_task(self._handle_outputs()),
@@ -171,6 +173,9 @@ class AsyncLLM:
             silent = time.monotonic() - self._heartbeat_sent
             if silent > self._progress_timeout:
                 return Health(False, f"the engine has not answered for {silent:.0f} s")
+        stalled = time.monotonic() - self._last_progress
+        if stalled > self._progress_timeout:
+            return Health(False, f"no step for {stalled:.0f} s although requests wait")
         return Health(True, "ok")
 
     async def generate(
@@ -286,17 +291,22 @@ class AsyncLLM:
             self._die(EngineDeadError(f"the output handler failed: {error!r}"))
 
     async def _send_heartbeats(self) -> None:
-        """Asks the core's busy loop again and again; `health` looks at how long it takes.
+        """Asks the core's busy loop again and again how far it is; `health` looks at the answers.
 
         The first time that nothing runs any more, memory is given back to the system.
         """
-        trimmed = True
+        trimmed, num_scheduled = True, -1
         interval = min(_HEARTBEAT_INTERVAL, self._progress_timeout / 4)
         with contextlib.suppress(EngineDeadError):
             await self.wait_ready()
             while True:
                 self._heartbeat_sent = time.monotonic()
-                await self._client.call_utility("stats")
+                answer = await self._client.call_utility("stats")
+                stats = msgspec.convert(answer, SchedulerStats)
+                has_requests = stats.num_running_reqs + stats.num_waiting_reqs > 0
+                if not has_requests or stats.num_scheduled_tokens != num_scheduled:
+                    self._last_progress = time.monotonic()
+                num_scheduled = stats.num_scheduled_tokens
                 idle = not self.request_memory.used
                 if idle and not trimmed:
                     await self._client.call_utility("trim_memory")

@@ -74,6 +74,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         MediaTypeError: it is not JSON by its headers, or compressed.
         ClientDisconnectError: the client went away.
         DeadlineError: it did not arrive in time.
+        QueueFullError: it is large, and so are many others.
     """
     check_media_type(request)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -84,6 +85,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise BodyTooLargeError(limit)
+    state, context = state_of(request), context_of(request)
     data = bytearray()
     deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT
     while True:
@@ -96,9 +98,13 @@ async def read_body(request: Request, limit: int) -> bytes:
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnectError
-        data += message.get("body", b"")
+        chunk = message.get("body", b"")
+        data += chunk
+        context.body_bytes += len(chunk)
+        state.body_bytes += len(chunk)
         if len(data) > limit:
             raise BodyTooLargeError(limit)
+        state.check_bodies(len(data))
         if not message.get("more_body", False):
             return bytes(data)
 

@@ -38,6 +38,8 @@ class RequestContext:
     api_key: str | None = field(default=None, repr=False)
     ignored_fields: list[str] = field(default_factory=list)
     """Fields of the body that nobody knows."""
+    body_bytes: int = 0
+    """Of the body, as far as it has come."""
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -97,6 +99,7 @@ class RequestMiddleware:
             await error_response(error)(scope, receive, send_with_id)
         finally:
             self.state.num_active -= not probe
+            self.state.body_bytes -= context.body_bytes
             _log_access(scope, context, probe)
             REQUEST_ID.reset(token)
 

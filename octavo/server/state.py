@@ -43,6 +43,10 @@ T = TypeVar("T")
 _RECENT_ANSWERS = 256
 _RECENT_SECONDS = 60.0
 MAX_RETRY_AFTER = 60
+# Bytes of all bodies being served, beyond which large ones are refused: a part of what the memory
+# plan has for the server's process. Small ones always pass, their number is bounded.
+_BODIES_NBYTES = 64 * 2**20
+_SMALL_BODY = 64 * 2**10
 # How often an idle engine is looked at; a busy one that dies is noticed by its requests.
 _WATCH_INTERVAL = 0.5
 
@@ -78,6 +82,8 @@ class ServerState:
         self.draining = False
         self.num_active = 0
         """HTTP requests being answered, probes not counted."""
+        self.body_bytes = 0
+        """Of these requests' bodies, as far as they have come."""
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -173,6 +179,20 @@ class ServerState:
                 f"The model {show(name)} does not exist here; this server has "
                 f"{', '.join(self.model_names)}.",
                 "model",
+            )
+
+    def check_bodies(self, size: int) -> None:
+        """Refuses a body that has grown to `size` bytes if too much is in flight already.
+
+        Raises:
+            QueueFullError: it may be sent again later.
+        """
+        limit = max(_BODIES_NBYTES, self.config.max_request_bytes)
+        if size > _SMALL_BODY and self.body_bytes > limit:
+            raise QueueFullError(
+                f"The bodies of the requests being served have {self.body_bytes} bytes, and all "
+                f"together may have {limit}; try again later, or send less at once.",
+                self._retry_after(1),
             )
 
     def next_id(self) -> int:

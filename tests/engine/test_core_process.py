@@ -285,6 +285,27 @@ def test_a_bad_tokenizer_is_refused_before_a_process_starts(tmp_path):
     assert not [c for c in children if "octavo.engine.core_process" in c.cmdline()]
 
 
+def test_an_engine_that_answers_but_schedules_nothing_is_unhealthy():
+    async def test(engine):
+        await engine.wait_ready()
+        call, running = engine._client.call_utility, [1]
+
+        async def stuck(method, *args):
+            answer = await call(method, *args)
+            return [running[0], *answer[1:]] if method == "stats" else answer
+
+        engine._client.call_utility = stuck
+        for healthy in (False, True):
+            end = time.monotonic() + 10
+            while engine.health().ok != healthy:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+            assert healthy or "although requests wait" in engine.health().reason
+            running[0] = 0
+
+    run(test, progress_timeout=0.5)
+
+
 def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):
     async def main():
         await AsyncLLM.start(EngineConfig.from_kwargs(model=str(tmp_path)))

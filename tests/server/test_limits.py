@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from octavo.server import state as state_module
 from tests.server.fake_engine import Call, events, with_server
 
 
@@ -267,3 +268,25 @@ def test_cutting_ends_what_is_in_flight_with_an_error():
         assert served.engine.num_unfinished_requests == 0
 
     with_server(scenario)
+
+
+def test_many_large_bodies_at_once_are_refused_and_small_ones_pass(monkeypatch):
+    monkeypatch.setattr(state_module, "_BODIES_NBYTES", 200_000)
+
+    async def scenario(served):
+        served.engine.step_time = 0.01
+        large = {"prompt": "hi", "user": "x" * 90_000, "max_tokens": 60, "ignore_eos": True}
+        calls = [Call(served, "/v1/completions", body(**large)) for _ in range(2)]
+        await until(lambda: served.engine.num_unfinished_requests == 2)
+        response = await served.complete(**large)
+        assert response.status_code == 429
+        assert "bodies" in response.json()["error"]["message"]
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await served.complete()).status_code == 200
+        for call in calls:
+            await call.task
+            assert call.status == 200
+        assert served.state.body_bytes == 0
+        assert (await served.complete(**large)).status_code == 200
+
+    with_server(scenario, max_request_bytes=100_000)
