@@ -103,8 +103,8 @@ class AsyncLLM:
         self._progress_timeout = progress_timeout
         self._heartbeat_sent: float | None = None
         """Second of `time.monotonic` of the heartbeat that waits for its answer."""
-        self._last_progress = time.monotonic()
-        """When a heartbeat last found the engine idle, or further on than before."""
+        self._stalled_since: float | None = None
+        """When the first answer came that found requests, and no step since the one before."""
         self._dead: EngineDeadError | None = None
         self._tasks = [
             asyncio.create_task(self._handle_outputs()),
@@ -173,9 +173,10 @@ class AsyncLLM:
             silent = time.monotonic() - self._heartbeat_sent
             if silent > self._progress_timeout:
                 return Health(False, f"the engine has not answered for {silent:.0f} s")
-        stalled = time.monotonic() - self._last_progress
-        if stalled > self._progress_timeout:
-            return Health(False, f"no step for {stalled:.0f} s although requests wait")
+        if self._stalled_since is not None:
+            stalled = time.monotonic() - self._stalled_since
+            if stalled > self._progress_timeout:
+                return Health(False, f"no step for {stalled:.0f} s although requests wait")
         return Health(True, "ok")
 
     async def generate(
@@ -305,7 +306,9 @@ class AsyncLLM:
                 stats = msgspec.convert(answer, SchedulerStats)
                 has_requests = stats.num_running_reqs + stats.num_waiting_reqs > 0
                 if not has_requests or stats.num_scheduled_tokens != num_scheduled:
-                    self._last_progress = time.monotonic()
+                    self._stalled_since = None
+                elif self._stalled_since is None:
+                    self._stalled_since = time.monotonic()
                 num_scheduled = stats.num_scheduled_tokens
                 idle = not self.request_memory.used
                 if idle and not trimmed:
