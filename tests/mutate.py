@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import compileall
+import contextlib
 import ctypes
 import difflib
 import hashlib
@@ -396,8 +397,9 @@ class Tree:
                 shutil.copy2(ROOT / name, folder / name)
         shutil.copy2(native.decode(), folder / "octavo")
         # The tests' models lie beside the tree.
-        if (ROOT.parent / "shared").exists() and not (folder.parent / "shared").exists():
-            (folder.parent / "shared").symlink_to(ROOT.parent / "shared")
+        if (ROOT.parent / "shared").exists():
+            with contextlib.suppress(FileExistsError):  # another job was first
+                (folder.parent / "shared").symlink_to(ROOT.parent / "shared")
         self.path = folder.parent / f"{folder.name}-path"
         self.path.mkdir()
         # Children find the copy's modules even where an editable install would give others.
