@@ -21,8 +21,7 @@ _SCHEMA_REF = "#/components/schemas/{model}"
 # Host header; key, and draining, where keys are asked for; what a body can get.
 _ALWAYS = (421, 500)
 _GUARDED = (*_ALWAYS, 401, 503)
-_WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415)
-_GENERATION = (*_WITH_BODY, 429)
+_WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415, 429)
 _ADMIN = (*_GUARDED, 403, 415)
 
 
@@ -78,9 +77,9 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/models": Operation(answers.ModelList, _GUARDED),
     "/v1/models/{model:path}": Operation(answers.ModelCard, (*_GUARDED, 404)),
     "/v1/completions": Operation(
-        answers.CompletionAnswer, _GENERATION, CompletionBody, answers.CompletionChunk
+        answers.CompletionAnswer, _WITH_BODY, CompletionBody, answers.CompletionChunk
     ),
-    "/v1/chat/completions": Operation(answers.ChatAnswer, _GENERATION, ChatBody, answers.ChatChunk),
+    "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
     "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
     "/detokenize": Operation(answers.Text, _WITH_BODY, DetokenizeBody),
     "/reset_prefix_cache": Operation(answers.CacheReset, _ADMIN),

@@ -265,6 +265,16 @@ def test_prompt_logprobs_and_token_ids():
     with_server(scenario)
 
 
+def test_a_token_that_completes_no_character_makes_no_chunk():
+    async def scenario(served):
+        served.engine.answer = "é" * 3
+        response = await served.chat(stream=True, max_tokens=7)
+        deltas = [json.loads(item)["choices"][0]["delta"] for item in await events(response)]
+        assert [delta.get("content") for delta in deltas] == ["", "é", "é", "é", None]
+
+    with_server(scenario)
+
+
 def test_the_role_counts_no_token():
     options = {"include_usage": True, "continuous_usage_stats": True}
 

@@ -429,6 +429,10 @@ def test_without_a_tokenizer_ids_go_in_and_out():
         assert response.json()["choices"][0]["logprobs"]["tokens"] == ["token_id:72"]
         assert (await served.complete(prompt="hi")).json()["error"]["param"] == "prompt"
         assert (await served.chat()).json()["error"]["param"] == "messages"
+        for fields in ({"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}):
+            response = await served.post("/tokenize", **fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] in fields
 
     with_server(scenario, lambda: FakeAsyncLLM(config))
 

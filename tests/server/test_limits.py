@@ -31,6 +31,15 @@ def test_a_large_body_is_refused_by_its_announced_length_unread():
     with_server(scenario, max_request_bytes=1024)
 
 
+def test_an_announcement_that_is_no_number_is_not_believed():
+    async def scenario(served):
+        call = Call(served, "/v1/completions", body(max_tokens=1), {"content-length": "many"})
+        await call.task
+        assert call.status == 200
+
+    with_server(scenario, max_request_bytes=1024)
+
+
 def test_a_large_body_without_announcement_is_refused_while_it_is_read():
     async def scenario(served):
         call = Call(served, "/v1/completions", b"x" * 10_000, chunks=10)

@@ -146,6 +146,7 @@ def test_errors_are_as_described_and_declared():
             ("/v1/completions", await served.complete(n=9)),
             ("/v1/chat/completions", await post("/v1/chat/completions", content=big)),
             ("/tokenize", await served.post("/tokenize")),
+            ("/v1/completions", await served.complete(deadline_ms=1)),
             ("/detokenize", await served.post("/detokenize", tokens=[300])),
             ("/v1/models/{model}", await served.http.get("/v1/models/nope")),
             ("/start_profile", await served.post("/start_profile")),
@@ -157,4 +158,15 @@ def test_errors_are_as_described_and_declared():
             answers.ErrorAnswer.model_validate_json(response.text)
             assert json.loads(response.text)["error"]["message"]
 
-    with_server(scenario, max_request_bytes=1024, max_num_queued_reqs=8, allowed_hosts=["test"])
+    def engine():
+        slow = FakeAsyncLLM()
+        slow.step_time = 0.01
+        return slow
+
+    with_server(
+        scenario,
+        engine,
+        max_request_bytes=1024,
+        max_num_queued_reqs=8,
+        allowed_hosts=["test"],
+    )
