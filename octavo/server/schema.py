@@ -356,7 +356,6 @@ class ChatBody(GenerationBody):
     def check(self) -> None:
         """See `GenerationBody.check`."""
         super().check()
-        check_template_flags(self.add_generation_prompt, self.continue_final_message)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
@@ -387,7 +386,6 @@ class TokenizeBody(Body):
         """Refuses fields that contradict one another."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Give either prompt or messages.", "prompt")
-        check_template_flags(self.add_generation_prompt, self.continue_final_message)
 
 
 class DetokenizeBody(Body):
@@ -400,14 +398,3 @@ class DetokenizeBody(Body):
         list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
         Field(max_length=MAX_TOKENS, fail_fast=True),
     ]
-
-
-def check_template_flags(
-    add_generation_prompt: bool | None, continue_final_message: bool | None
-) -> None:
-    """Refuses to both go on with the last message and begin a new one."""
-    if add_generation_prompt and continue_final_message:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt contradict; give one of them.",
-            "continue_final_message",
-        )

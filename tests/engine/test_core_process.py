@@ -176,6 +176,19 @@ def test_calls_that_wait_fail_with_the_engine():
     run(test)
 
 
+def test_a_call_that_nobody_waits_for_any_more_harms_nothing():
+    async def test(engine):
+        await engine.wait_ready()
+        call = asyncio.ensure_future(engine.reset_prefix_cache())
+        await asyncio.sleep(0)  # it is sent
+        call.cancel()
+        assert await engine.reset_prefix_cache()  # answered after the other one
+        assert len(await collect(engine, "a", max_tokens=3)) > 0
+        assert engine.health().ok
+
+    run(test)
+
+
 def test_a_death_while_the_model_loads_is_told_to_who_waits_for_it():
     async def test(engine):
         waiting = asyncio.ensure_future(engine.wait_ready())

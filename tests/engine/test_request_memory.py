@@ -34,6 +34,13 @@ def test_everything_counts(more):
     assert nbytes(**more) > nbytes()
 
 
+def test_each_answer_holds_its_tokens_and_refers_to_the_prompt():
+    prompt = nbytes(prompt=1000) - nbytes(prompt=0)
+    assert prompt >= 1000 * 32
+    assert nbytes(prompt=1000, n=100) - nbytes(prompt=0, n=100) >= prompt + 99 * 1000 * 8
+    assert nbytes(n=100, max_tokens=50) - nbytes(n=100, max_tokens=10) >= 100 * 40 * 32
+
+
 def test_candidates_count_for_every_token():
     alone = nbytes(logprobs=0, max_tokens=100)
     assert nbytes(logprobs=20, max_tokens=100) - alone >= 100 * 20 * 8

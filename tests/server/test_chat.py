@@ -275,6 +275,19 @@ def test_a_token_that_completes_no_character_makes_no_chunk():
     with_server(scenario)
 
 
+def test_a_server_that_gives_no_logprobs():
+    config = EngineConfig.from_kwargs(served_model_name=["fake"], max_logprobs=0)
+
+    async def scenario(served):
+        for asked, status in ((0, 200), (1, 400), (-1, 400)):
+            response = await served.chat(logprobs=True, top_logprobs=asked, max_tokens=1)
+            assert response.status_code == status
+            if status == 400:
+                assert response.json()["error"]["param"] == "top_logprobs"
+
+    with_server(scenario, lambda: FakeAsyncLLM(config))
+
+
 def test_the_role_counts_no_token():
     options = {"include_usage": True, "continuous_usage_stats": True}
 

@@ -437,6 +437,15 @@ def test_without_a_tokenizer_ids_go_in_and_out():
     with_server(scenario, lambda: FakeAsyncLLM(config))
 
 
+def test_the_whole_range_of_seeds():
+    async def scenario(served):
+        for seed, status in ((-(2**63), 200), (2**64 - 1, 200), (-(2**63) - 1, 400), (2**64, 400)):
+            response = await served.complete(seed=seed, max_tokens=1)
+            assert response.status_code == status
+
+    with_server(scenario)
+
+
 def test_too_long_names_the_counts():
     async def scenario(served):
         response = await served.complete(prompt=[5] * 250, max_tokens=20)

@@ -72,6 +72,8 @@ def assert_refused(answer, status):
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert b"connection: close" in head
+    assert b"content-type: application/json" in head
+    assert b"content-length: %d" % len(body) in head
     assert json.loads(body)["error"]["message"]
 
 
