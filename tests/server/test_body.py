@@ -31,6 +31,19 @@ def test_too_many_values(value, word):
     assert caught.value.code == "too_many_values"
 
 
+@pytest.mark.parametrize("text", ["\\", '"', '",', '\\",', "a\\b"])
+def test_strings_cut_at_any_place(text, monkeypatch):
+    monkeypatch.setattr(body, "MAX_JSON_CONTAINERS", 10)
+    monkeypatch.setattr(body, "MAX_JSON_VALUES", 5)
+    for piece in range(1, 12):
+        monkeypatch.setattr(body, "_PIECE", piece)
+        for length in range(4, 14):
+            value = {"prompt": text * length + "[{:,", "n": [1, 2, 3]}
+            assert parse_json(msgspec.json.encode(value)) == value
+            with pytest.raises(RequestError, match="more than 5 values"):
+                parse_json(msgspec.json.encode({**value, "x": [1, 2]}))
+
+
 def test_as_many_values_as_allowed():
     value = {"x": [1] * (body.MAX_JSON_VALUES - 1)}
     assert parse_json(msgspec.json.encode(value)) == value
