@@ -93,6 +93,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """`time.monotonic` second after which the request is ended with an error."""
     n: int = 1
     """Answers."""
+    turn: int = 0
+    """How many prompts came before it in the same call; see `scheduler/queue.py`."""
 
     @property
     def child_ids(self) -> list[str]:

@@ -41,8 +41,8 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
 }
 
-# (priority, arrival time, number of the request in the order of arrival): unique, ties are fair.
-QueueKey = tuple[int, float, int]
+# (priority, round, number of the request in the order of arrival): unique, ties are fair.
+QueueKey = tuple[int, int, int]
 
 # Hashes of the full blocks of a request's tokens that are not hashed yet, in order.
 BlockHasher = Callable[["Request"], list[bytes]]
@@ -71,6 +71,7 @@ class Request:
         self.sampling_params: CoreSamplingParams = params
         self.arrival_time = core_request.arrival_time
         self.priority = params.priority
+        self.turn = core_request.turn
         self.deadline = core_request.deadline
         self.cache_salt = core_request.cache_salt
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
@@ -93,7 +94,7 @@ class Request:
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
 
-        self.queue_key: QueueKey = (self.priority, self.arrival_time, 0)
+        self.queue_key: QueueKey = (self.priority, self.turn, 0)
         """Order of service, best first; the scheduler sets it by its policy on arrival."""
         self.num_prompt_logprobs = 0
         """Prompt logprobs handed out so far (a resumed request computes them again)."""
@@ -154,6 +155,7 @@ def fan_out(
             ),
             cache_salt=salt,
             n=1,
+            turn=core_request.turn + i,
         )
         request = Request(child, block_hasher, None if hashes is None else hashes.copy())
         if hashes is None:

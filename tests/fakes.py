@@ -262,7 +262,7 @@ class FakeEngine:
         request_id: str,
         prompt: Sequence[int],
         *,
-        arrival_time: float | None = None,
+        turn: int = 0,
         deadline: float | None = None,
         salt: str | None = None,
         hashed: bool = True,
@@ -276,9 +276,10 @@ class FakeEngine:
             request_id,
             list(prompt),
             sampling,
-            self._arrivals if arrival_time is None else arrival_time,
+            self._arrivals,
             salt,
             deadline,
+            turn=turn,
         )
         request = Request(core, self.hasher if hashed else None)
         self.scheduler.add_request(request)

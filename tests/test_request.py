@@ -38,6 +38,8 @@ def test_several():
     children = make(3, cache_salt="k")
     assert [c.request_id for c in children] == ["0_r", "1_r", "2_r"]
     assert [c.sampling_params.seed for c in children] == [5, 6, 7]
+    assert [c.turn for c in children] == [0, 1, 2]
+    assert [c.turn for c in make(2, turn=8)] == [8, 9]
     assert [c.sampling_params.prompt_logprobs for c in children] == [2, None, None]
     assert {c.cache_salt for c in children} == {"k"}
     assert all(c.block_hashes == make(1, cache_salt="k")[0].block_hashes for c in children)

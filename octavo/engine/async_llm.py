@@ -188,6 +188,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         deadline: float | None = None,
         add_special_tokens: bool = True,
+        turn: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; closing the stream aborts it.
 
@@ -198,6 +199,7 @@ class AsyncLLM:
             cache_salt: scope of the prefix cache.
             deadline: second of `time.monotonic` after which the request fails.
             add_special_tokens: whether the tokenizer adds its special tokens to a text.
+            turn: how many prompts came before it in the same call: those behind let others pass.
 
         Raises:
             RequestError: if the request is bad or fails, or its id is in use.
@@ -218,6 +220,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             deadline=deadline,
             add_special_tokens=add_special_tokens,
+            turn=turn,
         )
         if self._dead is not None:  # it may have died while the thread was at work
             raise self._dead

@@ -94,6 +94,7 @@ class InputProcessor:
         deadline: float | None = None,
         clip_max_tokens: bool = False,
         add_special_tokens: bool = True,
+        turn: int = 0,
     ) -> tuple[EngineCoreRequest, str | None]:
         """Makes the core request of a prompt, and returns the prompt's text if it came as text.
 
@@ -110,6 +111,7 @@ class InputProcessor:
                 refusing the request.
             add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
                 for a rendered chat template.
+            turn: how many prompts came before it in the same call.
 
         Raises:
             RequestError: for anything that this model cannot do.
@@ -145,6 +147,7 @@ class InputProcessor:
             cache_salt=_join_salts(cache_salt, params.cache_salt),
             deadline=deadline,
             n=params.n,
+            turn=turn,
         )
         return request, text
 

@@ -11,16 +11,29 @@ from octavo.request import QueueKey, Request
 Policy = Literal["fcfs", "priority"]
 
 
-def make_queue_key(policy: Policy, request: Request, arrival_number: int) -> QueueKey:
-    """A request's place in the order of service; the smallest key is served first.
+class Arrivals:
+    """Gives each request that comes its place in the order of service.
+
+    A call may bring many requests: a list of prompts, n answers to each. Served as they come, they
+    would hold up everybody who comes later. So a call is counted once, and its requests take turns
+    with those of later calls: request i of call c stands where call c + i does. Nobody waits for
+    ever, since whoever comes later has a later place.
 
     Args:
         policy: "fcfs" looks at the arrival only, "priority" first at the priority.
-        request: the request.
-        arrival_number: which request it is since the start; decides ties.
     """
-    priority = request.priority if policy == "priority" else 0
-    return (priority, request.arrival_time, arrival_number)
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._num_requests = 0
+        self._num_calls = 0
+
+    def next_key(self, request: Request) -> QueueKey:
+        """The key of the request that comes next; the smallest key is served first."""
+        self._num_requests += 1
+        self._num_calls += request.turn == 0
+        priority = request.priority if self._policy == "priority" else 0
+        return (priority, self._num_calls + request.turn, self._num_requests)
 
 
 class RequestQueue:

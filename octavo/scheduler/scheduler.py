@@ -30,8 +30,8 @@ from octavo.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
-from octavo.request import Request, RequestStatus
-from octavo.scheduler.queue import RequestQueue, make_queue_key
+from octavo.request import QueueKey, Request, RequestStatus
+from octavo.scheduler.queue import Arrivals, RequestQueue
 
 # Waits that end by `set_ready`; requests in them do not queue.
 _HELD = (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -101,7 +101,7 @@ class Scheduler:
         self._clock = clock
         self._next_deadline = math.inf
         """No unfinished request has an earlier one."""
-        self._num_arrivals = 0
+        self._arrivals = Arrivals(config.scheduling_policy)
         self._num_preemptions = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
@@ -119,9 +119,7 @@ class Scheduler:
         self._check_fits(request)
         # The context is one more limit on the output; from here on there is only one.
         request.max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-        policy = self.config.scheduling_policy
-        request.queue_key = make_queue_key(policy, request, self._num_arrivals)
-        self._num_arrivals += 1
+        request.queue_key = self._arrivals.next_key(request)
         self.requests[request.request_id] = request
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
@@ -456,7 +454,10 @@ class Scheduler:
             if whole and step.budget < num_new <= self.max_num_batched_tokens:
                 return False
             num_new = min(num_new, step.budget)
-            has_seat = len(self.running) < self.config.max_num_seqs
+            seats = self.config.max_num_seqs
+            if request.turn > 0:  # the last eighth is for others than calls of many requests
+                seats -= seats // 8
+            has_seat = len(self.running) < seats
             if has_seat and manager.allocate_slots(request, num_new, hit, lookahead) is not None:
                 break
             if not preempt or not self.running or self.running[-1].priority <= request.priority:
@@ -591,5 +592,5 @@ class Scheduler:
         self.running = [request for request in self.running if request.status is running]
 
 
-def _queue_key(request: Request) -> tuple[int, float, int]:
+def _queue_key(request: Request) -> QueueKey:
     return request.queue_key

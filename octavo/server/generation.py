@@ -217,6 +217,7 @@ class Generation(ABC, Generic[B]):
                     cache_salt=salt,
                     deadline=self.deadline,
                     add_special_tokens=add_special_tokens,
+                    turn=index * params.n,
                 )
                 async with aclosing(stream):  # closing aborts what has not finished
                     async for output in stream:

@@ -67,6 +67,7 @@ parameters = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 40),
         "seed": st.integers(0, 1),
         "priority": st.integers(0, 2),
+        "turn": st.sampled_from([0, 0, 1, 5]),
         "stop": st.lists(st.integers(0, VOCAB - 1), max_size=2),
         "salt": st.sampled_from([None, None, "s"]),
         "hashed": st.sampled_from([True, True, False]),

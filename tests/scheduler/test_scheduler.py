@@ -19,6 +19,34 @@ def check_tokens(engine, *requests):
         assert engine.tokens(request.request_id) == alone
 
 
+class TestTurns:
+    """A call of many prompts cannot keep everybody else from being served."""
+
+    def test_prompts_of_one_call_leave_an_eighth_of_the_seats_to_others(self):
+        engine = FakeEngine(max_num_seqs=16)
+        for turn in range(20):
+            engine.add(f"many-{turn}", range(4), turn=turn)
+        engine.step()
+        assert len(engine.scheduler.running) == 14
+        engine.add("other", range(4))
+        engine.step()
+        assert "other" in ids(engine.scheduler.running)
+        engine.run()
+
+    def test_those_that_wait_let_a_later_call_pass(self):
+        engine = FakeEngine(max_num_seqs=4)
+        for turn in range(20):
+            engine.add(f"many-{turn}", range(4), turn=turn)
+        engine.step()
+        engine.add("other", range(4))
+        engine.step()
+        assert "other" not in ids(engine.scheduler.running)
+        while len(engine.scheduler.waiting) == 17:
+            engine.step()
+        assert "other" in ids(engine.scheduler.running)
+        engine.run()
+
+
 class TestBudget:
     def test_running_requests_come_first_then_prompts_in_chunks(self):
         engine = FakeEngine(max_num_batched_tokens=10)
@@ -341,9 +369,9 @@ class TestPriority:
 
     def test_equal_priority_does_not(self):
         engine = FakeEngine(scheduling_policy="priority", max_num_seqs=1)
-        a = engine.add("a", range(4), priority=1, arrival_time=5.0)
+        a = engine.add("a", range(4), priority=1, turn=5)
         engine.step()
-        engine.add("b", range(4), priority=1, arrival_time=1.0)
+        engine.add("b", range(4), priority=1)
         engine.step()
         assert ids(engine.scheduler.running) == ["a"]
         assert a.num_preemptions == 0

@@ -114,6 +114,7 @@ class FakeAsyncLLM:
         cache_salt=None,
         deadline=None,
         add_special_tokens=True,
+        turn=0,
     ):
         if self.dead is not None:
             raise self.dead
@@ -127,6 +128,7 @@ class FakeAsyncLLM:
             cache_salt=cache_salt,
             deadline=deadline,
             add_special_tokens=add_special_tokens,
+            turn=turn,
         )
         queue = RequestOutputCollector(sampling_params.output_kind)
         finished = False

@@ -68,8 +68,9 @@ def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(stream):
                     finished.add(choice["index"])
         assert texts == dict.fromkeys(range(6), ANSWER)
         assert finished == set(range(6))
-        prompts = [r.prompt_token_ids for r in served.engine.requests]
-        assert sorted(prompts) == sorted([[BOS, 97], [BOS, 98, 99], [BOS, 100]])
+        requests = {tuple(r.prompt_token_ids): r for r in served.engine.requests}
+        turns = {prompt: r.turn for prompt, r in requests.items()}
+        assert turns == {(BOS, 97): 0, (BOS, 98, 99): 2, (BOS, 100): 4}
 
     with_server(scenario)
 
