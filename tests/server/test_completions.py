@@ -470,9 +470,7 @@ def rows(tokens, offsets):
     return {
         "tokens": tokens,
         "token_logprobs": known,
-        "top_logprobs": [
-            None if p is None else {t: p} for t, p in zip(tokens, known, strict=True)
-        ],
+        "top_logprobs": [None if p is None else {t: p} for t, p in zip(tokens, known, strict=True)],
         "text_offset": offsets,
     }
 

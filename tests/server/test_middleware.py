@@ -66,7 +66,13 @@ def test_lines_of_what_generates_nothing(caplog):
 
 def test_a_client_without_an_address(caplog):
     caplog.set_level(logging.DEBUG, LOG)
-    scope = {"type": "http", "method": "GET", "path": "/version", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/version",
+        "headers": [],
+        "query_string": b"",
+    }
 
     async def scenario(served):
         sent = []
@@ -105,7 +111,14 @@ def test_what_is_logged_during_a_request_carries_its_id(caplog):
 
 @pytest.mark.parametrize(
     ("given", "taken"),
-    [("!", True), ("x" * 128, True), ("x" * 129, False), ("a~b", True), ("a b", False), ("", False)],
+    [
+        ("!", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("a~b", True),
+        ("a b", False),
+        ("", False),
+    ],
 )
 def test_ids_that_are_fit_for_headers_are_kept(given, taken):
     async def scenario(served):
