@@ -638,8 +638,11 @@ def test_all_of_what_two_answers_bring(kind):
         num_preemptions=1,
     )
     with_prompt = [output.prompt_logprobs is not None for output in seen if output is not None]
-    assert with_prompt == {
-        CUMULATIVE: [True] * 4,
-        DELTA: [True, False, False, False],
-        FINAL_ONLY: [True],
-    }[kind]
+    assert (
+        with_prompt
+        == {
+            CUMULATIVE: [True] * 4,
+            DELTA: [True, False, False, False],
+            FINAL_ONLY: [True],
+        }[kind]
+    )
