@@ -66,12 +66,17 @@ WIDER = {
     "octavo/models": ["tests/layers/test_*.py", "tests/e2e/test_llm.py"],
     "octavo/sampling": ["tests/e2e/test_llm.py", "tests/e2e/test_prompt_logprobs.py"],
     "octavo/scheduler": ["tests/engine/test_core.py", "tests/e2e/test_llm.py"],
-    "octavo/server": ["tests/e2e/test_openai_client.py", "tests/engine/test_async_llm.py"],
+    "octavo/server": [
+        "tests/e2e/test_openai_client.py",
+        "tests/engine/test_async_llm.py",
+        "tests/test_logs.py",
+    ],
     "octavo/worker": [
         "tests/e2e/test_llm.py",
         "tests/e2e/test_fake_gpu.py",
         "tests/e2e/test_prompt_logprobs.py",
         "tests/engine/test_memory_plan.py",
+        "tests/test_profiler.py",
     ],
 }
 

@@ -263,12 +263,6 @@ class InputProcessor:
         if not words:
             return []
         assert self._tokenizer is not None  # checked before
-        for word in words:
-            if is_longer(word, self._max_model_len):
-                raise RequestError(
-                    f"bad_words has a word of {len(word)} characters, which no answer can hold.",
-                    "bad_words",
-                )
         bare = [word.lstrip() or word for word in words]
         forms = [form for word in bare for form in (word, " " + word)]
         sequences = dict.fromkeys(tuple(ids) for ids in self._tokenizer.encode_all(forms) if ids)

@@ -41,19 +41,17 @@ class KVCacheBlocks:
     num_tokens: int = 0
 
 
+@dataclass(slots=True)
 class _RequestBlocks:
     """The blocks of one request."""
 
-    __slots__ = ("blocks", "num_cached_blocks", "num_released", "num_slots")
-
-    def __init__(self, num_groups: int) -> None:
-        self.blocks: list[list[KVCacheBlock]] = [[] for _ in range(num_groups)]
-        self.num_released = [0] * num_groups
-        """Blocks at the front that have left the sliding window: null blocks now."""
-        self.num_cached_blocks = 0
-        """Blocks at the front that have been offered to the prefix cache."""
-        self.num_slots = 0
-        """Tokens that the blocks can hold."""
+    blocks: list[list[KVCacheBlock]]
+    num_released: list[int]
+    """Blocks at the front that have left the sliding window: null blocks now."""
+    num_cached_blocks: int
+    """Blocks at the front that have been offered to the prefix cache."""
+    num_slots: int = 0
+    """Tokens that the blocks can hold."""
 
 
 class KVCacheManager:
@@ -145,18 +143,19 @@ class KVCacheManager:
             request: computed up to `num_computed_tokens`.
             num_new_tokens: tokens to compute in this step, drafts included.
             new_computed_blocks: for a request that holds no blocks, its known prefix as just
-                found; its tokens come on top of `num_computed_tokens`.
+                found, up to which it counts as computed.
             num_lookahead_tokens: slots beyond, for drafts that the worker makes itself.
 
         Returns:
             Ids of the blocks to append, one list for each group ([] if none), or None with
             nothing changed if there are not enough free blocks.
         """
-        held = self._requests.get(request.request_id)
-        start = request.num_computed_tokens
+        held, hit = self._requests.get(request.request_id), new_computed_blocks
         if held is None:
-            hit = new_computed_blocks or KVCacheBlocks([[] for _ in self.groups])
-            start += hit.num_tokens
+            assert hit is not None
+            start = hit.num_tokens
+        else:
+            start = request.num_computed_tokens
         end = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         if held is not None:
             if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
@@ -164,6 +163,7 @@ class KVCacheManager:
             if self._num_blocks_needed(held, start, end, end) > self.pool.num_free_blocks:
                 return None
         else:
+            assert hit is not None
             held = self._reserve_hit(request, hit, start, end)
             if held is None:
                 return None
@@ -280,12 +280,11 @@ class KVCacheManager:
         self, request: Request, hit: KVCacheBlocks, start: int, end: int
     ) -> _RequestBlocks | None:
         """Gives a request its known prefix, if there is room for the rest of its tokens too."""
-        held = _RequestBlocks(len(self.groups))
-        held.blocks = [list(blocks) for blocks in hit.blocks]
-        held.num_cached_blocks = start // self.block_size
-        held.num_released = [
-            group.first_needed_position(start) // self.block_size for group in self.groups
-        ]
+        held = _RequestBlocks(
+            blocks=[list(blocks) for blocks in hit.blocks],
+            num_released=[g.first_needed_position(start) // self.block_size for g in self.groups],
+            num_cached_blocks=start // self.block_size,
+        )
         ends_inside = start % self.block_size > 0  # rule 5 of the module's note
         needed = self._num_blocks_needed(held, start, end, max(end, request.num_tokens))
         for blocks in held.blocks:
@@ -325,8 +324,6 @@ class KVCacheManager:
         """Makes known the blocks that this step fills (rule 2 of the module's note)."""
         full = min(len(request.block_hashes), computed // self.block_size)
         done = held.num_cached_blocks
-        if full <= done:
-            return
         for group_id, blocks in enumerate(held.blocks):
             new = self.pool.cache_full_blocks(blocks, request.block_hashes, done, full, group_id)
             self._made_known.update(block.block_id for block in new)

@@ -539,11 +539,11 @@ class Scheduler:
         The step's first row is for position `start` + 1; a request that was preempted computes
         again what it has handed out.
         """
-        known = request.num_prompt_logprobs - start
+        known = max(0, request.num_prompt_logprobs - start)
         if known >= rows.num_rows:
             return None
         request.num_prompt_logprobs = start + rows.num_rows
-        return rows if known <= 0 else rows.select(known, rows.num_rows)
+        return rows.select(known, rows.num_rows)
 
     def _fail_expired(self, now: float) -> None:
         """Ends the requests whose deadline has passed; a scan only when one may have."""

@@ -55,7 +55,7 @@ async def render_messages(
         RequestError: the template refuses the chat, or takes too much time or memory for it.
         ModelError: the template is broken.
     """
-    plain = await offload(2 * len(messages), _plain_messages, messages)
+    plain = await offload(len(messages), _plain_messages, messages)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     return await asyncio.wrap_future(

@@ -64,8 +64,6 @@ class Completion(Generation[CompletionBody]):
     async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
         """See `Generation.prepare`."""
         body = self.body
-        if isinstance(self._prompts[0], str):
-            self.state.tokenizer(engine, "prompt")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         prompt_logprobs = body.prompt_logprobs
         if body.echo and prompt_logprobs is None:

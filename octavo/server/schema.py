@@ -22,12 +22,9 @@ from octavo.tokenizer import MAX_TOKENS
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096
 
-# Integers travel as 64 bits between the processes; SamplingParams knows the real ranges.
-Int: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 # One error is enough: without it pydantic makes one for each entry.
-Ints: TypeAlias = Annotated[list[Int], Field(fail_fast=True)]
+Ints: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
 Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
 
 
@@ -217,11 +214,11 @@ class GenerationBody(Body):
     """The fields that both generation endpoints take. null means "not given" throughout."""
 
     model: str | None = None
-    n: Int | None = None
+    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    max_tokens: Int | None = None
-    seed: Seed | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
     stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -230,20 +227,20 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    top_k: Int | None = None
+    top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Ints | None = None
     ignore_eos: bool | None = None
-    min_tokens: Int | None = None
+    min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Int | None = None
-    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    priority: Int | None = None
+    priority: int | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -323,8 +320,8 @@ class CompletionBody(GenerationBody):
     # Checked once, and not by pydantic, which would try one kind of list after the other.
     prompt: Annotated[Prompts, PlainValidator(_check_prompt, json_schema_input_type=Prompts)]
     echo: bool | None = None
-    logprobs: Int | None = None
-    best_of: Int | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
 
     unsupported = known_fields.COMPLETION
 

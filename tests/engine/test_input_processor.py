@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from octavo.config import ModelConfig
+from octavo.engine import input_processor
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
-from octavo.messages import NO_TOKEN, EngineCoreRequest
+from octavo.messages import NO_TOKEN, CoreSamplingParams, EngineCoreRequest
 from octavo.sampling_params import SamplingParams
 from tests.small_tokenizers import BOS, EOS, byte_level, sentencepiece
 
@@ -258,3 +259,161 @@ def test_the_seed_of_minus_one_is_none():
     drawn = [params_of(seed=-1, request_id=i).seed for i in ("a", "b")]
     assert drawn == [params_of(request_id=i).seed for i in ("a", "b")]
     assert drawn[0] != drawn[1]
+
+
+CONTEXT = "This model's maximum context length is 32 tokens; "
+REFUSALS = [
+    ({"prompt": [5, -1]}, "prompt", "prompt holds the token id -1, which is not in this model's "
+     "vocabulary of 270 tokens."),
+    ({"prompt": [5, 270]}, "prompt", "prompt holds the token id 270, which is not in this model's "
+     "vocabulary of 270 tokens."),
+    ({"logit_bias": {270: 1.0}}, "logit_bias", "logit_bias holds the token id 270, which is not in "
+     "this model's vocabulary of 270 tokens."),
+    ({"prompt": []}, "prompt", "The prompt is empty; give at least one token."),
+    ({"prompt": {"x": 1}}, "prompt", "A prompt dict needs 'prompt' or 'prompt_token_ids'."),
+    ({"prompt": {"prompt": 3}}, "prompt", "'prompt' is a int, not a text."),
+    ({"prompt": [True]}, "prompt", "A prompt is a text or a list of token ids (integers)."),
+    ({"prompt": [1] * 32}, "prompt", CONTEXT + "your prompt has 32 tokens, which leaves no room "
+     "for an answer. Shorten the prompt or set truncate_prompt_tokens."),
+    ({"max_tokens": 30}, "max_tokens", CONTEXT + "you asked for 33 tokens (3 in the prompt, 30 for "
+     "the answer). Shorten the prompt or set max_tokens to at most 29."),
+    ({"max_tokens": None, "min_tokens": 30}, "min_tokens", CONTEXT + "your prompt has 3 tokens, "
+     "which leaves 29, fewer than min_tokens=30."),
+    ({"prompt": "x" * 100_000}, "prompt", CONTEXT + "your prompt of 100000 characters is longer. "
+     "Shorten it."),
+    ({"truncate_prompt_tokens": 33}, "truncate_prompt_tokens", "truncate_prompt_tokens=33 is more "
+     "than the model's context of 32 tokens."),
+    ({"logprobs": 21}, "logprobs", "logprobs=21 is more than this server allows: 20 "
+     "(max_logprobs)."),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs=-1 is more than this server "
+     "allows: 20 (max_logprobs)."),
+    ({"cache_salt": "s" * 1025}, "cache_salt", "cache_salt has 1025 characters; at most 1024 are "
+     "allowed."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "param", "message"), REFUSALS)
+def test_refusals_in_full(given, param, message):
+    with pytest.raises(RequestError) as caught:
+        run(**given)
+    assert (caught.value.message, caught.value.param) == (message, param)
+
+
+def test_what_lies_just_within_the_bounds():
+    assert run([0, 269])[0].prompt_token_ids == [0, 269]
+    assert run([1] * 31, max_tokens=1)[0].sampling_params.max_tokens == 1
+    assert params_of(max_tokens=None, min_tokens=29).min_tokens == 29
+    assert run(list(range(40)), truncate_prompt_tokens=31, max_tokens=1)[
+        0
+    ].prompt_token_ids == list(range(9, 40))
+    assert run("a", truncate_prompt_tokens=32, max_tokens=1)[0].prompt_token_ids == [97]
+    assert run(cache_salt="s" * 1024)[0].cache_salt == "1024:" + "s" * 1024
+    longest = "x" * 64
+    assert params_of(bad_words=[longest], processor=make(max_model_len=64)).bad_words is not None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "microseconds"),
+    [
+        ("x" * 1000, {}, 1000),
+        ({"prompt": "x" * 1000}, {}, 1000),
+        ([5] * 1000, {}, 500),
+        ({"prompt_token_ids": [5]}, {}, 0),
+        ("", {"bad_words": ["x" * 60] * 10}, 600),
+        ("", {"stop_token_ids": [5] * 1000}, 500),
+        ("", {"allowed_token_ids": [5] * 1000}, 500),
+        ("", {"logit_bias": {i: 1.0 for i in range(1000)}}, 500),
+    ],
+)
+def test_how_long_it_takes_is_known_before(prompt, fields, microseconds):
+    """Such work is done on a thread; a factor of two is no matter, one of ten would be."""
+    found = input_processor.processing_time(prompt, SamplingParams(**fields))
+    assert microseconds / 2 <= found <= 2 * microseconds + len(prompt) + 1
+
+
+def test_a_whole_request():
+    params = SamplingParams(
+        n=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=269,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        seed=11,
+        max_tokens=7,
+        min_tokens=2,
+        logprobs=3,
+        prompt_logprobs=4,
+        priority=-5,
+        stop_token_ids=[9],
+        allowed_token_ids=[0, 33, 269],
+        logit_bias={4: 1.5, 2: -3.0},
+        cache_salt="own",
+    )
+    request, text = make().process(
+        "r", "ab", params, arrival_time=1.5, cache_salt="scope", deadline=9.5
+    )
+    assert text == "ab"
+    mask = bytearray(36)  # 270 bits in words of 32
+    mask[0] = 1
+    mask[4] = 2
+    mask[33] = 1 << 5
+    assert request == EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[97, 98],
+        sampling_params=CoreSamplingParams(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=269,
+            min_p=0.1,
+            presence_penalty=0.2,
+            frequency_penalty=0.3,
+            repetition_penalty=1.1,
+            seed=11,
+            max_tokens=7,
+            min_tokens=2,
+            logprobs=3,
+            prompt_logprobs=4,
+            priority=-5,
+            stop_token_ids=frozenset({9}),
+            all_stop_token_ids=frozenset({9, 3, EOS}),
+            allowed_token_ids=bytes(mask),
+            logit_bias=(
+                np.array([4, 2], np.int32).tobytes(),
+                np.array([1.5, -3.0], np.float32).tobytes(),
+            ),
+            bad_words=None,
+        ),
+        arrival_time=1.5,
+        cache_salt="5:scopeown",
+        deadline=9.5,
+        n=3,
+    )
+    assert params_of(top_k=270).top_k == 0
+
+
+def test_a_plain_request_asks_for_nothing():
+    assert params_of(seed=1, max_tokens=5) == CoreSamplingParams(
+        temperature=1.0,
+        seed=1,
+        max_tokens=5,
+        all_stop_token_ids=frozenset({3, EOS}),
+    )
+
+
+def test_bad_words_of_different_lengths_are_packed_to_the_right():
+    packed = params_of(bad_words=["xyz", "q"]).bad_words
+    assert np.frombuffer(packed.last, np.int32).tolist() == [122, 122, 113, 113]
+    none = NO_TOKEN
+    assert np.frombuffer(packed.prefixes, np.int32).reshape(4, 3).tolist() == [
+        [none, 120, 121],
+        [32, 120, 121],
+        [none, none, none],
+        [none, none, 32],
+    ]
+
+
+def test_seeds_fit_a_signed_number():
+    assert all(0 <= params_of(request_id=str(i)).seed < 2**63 for i in range(50))

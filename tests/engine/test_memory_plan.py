@@ -7,7 +7,14 @@ import torch
 from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine import memory_plan
-from octavo.engine.memory_plan import make_memory_plan, resolve_max_num_batched_tokens
+from octavo.engine.memory_plan import (
+    MemoryPlan,
+    make_memory_plan,
+    resolve_dtype,
+    resolve_kv_cache_dtype,
+    resolve_max_model_len,
+    resolve_max_num_batched_tokens,
+)
 from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
 from octavo.models.spec import ModelSpec
@@ -195,3 +202,158 @@ def test_on_a_gpu_no_more_than_all_requests_can_use():
 def test_on_a_gpu_too_little_memory_names_the_fix(utilization, settings, message):
     with pytest.raises(ConfigError, match=message):
         gpu_plan(gpu_memory_utilization=utilization, **settings)
+
+
+MIB = 2**20
+PLAN = MemoryPlan(
+    limit=3000 * MIB,
+    runtime=200 * MIB,
+    weights=1500 * MIB,
+    activations=40 * MIB + MIB // 2,
+    logits=30 * MIB,
+    loading=100 * MIB,
+    rows=2 * MIB,
+    kv_cache=600 * MIB,
+    num_blocks=1201,
+    block_size=16,
+    block_nbytes=MIB // 2,
+    max_model_len=8000,
+    blocks_per_request=500,
+)
+
+
+def test_the_whole_report():
+    lines = [
+        "memory plan: 2,402 MiB of 3,000 MiB",
+        "  runtime           200.0 MiB",
+        "  weights         1,500.0 MiB",
+        "  activations        40.5 MiB",
+        "  logits             30.0 MiB",
+        "  (loading          100.0 MiB, given back before the first step)",
+        "  rows                2.0 MiB",
+        "  KV cache          600.0 MiB = 1,201 blocks of 16 tokens; 2.4 requests of 8,000 tokens",
+    ]
+    assert PLAN.report() == "\n".join(lines)
+    assert (PLAN.server, PLAN.requests) == (0, 0)
+    served = replace(PLAN, server=256 * MIB, requests=64 * MIB)
+    lines[0] = "memory plan: 2,722 MiB of 3,000 MiB"
+    lines += [
+        "  requests           64.0 MiB in this and the server's process",
+        "  server            256.0 MiB, the process beside this one",
+    ]
+    assert served.report() == "\n".join(lines)
+    assert served.steady == PLAN.steady
+
+
+def test_the_plan_beside_what_is_resident():
+    assert PLAN.compare(1000 * MIB) == (
+        "resident memory: 1,000 MiB; planned 2,372 MiB (runtime 200, weights 1,500, buffers 72, "
+        "KV cache 600); buffers and KV cache are reserved, and resident as far as they have been "
+        "used"
+    )
+
+
+def test_a_servers_plan_has_its_own_process_and_the_requests(monkeypatch):
+    config = EngineConfig.from_kwargs(max_num_seqs=2, max_model_len=64)
+
+    def made(**kwargs):
+        return make_memory_plan(
+            config, SPEC, max_num_batched_tokens=2048, measured=SCRATCH, **kwargs
+        )[0]
+
+    alone, served = made(), made(request_memory=50 * MIB)
+    assert served == replace(alone, server=256 * MIB, requests=50 * MIB)
+    assert served.total == alone.total + 306 * MIB
+    assert alone.runtime == 272 * MIB
+    # With just as much as that, all of it fits; without the server more would.
+    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, served.total))
+    config = EngineConfig.from_kwargs(max_num_seqs=2, max_model_len=64, gpu_memory_utilization=1.0)
+    assert made(request_memory=50 * MIB) == replace(served, limit=served.total)
+    with pytest.raises(ConfigError):
+        made(request_memory=50 * MIB + served.kv_cache)
+
+
+def test_without_a_size_the_cache_takes_four_gibibytes_at_most(monkeypatch):
+    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**41, 2**40))
+    result, _ = plan(max_num_seqs=4096)
+    assert 4 * 2**30 - result.block_nbytes < result.kv_cache <= 4 * 2**30
+    assert result.limit == int(2**40 * EngineConfig().cache.gpu_memory_utilization)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 4, 5, 6, 7, 8, 9, 10, 31, 64, 100, 101, 127])
+def test_the_longest_that_fits_is_found(num_blocks):
+    longest = plan(num_gpu_blocks_override=num_blocks, max_model_len=-1)[0]
+    assert longest.max_model_len == (num_blocks - 1) * 16
+    assert longest.blocks_per_request == num_blocks - 1
+    assert longest.max_concurrency == 1
+    with pytest.raises(ConfigError, match=f"Set max_model_len={(num_blocks - 1) * 16} "):
+        plan(num_gpu_blocks_override=num_blocks, max_model_len=2048)
+
+
+def test_refusals_in_full(monkeypatch):
+    def refusal(**settings):
+        with pytest.raises(ConfigError) as caught:
+            plan(**settings)
+        return str(caught.value)
+
+    size = plan()[0].block_nbytes
+    assert refusal(num_gpu_blocks_override=1) == (
+        f"The KV cache has 1 blocks of {size} bytes: too few for any request. Raise "
+        "kv_cache_memory_bytes or num_gpu_blocks_override."
+    )
+    assert refusal(num_gpu_blocks_override=100, max_model_len=2048) == (
+        "The KV cache has 100 blocks, and one request of max_model_len=2048 needs 128 and the one "
+        "kept free. Set max_model_len=1584 (the largest that fits) or less, or give the cache "
+        f"{129 * size / MIB:,.1f} MiB."
+    )
+    needed = plan(max_num_seqs=1, max_model_len=16)[0]
+    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, 100 * MIB))
+    before = needed.total - needed.kv_cache
+    assert refusal(max_num_seqs=1, max_model_len=16, gpu_memory_utilization=0.5) == (
+        f"{BUILTIN_MODEL} needs {before / MIB:,.0f} MiB before the KV cache, and 50 MiB may be used "
+        "(50% of what is free). Take a smaller model or dtype, or lower max_num_batched_tokens, "
+        "max_num_seqs or request_memory_bytes."
+    )
+    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, before + 10 * MIB))
+    settings = {"max_num_seqs": 1, "max_model_len": 16, "gpu_memory_utilization": 1.0}
+    assert refusal(kv_cache_memory_bytes=20 * MIB, **settings) == (
+        f"A KV cache of {20 * MIB // size * size / MIB:,.0f} MiB does not fit: 10 MiB are left "
+        "beside the model. Lower kv_cache_memory_bytes or num_gpu_blocks_override."
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "found"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float32", "float32"),
+        ("fp8", "bfloat16", "fp8_e4m3"),
+        ("fp8_e5m2", "float32", "fp8_e5m2"),
+        ("int8", "float32", "int8"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", None),
+        ("float16", "float32", None),
+    ],
+)
+def test_the_type_of_the_cache(asked, dtype, found):
+    config = EngineConfig.from_kwargs(kv_cache_dtype=asked)
+    if found is None:
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype={asked} is not .* in {dtype}"):
+            resolve_kv_cache_dtype(config, dtype)
+    else:
+        assert resolve_kv_cache_dtype(config, dtype) == found
+
+
+def test_types_and_lengths_of_the_model():
+    def config(**settings):
+        return EngineConfig.from_kwargs(**settings)
+
+    assert resolve_dtype(config(), replace(SPEC, dtype="float16")) == "float16"
+    assert resolve_dtype(config(dtype="float32"), replace(SPEC, dtype="float64")) == "float32"
+    with pytest.raises(ConfigError, match="is in float64"):
+        resolve_dtype(config(), replace(SPEC, dtype="float64"))
+    most = SPEC.max_model_len
+    for asked, found in ((None, most), (-1, most), (most, most), (most - 1, most - 1), (1, 1)):
+        assert resolve_max_model_len(config(max_model_len=asked), SPEC) == found
+    with pytest.raises(ConfigError, match=f"max_model_len={most + 1} is more than the {most} pos"):
+        resolve_max_model_len(config(max_model_len=most + 1), SPEC)

@@ -1,7 +1,7 @@
 """Output processor: text, stops, logprobs, kinds of output, n > 1, aborts, errors, metrics."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +18,7 @@ from octavo.errors import (
 )
 from octavo.messages import EngineCoreOutput, FinishReason
 from octavo.metrics import EngineMetrics
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from tests.params import pack_logprobs
 from tests.small_tokenizers import EOS, byte_level
@@ -478,3 +479,170 @@ def test_metrics():
         ("request_generation_tokens_sum", None): 6,
     }
     assert {key: samples[key] for key in expected} == expected
+
+
+def counts(metrics):
+    """All counts and sums that are not 0, by name and reason, without buckets."""
+    return {
+        (s.name.removeprefix("octavo:"), s.labels.get("finished_reason")): s.value
+        for f in text_string_to_metric_families(metrics.render().decode())
+        for s in f.samples
+        if s.value and not s.name.endswith(("_bucket", "_created"))
+    }
+
+
+def test_all_metrics_of_a_request():
+    metrics = EngineMetrics("m", 1000)
+    bench = Bench(metrics=metrics)
+    bench.add(prompt="abc", max_tokens=9)  # at 100
+    bench.step(EngineCoreOutput("r", [65], num_cached_tokens=2, first_scheduled_time=100.5))
+    bench.step(("r", "BC"))
+    bench.step(end("r", "D"))  # at 103
+    assert counts(metrics) == {
+        ("prompt_tokens_total", None): 3,
+        ("prompt_tokens_cached_total", None): 2,
+        ("generation_tokens_total", None): 4,
+        ("iteration_tokens_total_count", None): 3,
+        ("iteration_tokens_total_sum", None): 1 + 4,
+        ("time_to_first_token_seconds_count", None): 1,
+        ("time_to_first_token_seconds_sum", None): 1,
+        ("inter_token_latency_seconds_count", None): 2,
+        ("inter_token_latency_seconds_sum", None): 2,
+        ("request_time_per_output_token_seconds_count", None): 1,
+        ("request_time_per_output_token_seconds_sum", None): pytest.approx(2 / 3),
+        ("e2e_request_latency_seconds_count", None): 1,
+        ("e2e_request_latency_seconds_sum", None): 3,
+        ("request_queue_time_seconds_count", None): 1,
+        ("request_queue_time_seconds_sum", None): 0.5,
+        ("request_prefill_time_seconds_count", None): 1,
+        ("request_prefill_time_seconds_sum", None): 0.5,
+        ("request_decode_time_seconds_count", None): 1,
+        ("request_decode_time_seconds_sum", None): 2,
+        ("request_inference_time_seconds_count", None): 1,
+        ("request_inference_time_seconds_sum", None): 2.5,
+        ("request_prompt_tokens_count", None): 1,
+        ("request_prompt_tokens_sum", None): 3,
+        ("request_generation_tokens_count", None): 1,
+        ("request_generation_tokens_sum", None): 4,
+        ("request_params_n_count", None): 1,
+        ("request_params_n_sum", None): 1,
+        ("request_params_max_tokens_count", None): 1,
+        ("request_params_max_tokens_sum", None): 9,
+        ("request_success_total", "length"): 1,
+    }
+
+
+def test_metrics_of_what_failed_before_its_first_step():
+    metrics = EngineMetrics("m", 1000)
+    bench = Bench(metrics=metrics)
+    bench.add(n=2, max_tokens=9)
+    bench.step(end("0_r", [], FinishReason.ERROR, error="why"))  # at 101; its sibling, too
+    assert counts(metrics) == {
+        ("iteration_tokens_total_count", None): 1,
+        ("e2e_request_latency_seconds_count", None): 2,
+        ("e2e_request_latency_seconds_sum", None): 2,
+        ("request_prompt_tokens_count", None): 2,
+        ("request_prompt_tokens_sum", None): 4,
+        ("request_generation_tokens_count", None): 2,
+        ("request_params_n_count", None): 1,
+        ("request_params_n_sum", None): 2,
+        ("request_params_max_tokens_count", None): 2,
+        ("request_params_max_tokens_sum", None): 18,
+        ("request_success_total", "error"): 2,
+    }
+
+
+def row(token, logprob, *others):
+    """Logprobs of one position: the token itself, then the most probable ones."""
+    ids, values = [token], [logprob]
+    for other, value in others:
+        ids.append(other)
+        values.append(value)
+    return pack_logprobs([ids], [values], [len(others) + 1])
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_all_of_what_two_answers_bring(kind):
+    bench = Bench()
+    queue = bench.add(n=2, queue=True, output_kind=kind, logprobs=1, prompt_logprobs=0)
+    seen = []
+
+    def step(*outputs):
+        bench.step(*outputs)
+        output = queue.get_nowait()
+        if output is not None:  # an answer that has ended stands in later outputs as well
+            output.outputs = [replace(c, logprobs=list(c.logprobs)) for c in output.outputs]
+        seen.append(output)
+
+    step(
+        EngineCoreOutput(
+            "0_r",
+            [65],
+            row(65, -2.0, (66, -0.5)),
+            row(98, -1.0),
+            num_cached_tokens=1,
+            first_scheduled_time=100.25,
+        )
+    )
+    step(
+        EngineCoreOutput("0_r", [66], row(66, -0.5, (66, -0.5)), num_preemptions=1),
+        EngineCoreOutput("1_r", [67], row(67, -0.25, (67, -0.25)), num_cached_tokens=2),
+    )
+    step(end("1_r", [5], FinishReason.STOP, new_logprobs=row(5, -1.0, (5, -1.0)), stop_reason=5))
+    step(end("0_r", [68], new_logprobs=row(68, -3.0, (5, -1.0))))
+
+    def candidates(*found):
+        return [{t: Logprob(p, rank, chr(t)) for t, p, rank in entry} for entry in found]
+
+    a1 = [(65, -2.0, 2), (66, -0.5, 1)]
+    a2 = [(66, -0.5, 2)]  # as packed here, the token's own rank
+    a3 = [(68, -3.0, 2), (5, -1.0, 1)]
+    b1, b2 = [(67, -0.25, 2)], [(5, -1.0, 2)]
+    first = CompletionOutput(0, "A", [65], -2.0, candidates(a1))
+    whole = [
+        CompletionOutput(0, "ABD", [65, 66, 68], -5.5, candidates(a1, a2, a3), "length"),
+        CompletionOutput(1, "C\x05", [67, 5], -1.25, candidates(b1, b2), "stop", 5),
+    ]
+    if kind == FINAL_ONLY:
+        assert seen[:3] == [None] * 3
+    elif kind == DELTA:
+        assert [output.outputs for output in seen] == [
+            [first],
+            [
+                CompletionOutput(0, "B", [66], -2.5, candidates(a2)),
+                CompletionOutput(1, "C", [67], -0.25, candidates(b1)),
+            ],
+            [CompletionOutput(1, "\x05", [5], -1.25, candidates(b2), "stop", 5)],
+            [CompletionOutput(0, "D", [68], -5.5, candidates(a3), "length")],
+        ]
+    else:
+        second = CompletionOutput(0, "AB", [65, 66], -2.5, candidates(a1, a2))
+        assert [output.outputs for output in seen] == [
+            [first],
+            [second, CompletionOutput(1, "C", [67], -0.25, candidates(b1))],
+            [second, whole[1]],
+            whole,
+        ]
+    if kind != DELTA:
+        assert seen[-1].outputs == whole
+    last = seen[-1]
+    assert [output and output.finished for output in seen][-1:] == [True]
+    assert (last.request_id, last.prompt, last.prompt_token_ids) == ("r", "ab", [97, 98])
+    assert last.num_cached_tokens == 1
+    assert last.metrics == RequestMetrics(
+        arrival_time=100.0,
+        first_scheduled_time=100.25,
+        first_token_time=101.0,
+        last_token_time=104.0,
+        finished_time=104.0,
+        num_preemptions=1,
+    )
+    with_prompt = [output.prompt_logprobs is not None for output in seen if output is not None]
+    assert (
+        with_prompt
+        == {
+            CUMULATIVE: [True] * 4,
+            DELTA: [True, False, False, False],
+            FINAL_ONLY: [True],
+        }[kind]
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.engine.request_memory import RequestMemory, request_nbytes
+from octavo.engine.request_memory import RequestMemory, logprobs_nbytes, request_nbytes
 from octavo.errors import QueueFullError, RequestError
 from octavo.messages import EngineCoreRequest
 from tests.params import Params
@@ -71,3 +71,58 @@ def test_a_budget_is_kept():
     with pytest.raises(KeyError), memory.reserve(50):
         raise KeyError
     assert memory.used == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # 96 bytes for each token of the prompt and 12 more for each answer; 8 KiB for an answer,
+        # and 112 bytes for each of its tokens.
+        ({"prompt": 10, "max_tokens": 5}, 10 * (96 + 12) + 8192 + 5 * 112),
+        ({"prompt": 10, "max_tokens": 5, "n": 3}, 10 * (96 + 36) + 3 * (8192 + 5 * 112)),
+        # 8 bytes for each candidate, the token's own included, and 512 for those of one answer.
+        ({"prompt": 0, "max_tokens": 5, "logprobs": 2}, 8192 + 5 * 112 + 15 * (8 + 512)),
+        ({"prompt": 0, "max_tokens": 5, "logprobs": 0}, 8192 + 5 * 112 + 5 * (8 + 512)),
+        ({"prompt": 0, "max_tokens": 5, "logprobs": -1}, 8192 + 5 * 112 + 505 * (8 + 512)),
+        (
+            {"prompt": 0, "max_tokens": 5, "logprobs": 2, "n": 3},
+            3 * (8192 + 5 * 112) + 45 * 8 + 15 * 512,
+        ),
+        (
+            {"prompt": 4, "max_tokens": 1, "prompt_logprobs": 2, "n": 2},
+            4 * (96 + 24) + 2 * (8192 + 112) + 12 * (8 + 512),
+        ),
+        # What is packed counts twice, a caller's id 64, a stop token three times as much; texts
+        # have up to 4 bytes for a character.
+        ({"prompt": 0, "max_tokens": 1, "stop_token_ids": [5, 6]}, 8192 + 112 + 2 * 3 * 64),
+        ({"prompt": 0, "max_tokens": 1, "allowed_token_ids": [5]}, 8192 + 112 + 2 * 16 + 64),
+        ({"prompt": 0, "max_tokens": 1, "logit_bias": {5: 1.0, 6: 1.0}}, 8192 + 112 + 2 * 16),
+        ({"prompt": 0, "max_tokens": 1, "stop": ["ab", "c"]}, 8192 + 112 + 4 * 3),
+    ],
+    ids=str,
+)
+def test_what_a_request_books(fields, expected):
+    assert nbytes(**fields) == expected
+
+
+def test_what_an_answer_books_while_it_is_sent():
+    assert logprobs_nbytes(1000, 10) == 8 * 1000 + 512 * 10
+
+
+def test_refusals_in_full():
+    memory = RequestMemory(64 * 2**20)
+    with pytest.raises(RequestError) as never, memory.reserve(64 * 2**20 + 2**20):
+        pass
+    assert never.value.message == (
+        "The request may take 65 MiB (its prompt and parameters, n x max_tokens, logprobs), and "
+        "all requests together have 64 MiB (--request-memory-bytes). Lower n, max_tokens or "
+        "logprobs."
+    )
+    assert (never.value.param, never.value.code) == ("max_tokens", "request_too_large")
+    with memory.reserve(64 * 2**20), pytest.raises(QueueFullError) as full, memory.reserve(2**19):
+        pass
+    assert full.value.message == (
+        "The request may take 0.5 MiB, and 64.0 of the 64 MiB for requests "
+        "(--request-memory-bytes) are taken; try again later, or lower n, max_tokens or logprobs."
+    )
+    assert full.value.retry_after == 1

@@ -412,8 +412,45 @@ class TestIntegrity:
         with pytest.raises(AssertionError, match="to write next"):
             manager.check_integrity([request])
 
+    @pytest.mark.parametrize(
+        ("computed", "sound"),
+        [(8, False), (12, False), (13, True), (16, True)],
+    )
+    def test_a_window_that_has_lost_a_block_it_still_sees(self, computed, sound):
+        manager = make_manager([6])
+        request = make_request("a", range(32), hashed=False)
+        admit(manager, request, num_new=16)
+        advance(manager, request, 1)
+        assert manager.get_block_ids(request)[0][:3] == [0, 0, 3]  # position 16 sees 11 to 15
+        request.num_computed_tokens = computed  # position 12 would see 7
+        if sound:
+            manager.check_integrity([request])
+        else:
+            with pytest.raises(AssertionError, match="of group 0 is"):
+                manager.check_integrity([request])
+
+    def test_a_block_is_full_at_its_last_token(self, admitted):
+        manager, request = admitted
+        request.num_computed_tokens = 8
+        manager.check_integrity([request])
+        manager.pool.touch([manager.pool.blocks[2]])  # a full one may be shared
+        other = make_request("b", range(8))
+        with pytest.raises(AssertionError, match="held by"):
+            manager.check_integrity([request, other])
+
+    def test_the_end_of_what_there_is_may_be_shared(self, admitted):
+        manager, request = admitted
+        manager.free(request)
+        request = make_request("c", range(200, 208))
+        admit(manager, request)
+        other = make_request("d", range(200, 209))
+        assert admit(manager, other) == 8
+        manager.check_integrity([request, other])  # the next block to write is one not there yet
+
     def test_too_few_slots(self, admitted):
         manager, request = admitted
+        request.num_computed_tokens = 12
+        manager.check_integrity([request])
         request.num_computed_tokens = 13
         with pytest.raises(AssertionError, match="13 tokens in 12 slots"):
             manager.check_integrity([request])

@@ -328,7 +328,8 @@ class Call:
             "server": ("test", 80),
         }
         app = served.http._transport.app
-        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+        self.send = self._send
+        self.task = asyncio.create_task(app(scope, self._receive, lambda m: self.send(m)))
 
     async def _receive(self) -> dict[str, Any]:
         if self.num_read < len(self._parts):

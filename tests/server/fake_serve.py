@@ -5,6 +5,10 @@ impatient (a client's timeouts are short).
 """
 
 import asyncio
+import gc
+import logging
+import os
+import resource
 import sys
 
 from octavo import cli
@@ -17,6 +21,16 @@ def main() -> int:
     mode = sys.argv[1]
 
     async def start(config, engine_config):
+        # What the server has made of its process, for a test to see.
+        logging.getLogger("octavo").info(
+            "process",
+            extra={
+                "parallel": os.environ["TOKENIZERS_PARALLELISM"],
+                "switch_interval": sys.getswitchinterval(),
+                "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+                "frozen": gc.get_freeze_count() > 0,
+            },
+        )
         engine = FakeAsyncLLM(engine_config)
         engine.step_time = 0.1 if mode == "slow" else 0.0
         if mode in ("loading", "broken"):

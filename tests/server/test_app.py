@@ -1,10 +1,13 @@
 import asyncio
+import re
+import time
 
 import pytest
 
 import octavo
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import EngineDeadError
+from octavo.server.state import ServerState
 from tests.server.fake_engine import FakeAsyncLLM, with_server
 
 
@@ -20,8 +23,24 @@ def test_index_lists_the_addresses():
         answer = (await served.http.get("/")).json()
         assert answer["version"] == octavo.__version__
         assert answer["models"] == ["fake"]
-        assert "POST /v1/chat/completions" in answer["endpoints"]
-        assert "GET /health" in answer["endpoints"]
+        assert answer["endpoints"] == [
+            "GET /openapi.json",
+            "GET /docs",
+            "GET /",
+            "GET /health",
+            "GET /ready",
+            "GET /version",
+            "GET /metrics",
+            "GET /v1/models",
+            "GET /v1/models/{model:path}",
+            "POST /v1/completions",
+            "POST /v1/chat/completions",
+            "POST /tokenize",
+            "POST /detokenize",
+            "POST /reset_prefix_cache",
+            "POST /start_profile",
+            "POST /stop_profile",
+        ]
 
     with_server(scenario)
 
@@ -35,9 +54,16 @@ def test_models():
         assert [m["id"] for m in answer["data"]] == ["one", "org/two"]
         card = (await served.http.get("/v1/models/org/two")).json()
         assert card == answer["data"][1]
-        assert card["object"] == "model"
-        assert card["max_model_len"] == 256
-        assert card["root"] == "octavo/stories"
+        assert card == {
+            "id": "org/two",
+            "object": "model",
+            "created": pytest.approx(time.time(), abs=20),
+            "owned_by": "octavo",
+            "root": "octavo/stories",
+            "parent": None,
+            "max_model_len": 256,
+            "permission": [],
+        }
         for name in ("one", "org/two"):
             assert (await served.complete(model=name)).json()["model"] == name
         response = await served.complete(model="octavo/stories")
@@ -50,14 +76,105 @@ def test_models():
 
 def test_health_and_ready():
     async def scenario(served):
-        assert (await served.http.get("/health")).status_code == 200
-        assert (await served.http.get("/ready")).status_code == 200
-        served.engine.die("the device is gone")
-        response = await served.http.get("/health")
-        assert response.status_code == 503
-        assert response.json()["reason"] == "the device is gone"
+        async def probes():
+            found = [await served.http.get(path) for path in ("/health", "/ready")]
+            for response in found:
+                unready = "ready" in response.text and response.status_code == 503
+                assert response.headers.get("retry-after") == ("1" if unready else None)
+            return [(response.status_code, response.json()) for response in found]
+
+        def not_ready(reason):
+            return 503, {"status": "not ready", "reason": reason}
+
+        fine = 200, {"status": "ok", "reason": "ok"}
+        assert await probes() == [fine, (200, {"status": "ready"})]
+        served.engine.ready = False
+        assert await probes() == [fine, not_ready("loading the model")]
+        served.engine.ready = True
+        served.state.begin_drain()
+        assert await probes() == [fine, not_ready("draining")]
+        served.state.draining = False
+        engine, served.state.engine = served.state.engine, None
+        starting = 200, {"status": "ok", "reason": "starting"}
+        assert await probes() == [starting, not_ready("loading the model")]
+        served.state.engine = engine
+        # No answer to a heartbeat, though nothing has ended yet.
+        served.engine.dead = EngineDeadError("silent for 60 s")
+        assert await probes() == [
+            (503, {"status": "unhealthy", "reason": "silent for 60 s"}),
+            not_ready("silent for 60 s"),
+        ]
+        served.engine.dead = None
+        assert await probes() == [fine, (200, {"status": "ready"})]
+        served.state.fail(EngineDeadError("the device is gone"))
+        served.state.fail(EngineDeadError("what came of it"))
+        assert await probes() == [
+            (503, {"status": "unhealthy", "reason": "the device is gone"}),
+            not_ready("the device is gone"),
+        ]
 
     with_server(scenario)
+
+
+def test_before_there_is_an_engine():
+    async def scenario(served):
+        engine, served.state.engine = served.state.engine, None
+        response = await served.http.get("/metrics")
+        assert (response.status_code, response.content) == (200, b"")
+        assert response.headers["content-type"].startswith("text/plain")
+        (card,) = (await served.http.get("/v1/models")).json()["data"]
+        assert card["max_model_len"] is None
+        served.state.engine = engine
+
+    with_server(scenario)
+
+
+def test_an_engine_that_cannot_be_made():
+    async def start():
+        raise RuntimeError("no such luck")
+
+    async def scenario():
+        state = ServerState(ServerConfig(), EngineConfig(), start)
+        failures = []
+        state.on_failure = lambda: failures.append(str(state.failure))
+        state.start()
+        while state.failure is None:
+            await asyncio.sleep(0.001)
+        expected = "the engine could not be started: RuntimeError('no such luck')"
+        assert failures == [expected]
+        with pytest.raises(EngineDeadError) as caught:
+            await state.get_engine()
+        assert str(caught.value) == expected
+        await state.close()
+        await state.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_template_that_cannot_be_used_is_told_at_once():
+    async def scenario(served):
+        failed = asyncio.Event()
+        served.state.on_failure = failed.set
+        await asyncio.wait_for(failed.wait(), 5)
+        assert "chat_template" in str(served.state.failure)
+        assert (await served.http.get("/health")).status_code == 503
+
+    with_server(scenario, chat_template="/no/such/file.jinja")
+
+
+def test_fingerprints_tell_settings_apart():
+    def fingerprint(**settings):
+        async def start():
+            raise AssertionError
+
+        config = EngineConfig.from_kwargs(**settings)
+        return ServerState(ServerConfig(), config, start).system_fingerprint
+
+    plain = fingerprint()
+    assert re.fullmatch("fp_[0-9a-f]{12}", plain)
+    assert fingerprint() == fingerprint(max_num_seqs=3) == plain  # the same bits at any load
+    others = {fingerprint(kv_cache_dtype="int8"), fingerprint(dtype="float32")}
+    assert len(others | {plain}) == 3
 
 
 def test_requests_wait_while_the_model_loads():
@@ -288,6 +405,7 @@ def test_cors_only_for_the_allowed():
     async def off(served):
         response = await served.http.get("/version", headers=headers)
         assert "access-control-allow-origin" not in response.headers
+        assert (await served.http.options("/v1/completions", headers=headers)).status_code == 405
 
     with_server(off)
 

@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 
@@ -371,5 +372,182 @@ def test_more_logprobs_than_allowed():
         response = await served.chat(logprobs=True, top_logprobs=21)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "top_logprobs"
+
+    with_server(scenario)
+
+
+def token(text, byte, top=True):
+    """A token's logprobs, with the most probable one beside it."""
+    entry = {"token": text, "logprob": -0.5, "bytes": [byte]}
+    return {**entry, "top_logprobs": [entry] if top else []}
+
+
+def delta(index, content, reason=None, **more):
+    """A choice of a chunk."""
+    found = {"content": content} if content is not None else {}
+    return {"index": index, "delta": found, "logprobs": None, "finish_reason": reason, **more}
+
+
+def test_the_whole_answer():
+    prompt = [256, *b"<user>a", 257, *b"<assistant>"]
+    entries = [token("H", 72), token("\ufffd", 0xC3), token("\ufffd", 0xA9)]
+    body = {"max_tokens": 3, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    usage = {
+        "prompt_tokens": 20,
+        "completion_tokens": 3,
+        "total_tokens": 23,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+    async def scenario(served):
+        served.engine.answer = "Hé!"
+        envelope = {
+            "id": "chatcmpl-mine",
+            "created": pytest.approx(time.time(), abs=20),
+            "model": "fake",
+            "system_fingerprint": served.state.system_fingerprint,
+        }
+        message = {"role": "user", "content": "a"}
+        answer = (await served.chat(message, **body, request_id="mine")).json()
+        assert answer == {
+            **envelope,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": "Hé", "refusal": None},
+                    "logprobs": {"content": entries, "refusal": None},
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                    "token_ids": [72, 0xC3, 0xA9],
+                }
+            ],
+            "usage": usage,
+            "prompt_logprobs": None,
+            "prompt_token_ids": prompt,
+        }
+        response = await served.chat(
+            message,
+            **body,
+            request_id="mine",
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [json.loads(item) for item in await events(response)]
+        role = delta(0, "")
+        role["delta"]["role"] = "assistant"
+        texts = ["H", "", "é"]
+        expected = [
+            {"choices": [role], "prompt_token_ids": prompt},
+            *(
+                {
+                    "choices": [
+                        delta(0, text, token_ids=[entry["bytes"][0]])
+                        | {"logprobs": {"content": [entry], "refusal": None}}
+                    ]
+                }
+                for text, entry in zip(texts, entries, strict=True)
+            ),
+            {"choices": [delta(0, None, "length", stop_reason=None)]},
+        ]
+        envelope["object"] = "chat.completion.chunk"
+        assert chunks[:-1] == [{**envelope, "usage": None, **chunk} for chunk in expected]
+        assert chunks[-1] == {**envelope, "choices": [], "usage": usage}
+
+    with_server(scenario)
+
+
+def test_the_whole_stream_of_two_answers():
+    async def scenario(served):
+        served.engine.answer = "Hé!"
+        response = await served.chat(stream=True, n=2, stop="!", max_tokens=8)
+        chunks = [json.loads(item) for item in await events(response)]
+        pair = range(2)
+        assert [chunk["choices"] for chunk in chunks] == [
+            *[[delta(i, "") | {"delta": {"role": "assistant", "content": ""}}] for i in pair],
+            *[[delta(i, "H")] for i in pair],
+            *[[delta(i, "é")] for i in pair],
+            *[[delta(i, None, "stop", stop_reason="!")] for i in pair],
+        ]
+        assert all("usage" not in chunk for chunk in chunks)
+        assert [chunk.get("prompt_token_ids", "none") for chunk in chunks] == [None] + ["none"] * 7
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "role"),
+    [
+        ({}, "bot"),
+        ({"continue_final_message": True}, "assistant"),
+        ({"continue_final_message": False}, "bot"),
+    ],
+)
+def test_whose_message_it_is(fields, role):
+    async def scenario(served):
+        messages = [USER, {"role": "assistant", "content": "Well,"}]
+        answer = (await served.chat(*messages, max_tokens=1, **fields)).json()
+        assert answer["choices"][0]["message"]["role"] == role
+
+    with_server(scenario, response_role="bot")
+
+
+@pytest.mark.parametrize(
+    ("chars", "fields", "count"),
+    [
+        (225, {}, 12),  # all that fits beside the prompt of 244 tokens
+        (236, {}, 1),
+        (225, {"min_tokens": 3}, 12),
+        (100, {}, 50),  # the model's own limit
+        (225, {"max_tokens": 7}, 7),
+    ],
+)
+def test_how_long_an_answer_gets(chars, fields, count):
+    async def scenario(served):
+        served.engine.answer = "x" * 300
+        message = {"role": "user", "content": "x" * chars}
+        answer = (await served.chat(message, **fields)).json()
+        assert answer["usage"]["prompt_tokens"] == chars + 19
+        assert answer["usage"]["completion_tokens"] == count
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    with_server(scenario, lambda: FakeAsyncLLM(generation_config={"max_tokens": 50}))
+
+
+def test_a_prompt_that_leaves_no_room_is_said_in_full():
+    async def scenario(served):
+        for chars, message in (
+            (
+                237,
+                "This model's maximum context length is 256 tokens; your prompt has 256 tokens, "
+                "which leaves no room for an answer. Shorten the prompt or set "
+                "truncate_prompt_tokens.",
+            ),
+            (
+                300,
+                "This model's maximum context length is 256 tokens; your prompt has 319 tokens, "
+                "which leaves no room for an answer. Shorten the prompt or set "
+                "truncate_prompt_tokens.",
+            ),
+        ):
+            response = await served.chat({"role": "user", "content": "x" * chars})
+            assert response.status_code == 400
+            assert response.json()["error"] == {
+                "message": message,
+                "type": "invalid_request_error",
+                "param": "messages",
+                "code": "context_length_exceeded",
+            }
+
+    with_server(scenario, lambda: FakeAsyncLLM(generation_config={"max_tokens": 50}))
+
+
+def test_special_tokens_of_a_chat_are_the_templates_unless_asked_for():
+    async def scenario(served):
+        await served.chat(max_tokens=1)
+        await served.chat(max_tokens=1, add_special_tokens=True)
+        await served.chat(max_tokens=1, add_special_tokens=False)
+        starts = [r.prompt_token_ids[:3] for r in served.engine.requests]
+        assert starts == [[256, 60, 117], [256, 256, 60], [256, 60, 117]]
 
     with_server(scenario)

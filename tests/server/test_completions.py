@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import time
 
 import pytest
 
@@ -455,5 +456,180 @@ def test_too_long_names_the_counts():
         assert error["code"] == "context_length_exceeded"
         for count in ("256", "250", "270"):
             assert count in error["message"]
+
+    with_server(scenario)
+
+
+def choice(index, text, reason=None, **more):
+    """A choice of a chunk; the last ones of an answer say why it stopped."""
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason, **more}
+
+
+def rows(tokens, offsets):
+    """The logprobs of tokens with one candidate each; of the beginning nothing is known."""
+    known = [None if token == "<s>" else -0.5 for token in tokens]
+    return {
+        "tokens": tokens,
+        "token_logprobs": known,
+        "top_logprobs": [None if p is None else {t: p} for t, p in zip(tokens, known, strict=True)],
+        "text_offset": offsets,
+    }
+
+
+PLAIN = {"stop_reason": None}
+UNASKED = {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
+IDS = [BOS, 97, 98]
+# The answer is "Hé!", the first half of é after two tokens.
+WHOLE = [
+    (
+        {"max_tokens": 8},
+        [
+            choice(0, "H"),
+            choice(0, "é"),
+            choice(0, "!"),
+            choice(0, "", "stop", stop_reason=None),
+        ],
+        [choice(0, "Hé!", "stop", stop_reason=None, **UNASKED)],
+        5,
+    ),
+    (
+        {"max_tokens": 8, "stop": "!"},
+        [choice(0, "H"), choice(0, "é"), choice(0, "", "stop", stop_reason="!")],
+        [choice(0, "Hé", "stop", stop_reason="!", **UNASKED)],
+        4,
+    ),
+    (
+        {"max_tokens": 8, "stop": "!", "include_stop_str_in_output": True},
+        [choice(0, "H"), choice(0, "é"), choice(0, "!", "stop", stop_reason="!")],
+        [choice(0, "Hé!", "stop", stop_reason="!", **UNASKED)],
+        4,
+    ),
+    (
+        {"max_tokens": 3, "return_token_ids": True, "n": 2},
+        [
+            choice(i, text, reason, stop_reason=None, token_ids=[token], prompt_token_ids=prompt)
+            for text, reason, token, prompt in [
+                ("H", None, 72, IDS),
+                ("", None, 0xC3, None),
+                ("é", "length", 0xA9, None),
+            ]
+            for i in range(2)
+        ],
+        [
+            choice(
+                i,
+                "Hé",
+                "length",
+                stop_reason=None,
+                prompt_logprobs=None,
+                token_ids=[72, 0xC3, 0xA9],
+                prompt_token_ids=IDS,
+            )
+            for i in range(2)
+        ],
+        6,
+    ),
+    (
+        {"max_tokens": 3, "echo": True, "n": 2},
+        [
+            choice(i, text, reason, stop_reason=None)
+            for text, reason in [("abH", None), ("é", "length")]
+            for i in range(2)
+        ],
+        [choice(i, "abHé", "length", stop_reason=None, **UNASKED) for i in range(2)],
+        6,
+    ),
+    (
+        {"max_tokens": 1, "echo": True, "logprobs": 0},
+        [
+            choice(0, "abH", "length", stop_reason=None)
+            | {"logprobs": rows(["<s>", "a", "b", "H"], [0, 0, 1, 2])}
+        ],
+        [
+            choice(0, "abH", "length", stop_reason=None, **UNASKED)
+            | {"logprobs": rows(["<s>", "a", "b", "H"], [0, 0, 1, 2])}
+        ],
+        1,
+    ),
+    (
+        {"max_tokens": 2, "logprobs": 0},
+        [
+            choice(0, "H", **PLAIN) | {"logprobs": rows(["H"], [0])},
+            choice(0, "\ufffd", "length", **PLAIN) | {"logprobs": rows(["\ufffd"], [1])},
+        ],
+        [
+            choice(0, "H\ufffd", "length", **PLAIN, **UNASKED)
+            | {"logprobs": rows(["H", "\ufffd"], [0, 1])}
+        ],
+        2,
+    ),
+    (
+        {"max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True},
+        [
+            choice(0, "ab", "length", stop_reason=None, token_ids=[], prompt_token_ids=IDS)
+            | {"logprobs": rows(["<s>", "a", "b"], [0, 0, 1])}
+        ],
+        [
+            choice(
+                0,
+                "ab",
+                "length",
+                stop_reason=None,
+                prompt_logprobs=None,
+                token_ids=[],
+                prompt_token_ids=IDS,
+            )
+            | {"logprobs": rows(["<s>", "a", "b"], [0, 0, 1])}
+        ],
+        0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "streamed", "choices", "count"), WHOLE)
+def test_the_whole_answer(fields, streamed, choices, count):
+    usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": count,
+        "total_tokens": 3 + count,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    body = {"prompt": "ab", "request_id": "mine", **fields}
+
+    async def scenario(served):
+        served.engine.answer = "Hé!"
+        envelope = {
+            "id": "cmpl-mine",
+            "object": "text_completion",
+            "created": pytest.approx(time.time(), abs=20),
+            "model": "fake",
+            "system_fingerprint": served.state.system_fingerprint,
+        }
+        answer = (await served.complete(**body)).json()
+        assert answer == {**envelope, "choices": choices, "usage": usage}
+        options = {"include_usage": True}
+        response = await served.complete(**body, stream=True, stream_options=options)
+        chunks = chunks_of(await events(response))
+        assert chunks[:-1] == [{**envelope, "choices": [c], "usage": None} for c in streamed]
+        assert chunks[-1] == {**envelope, "choices": [], "usage": usage}
+
+    with_server(scenario)
+
+
+def test_choices_of_several_prompts_in_full():
+    async def scenario(served):
+        served.engine.num_cached_tokens = 1
+        answer = (await served.complete(prompt=["ab", "c"], n=2, max_tokens=1, echo=True)).json()
+        expected = ["abH", "abH", "cH", "cH"]
+        assert answer["choices"] == [
+            choice(i, text, "length", stop_reason=None, **UNASKED)
+            for i, text in enumerate(expected)
+        ]
+        assert answer["usage"] == {
+            "prompt_tokens": 5,
+            "completion_tokens": 4,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }
 
     with_server(scenario)

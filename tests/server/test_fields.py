@@ -227,3 +227,120 @@ def test_a_content_type_is_asked_for():
         assert call.status == 200
 
     with_server(scenario)
+
+
+# What clients of other servers send with every request: those servers' defaults. None of it asks
+# for anything; the value behind it does.
+DEFAULTS = {
+    "response_format": ({"type": "text"}, {"type": "json_object"}),
+    "store": (False, True),
+    "service_tier": ("auto", "flex"),
+    "length_penalty": (1, 2),
+    "truncation_side": ("left", "right"),
+    "thinking_token_budget": (-1, 0),
+    "stream_interval": (1, 2),
+    "routed_experts_prompt_start": (0, 1),
+    "detokenize": (True, False),
+    "use_beam_search": (False, True),
+    "skip_reading_prefix_cache": (False, True),
+    "min_new_tokens": (0, 1),
+    "top_logprobs_num": (0, 1),
+    "beam_width": (1, 2),
+    "mirostat": (0, 1),
+    "dynatemp_range": (0, 1),
+    "dry_multiplier": (0.0, 0.5),
+    "xtc_probability": (0.0, 0.5),
+    "n_keep": (0, 1),
+    "repeat_penalty": (1.0, 1.1),
+    "typical_p": (1.0, 0.9),
+    "tfs_z": (1.0, 0.9),
+    "n_cmpl": (1, 2),
+    "repeat_last_n": (64, 63),
+    "top_n_sigma": (-1, 1),
+    "min_keep": (1, 2),
+    "cache_prompt": (True, False),
+    "watermark": (False, True),
+    "top_a": (0, 1),
+    "no_repeat_ngram_size": (0, 2),
+    "num_beams": (1, 4),
+    "num_return_sequences": (1, 2),
+    "tools": ([], [{}]),
+    "tool_choice": ("none", "auto"),
+    "grammar": (None, "root ::= x"),
+}
+MORE = {
+    ("repeat_last_n", -1): 200,
+    ("repeat_last_n", 0): 400,
+    ("repeat_last_n", 65): 400,
+    ("top_n_sigma", 0): 200,
+    ("min_keep", 0): 200,
+    ("mirostat", 2): 400,
+    ("thinking_token_budget", -2): 400,
+    ("n_cmpl", 0): 400,
+    ("num_beams", 0): 400,
+    ("length_penalty", 0): 400,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_defaults_of_other_servers_pass(path):
+    _, good = BODIES[path]
+    cases = {(name, i): v for name, pair in DEFAULTS.items() for i, v in enumerate(pair)}
+
+    async def scenario(served):
+        for (name, i), value in cases.items():
+            response = await served.post(path, **good, **{name: value})
+            assert response.status_code == (400 if i else 200), (name, value)
+        for (name, value), status in MORE.items():
+            response = await served.post(path, **good, **{name: value})
+            assert response.status_code == status, (name, value)
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "passes", "refused"),
+    [
+        ("/v1/completions", {"suffix": ""}, {"suffix": "x"}),
+        ("/v1/completions", {"messages": None}, {"messages": []}),
+        ("/v1/chat/completions", {"modalities": ["text"]}, {"modalities": ["audio"]}),
+        ("/v1/chat/completions", {"verbosity": "medium"}, {"verbosity": "low"}),
+        ("/v1/chat/completions", {"include_reasoning": True}, {"include_reasoning": False}),
+        ("/v1/chat/completions", {"best_of": 1}, {"best_of": 2}),
+        ("/v1/chat/completions", {"echo": False}, {"echo": True}),
+        ("/v1/chat/completions", {"documents": []}, {"documents": [{}]}),
+        ("/tokenize", {"parse_special": True}, {"parse_special": False}),
+        ("/tokenize", {"with_pieces": False}, {"with_pieces": True}),
+        ("/detokenize", {"skip_special_tokens": False}, {"skip_special_tokens": True}),
+    ],
+)
+def test_what_asks_for_nothing_on_one_route(path, passes, refused):
+    _, good = BODIES[path]
+
+    async def scenario(served):
+        assert (await served.post(path, **good, **passes)).status_code == 200
+        response = await served.post(path, **good, **refused)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "unsupported_parameter"
+
+    with_server(scenario)
+
+
+def test_numbers_that_are_equal_are_the_same_default():
+    async def scenario(served):
+        for fields in ({"length_penalty": 1.0}, {"top_a": 0.0}, {"beam_width": 1}):
+            assert (await served.complete(**fields)).status_code == 200
+
+    with_server(scenario)
+
+
+def test_the_whole_header_and_no_more_of_it():
+    names = [f"x{i:02}" for i in range(25)]
+
+    async def scenario(served):
+        response = await served.complete(**dict.fromkeys(names, 1))
+        assert response.headers[HEADER] == ", ".join(names[:20])
+        response = await served.complete(**{"y" * 49: 1, "z" * 48: 1, "~!-a": 1})
+        assert response.headers[HEADER] == f"{'y' * 48}, {'z' * 48}, ~!-a"
+
+    with_server(scenario)

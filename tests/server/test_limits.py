@@ -4,10 +4,14 @@ import asyncio
 import gc
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from octavo.config import EngineConfig, ServerConfig
+from octavo.errors import QueueFullError
 from octavo.server import state as state_module
+from octavo.server.state import ServerState
 from tests.server.fake_engine import Call, events, with_server
 
 
@@ -299,3 +303,150 @@ def test_many_large_bodies_at_once_are_refused_and_small_ones_pass(monkeypatch):
         assert (await served.complete(**large)).status_code == 200
 
     with_server(scenario, max_request_bytes=100_000)
+
+
+def test_refusals_of_the_queue_in_full():
+    async def scenario(served):
+        served.engine.paused = True
+        waiting = asyncio.create_task(served.complete(n=3))
+        await until(lambda: served.engine.num_unfinished_requests == 3)
+        response = await served.complete(n=2)
+        assert response.json()["error"] == {
+            "message": "3 answers are being made or waited for, the most this server takes is 4 "
+            "(--max-num-queued-reqs); try again later.",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
+        assert (await served.http.get("/metrics")).text.count('reason="queue_full"} 1.0') == 1
+        for fields, param in (({"n": 5}, "n"), ({"prompt": ["a"] * 5}, "prompt")):
+            response = await served.complete(**fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+            assert "asks for 5 answers (prompts x n)" in response.json()["error"]["message"]
+        response = await served.complete(prompt=["a"] * 5, n=5)
+        assert response.json()["error"]["param"] == "prompt"
+        served.engine.paused = False
+        await waiting
+
+    with_server(scenario, max_num_queued_reqs=4)
+
+
+def test_without_a_limit_any_number_is_taken():
+    async def scenario(served):
+        assert (await served.complete(prompt=["a"] * 50, n=3, max_tokens=1)).status_code == 200
+
+    with_server(scenario, max_num_queued_reqs=0)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "asked", "expected"),
+    [
+        (0.0, None, None),
+        (0.0, 500, 100.5),
+        (3.0, None, 103.0),
+        (3.0, 500, 100.5),
+        (3.0, 5000, 103.0),
+    ],
+)
+def test_the_earlier_limit_counts(timeout, asked, expected):
+    async def scenario(served):
+        assert served.state.deadline(100.0, asked) == expected
+
+    with_server(scenario, request_timeout=timeout)
+
+
+def test_what_the_engine_is_told_of_the_deadline():
+    async def scenario(served):
+        before = time.monotonic()
+        await served.complete(deadline_ms=5000, max_tokens=1)
+        after = time.monotonic()
+        assert before + 5 <= served.engine.requests[-1].deadline <= after + 5
+        await served.complete(max_tokens=1)
+        assert served.engine.requests[-1].deadline is None
+
+    with_server(scenario)
+
+
+def test_the_wait_is_estimated_from_what_has_finished_lately(monkeypatch):
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr(state_module, "time", clock)
+
+    async def start():
+        raise AssertionError
+
+    state = ServerState(ServerConfig(max_num_queued_reqs=1000), EngineConfig(), start)
+
+    def finish(count):
+        with state.admit(count, "n"):
+            pass
+
+    def wait_for(places):
+        """Seconds that a request is told to wait for which `places` more answers must end."""
+        with pytest.raises(QueueFullError) as refused:
+            state.admit(10 + places, "n").__enter__()
+        return refused.value.retry_after
+
+    with state.admit(990, "n"):
+        assert wait_for(400) == 1  # nothing is known yet
+        finish(10)
+        now[0] += 10.0  # one each second
+        assert wait_for(20) == 20
+        now[0] += 49.0
+        assert wait_for(400) == 60  # the longest that is told
+        now[0] += 1.0
+        assert wait_for(400) == 1  # too long ago to tell anything
+        finish(10)
+        assert wait_for(50) == 1  # a hundred each second
+        assert wait_for(150) == 2
+        now[0] += 4.0
+        assert wait_for(11) == 5  # rounded up: 4.4
+        assert wait_for(1) == 1
+        finish(10)
+        now[0] += 4.0
+        assert wait_for(25) == 10  # 20 in 8 s
+    with state.admit(1, "n"):  # of a large request the last 256 answers count
+        now[0] += 10.0
+        with state.admit(999, "n"):
+            with pytest.raises(QueueFullError) as refused:
+                state.admit(256, "n").__enter__()
+            assert refused.value.retry_after == 10
+
+
+def test_only_the_size_of_large_bodies_is_looked_at(monkeypatch):
+    monkeypatch.setattr(state_module, "_BODIES_NBYTES", 100_000)
+
+    async def scenario(served):
+        state = served.state
+        state.check_bodies(10**9)  # nothing else is in flight
+        state.body_bytes = 100_000
+        state.check_bodies(100_000)
+        state.body_bytes = 100_001
+        state.check_bodies(65_536)
+        with pytest.raises(QueueFullError) as refused:
+            state.check_bodies(65_537)
+        assert refused.value.message == (
+            "The bodies of the requests being served have 100001 bytes, and all together may have "
+            "100000; try again later, or send less at once."
+        )
+        state.body_bytes = 0
+
+    with_server(scenario, max_request_bytes=2000)
+
+    async def one_large_body_always_fits(served):
+        served.state.body_bytes = 200_000
+        served.state.check_bodies(200_000)
+        served.state.body_bytes = 0
+
+    with_server(one_large_body_always_fits, max_request_bytes=200_000)
+
+
+def test_numbers_of_requests_are_never_given_again():
+    async def scenario(served):
+        await asyncio.gather(*(served.complete(request_id="same", max_tokens=1) for _ in range(9)))
+        ids = [request.request_id for request in served.engine.requests]
+        assert len(set(ids)) == 9
+        assert all(name.startswith("cmpl-same-0-") for name in ids)
+
+    with_server(scenario)

@@ -1,6 +1,7 @@
 """The description at /openapi.json says what the server really does."""
 
 import json
+from http import HTTPStatus
 
 import pytest
 
@@ -56,6 +57,67 @@ def test_every_address_is_described():
         for path in ("/v1/completions", "/v1/chat/completions"):
             content = description["paths"][path]["post"]["responses"]["200"]["content"]
             assert set(content) == {"application/json", "text/event-stream"}
+
+    with_server(scenario)
+
+
+KEYED = {401, 421, 500, 503}
+POSTED = {*KEYED, 200, 400, 404, 408, 413, 415, 429}
+OPERATORS = {*KEYED, 200, 403, 415}
+STATUSES = {
+    "/": {*KEYED, 200},
+    "/health": {200, 421, 500, 503},
+    "/ready": {200, 421, 500, 503},
+    "/version": {200, 421, 500},
+    "/metrics": {200, 421, 500},
+    "/v1/models": {*KEYED, 200},
+    "/v1/models/{model}": {*KEYED, 200, 404},
+    "/v1/completions": POSTED,
+    "/v1/chat/completions": POSTED,
+    "/tokenize": POSTED,
+    "/detokenize": POSTED,
+    "/reset_prefix_cache": OPERATORS,
+    "/start_profile": {*OPERATORS, 404, 409},
+    "/stop_profile": {*OPERATORS, 404, 409},
+}
+
+
+def test_each_status_and_what_comes_with_it():
+    def ref(name):
+        return {"$ref": f"#/components/schemas/{name}"}
+
+    async def scenario(served):
+        paths = (await served.http.get("/openapi.json")).json()["paths"]
+        for path, statuses in STATUSES.items():
+            (operation,) = paths[path].values()
+            found = operation["responses"]
+            assert {int(status) for status in found} == statuses, path
+            for status, response in found.items():
+                assert response["description"] == HTTPStatus(int(status)).phrase
+        for path, name in (("/health", "Health"), ("/ready", "Readiness")):
+            for status in ("200", "503"):
+                content = paths[path]["get"]["responses"][status]["content"]
+                assert content == {"application/json": {"schema": ref(name)}}
+        metrics = paths["/metrics"]["get"]["responses"]["200"]["content"]
+        assert metrics["text/plain"] == {"schema": {"type": "string"}}
+        for path, kind in (("/v1/completions", "Completion"), ("/v1/chat/completions", "Chat")):
+            post = paths[path]["post"]
+            assert post["requestBody"] == {
+                "required": True,
+                "content": {"application/json": {"schema": ref(f"{kind}Body")}},
+            }
+            content = post["responses"]["200"]["content"]
+            assert content["application/json"] == {"schema": ref(f"{kind}Answer")}
+            stream = content["text/event-stream"]["schema"]
+            assert stream["type"] == "string"
+            assert stream["x-event-schema"] == {"anyOf": [ref(f"{kind}Chunk"), ref("ErrorAnswer")]}
+        assert set(paths["/tokenize"]["post"]["responses"]["200"]["content"]) == {
+            "application/json"
+        }
+        assert paths["/v1/models/{model}"]["get"]["parameters"] == [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+        assert "parameters" not in paths["/v1/models"]["get"]
 
     with_server(scenario)
 

@@ -108,6 +108,38 @@ def test_heads_within_the_bounds(server, head, body):
         assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
 
 
+def test_the_bounds_are_nginxs():
+    """As the architecture's description and the README have them; seconds and bytes."""
+    assert (protocol.MAX_URL_BYTES, protocol.MAX_HEAD_BYTES) == (8 * 1024, 32 * 1024)
+    assert (protocol.MAX_HEADERS, protocol.MAX_PIPELINED) == (100, 16)
+    assert (protocol.HEAD_TIMEOUT, protocol.SEND_TIMEOUT) == (10.0, 60.0)
+    assert protocol.KEEP_ALIVE_TIMEOUT == 75
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 8191), 401),
+        (b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 8192), 414),
+        (GET + b"".join(b"A%d: x\r\n" % i for i in range(99)) + b"\r\n", 401),
+        (GET + b"".join(b"A%d: x\r\n" % i for i in range(100)) + b"\r\n", 431),
+        # Each header counts with its colon, space and end of line.
+        (GET + b"A: " + b"x" * (32 * 1024 - 17 - 5) + b"\r\n\r\n", 401),
+        (GET + b"A: " + b"x" * (32 * 1024 - 17 - 4) + b"\r\n\r\n", 431),
+    ],
+)
+def test_the_bounds_to_the_byte(server, head, status):
+    with connect(server) as raw:
+        raw.sendall(head)
+        assert raw.recv(100).startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_as_many_requests_as_may_wait(server):
+    one = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    assert talk(server, one * 16 + last).count(b"HTTP/1.1 200 OK") == 17
+
+
 @pytest.mark.parametrize("trailer", [False, True])
 def test_an_endless_header_is_not_kept(server, trailer):
     head = CHUNKED + b"0\r\n"

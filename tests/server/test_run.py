@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -16,6 +18,7 @@ import httpx
 import pytest
 
 from octavo.config import EngineConfig, ServerConfig
+from octavo.device import SWITCH_INTERVAL
 from octavo.errors import ConfigError, OctavoError
 from octavo.server import run
 
@@ -23,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    def __init__(self, mode, *flags):
+    def __init__(self, mode, *flags, before=()):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.fake_serve", mode, *flags],
+            [*before, sys.executable, "-m", "tests.server.fake_serve", mode, *flags],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -39,7 +42,7 @@ class Process:
     def _read(self):
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
-            if match := re.search(r"listening on (https?://[\d.:]+)", line):
+            if match := re.search(r"listening on (https?://[\d.:\[\]]+)", line):
                 self.url = match[1]
                 self.listening.set()
 
@@ -59,8 +62,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def serving(mode, *flags):
-    server = Process(mode, *flags)
+def serving(mode, *flags, before=()):
+    server = Process(mode, *flags, before=before)
     try:
         assert server.listening.wait(20), server.lines
         yield server
@@ -68,6 +71,42 @@ def serving(mode, *flags):
         server.process.kill()
         server.wait()
         server.process.stderr.close()
+
+
+def test_what_the_server_makes_of_its_process(monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    before = ["prlimit", "--nofile=100:300", "--"]
+    if shutil.which(before[0]) is None:
+        pytest.skip("the prlimit command is not installed")
+    with serving("ready", "--log-format", "json", before=before) as server:
+        server.wait_for('"process"')
+        (facts,) = [json.loads(line) for line in server.lines if '"process"' in line]
+        assert facts["parallel"] == "false"  # the cores are the model's
+        assert facts["switch_interval"] == pytest.approx(SWITCH_INTERVAL)
+        assert facts["open_files"] == [300, 300]
+        assert facts["frozen"]
+        response = httpx.get(server.url + "/version", timeout=10)
+        assert "server" not in response.headers
+        httpx.get(server.url + "/v1/models", timeout=10)
+        server.wait_for("/v1/models")
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        lines = [json.loads(line) for line in server.lines]
+        assert len([line for line in lines if "/v1/models" in line["message"]]) == 1
+
+
+def test_an_address_of_six_words_and_a_setting_of_the_users_own(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with serving("ready", "--host", "::1", "--log-format", "json") as server:
+        assert server.url.startswith("http://[::1]:")
+        server.wait_for('"process"')
+        (facts,) = [json.loads(line) for line in server.lines if '"process"' in line]
+        assert facts["parallel"] == "true"
+        assert httpx.get(server.url + "/health", timeout=10).status_code == 200
 
 
 def test_listens_while_loading_and_stops_at_once_then():

@@ -1,4 +1,4 @@
-"""What a body of millions of wrong entries costs: no more than one of them."""
+"""What is wrong with a body is said in full, and costs no more in millions than once."""
 
 import pytest
 from pydantic import ValidationError
@@ -6,7 +6,8 @@ from pydantic import ValidationError
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_LOGIT_BIAS
 from octavo.server.body import validate
-from octavo.server.schema import MAX_PROMPTS, CompletionBody, DetokenizeBody
+from octavo.server.schema import MAX_PROMPTS, ChatBody, CompletionBody, DetokenizeBody
+from tests.server.fake_engine import with_server
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "bad_words"])
@@ -32,3 +33,345 @@ def test_numbers_of_entries_are_bounded():
             validate(CompletionBody, {"prompt": "x"} | body)
         assert refused.value.param == name
     assert len(validate(CompletionBody, {"prompt": [[1]] * MAX_PROMPTS}).prompt) == MAX_PROMPTS
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+BIG = 2**31
+
+
+def messages(*found):
+    return {"messages": list(found)}
+
+
+# What is sent, and all of what is said: the message, the field, the code.
+WRONG = {
+    "/v1/completions": [
+        ({}, "prompt is missing; it is required.", "prompt", "missing_parameter"),
+        (
+            {"prompt": 5},
+            "prompt=5 is not allowed; give a string, a list of strings, a list of token ids, or a "
+            "list of lists of token ids.",
+            "prompt",
+            None,
+        ),
+        ({"prompt": []}, "prompt is an empty list; give at least one prompt.", "prompt", None),
+        (
+            {"prompt": [True]},
+            "prompt[0]=True is not a token id (an integer >= 0).",
+            "prompt",
+            None,
+        ),
+        (
+            {"prompt": [1.5]},
+            "prompt[0]=1.5 is neither a string nor a token id nor a list of them.",
+            "prompt",
+            None,
+        ),
+        ({"prompt": [0, -1]}, "prompt[1]=-1 is not a token id (an integer >= 0).", "prompt", None),
+        (
+            {"prompt": [BIG - 1, -1]},
+            "prompt[1]=-1 is not a token id (an integer >= 0).",
+            "prompt",
+            None,
+        ),
+        (
+            {"prompt": [0, BIG]},
+            "prompt[1]=2147483648 is not a token id (an integer >= 0).",
+            "prompt",
+            None,
+        ),
+        (
+            {"prompt": [0, BIG - 1]},
+            "prompt holds the token id 2147483647, which is not in this model's vocabulary of 258 "
+            "tokens.",
+            "prompt",
+            None,
+        ),
+        (
+            {"prompt": ["a", ["b"]]},
+            "prompt[1]=['b'] differs in kind from prompt[0]; the prompts of one request are all "
+            "strings or all lists of token ids.",
+            "prompt",
+            None,
+        ),
+        ({"prompt": [[5], []]}, "prompt[1]=[] is not a list of token ids.", "prompt[1]", None),
+        (
+            {"prompt": [[5], [6, -1]]},
+            "prompt[1][1]=-1 is not a token id (an integer >= 0).",
+            "prompt[1]",
+            None,
+        ),
+        (
+            {"prompt": ["a"] * 4097},
+            "prompt has 4097 prompts; at most 4096 are allowed.",
+            "prompt",
+            None,
+        ),
+        (
+            {"prompt": "a", "stop": ["a", 5]},
+            "stop=['a', 5] is not allowed; give a string or a list of strings.",
+            "stop",
+            None,
+        ),
+        (
+            {"prompt": "a", "stop": ["a"] * 65},
+            "stop has 65 texts; at most 64 are allowed.",
+            "stop",
+            None,
+        ),
+        (
+            {"prompt": "a", "logit_bias": {str(i): 0 for i in range(1025)}},
+            "logit_bias has 1025 entries; at most 1024 are allowed.",
+            "logit_bias",
+            None,
+        ),
+        (
+            {"prompt": "a", "logit_bias": {"5": "x"}},
+            "logit_bias.5='x' is not allowed: input should be a valid number.",
+            "logit_bias.5",
+            None,
+        ),
+        (
+            {"prompt": "a", "priority": 2**70},
+            "priority=1180591620717411303424 is not allowed; it is an integer in [-2147483648, "
+            "2147483647].",
+            "priority",
+            None,
+        ),
+        (
+            {"prompt": "a", "stream_options": {}},
+            "stream_options needs stream=true.",
+            "stream_options",
+            None,
+        ),
+        (
+            {"prompt": "a", "stream": True, "prompt_logprobs": 1},
+            "prompt_logprobs is not available with stream=true; leave one of them out.",
+            "prompt_logprobs",
+            None,
+        ),
+        (
+            {"prompt": "a", "best_of": 2, "n": 3},
+            "best_of=2 differs from n; choosing the best of several answers is not supported. "
+            "Leave best_of out.",
+            "best_of",
+            "unsupported_parameter",
+        ),
+        (
+            {"prompt": "a", "deadline_ms": 0},
+            "deadline_ms=0 is not allowed: input should be greater than 0.",
+            "deadline_ms",
+            None,
+        ),
+        (
+            {"prompt": "a", "deadline_ms": 2**53 + 1},
+            "deadline_ms=9007199254740993 is not allowed: input should be less than or equal to "
+            "9007199254740992.",
+            "deadline_ms",
+            None,
+        ),
+        (
+            {"prompt": "a", "cache_salt": ""},
+            "cache_salt='' is not allowed: string should have at least 1 character.",
+            "cache_salt",
+            None,
+        ),
+        (
+            {"prompt": "a", "priority": 1},
+            "priority needs a server that runs with --scheduling-policy priority.",
+            "priority",
+            "unsupported_parameter",
+        ),
+    ],
+    "/v1/chat/completions": [
+        ({}, "messages is missing; it is required.", "messages", "missing_parameter"),
+        (
+            messages(),
+            "messages=[] is not allowed; give a list of one or more messages.",
+            "messages",
+            None,
+        ),
+        (
+            {"messages": "hi"},
+            "messages='hi' is not allowed; give a list of one or more messages.",
+            "messages",
+            None,
+        ),
+        (
+            messages("hi"),
+            'messages[0]=\'hi\' is not a message; give {"role": "user", "content": "..."}.',
+            "messages",
+            None,
+        ),
+        (
+            messages(*CHAT["messages"], {"role": "tool", "content": "x"}),
+            "messages[1]: tool calls are not supported yet.",
+            "messages",
+            "unsupported_parameter",
+        ),
+        (
+            messages({"role": "wizard", "content": "x"}),
+            "messages[0].role='wizard' is not allowed; it is system, developer, user or assistant.",
+            "messages",
+            None,
+        ),
+        (
+            messages({"role": "assistant"}),
+            "messages[0].content=None is not allowed; it is a string or a list of text parts.",
+            "messages",
+            None,
+        ),
+        (
+            messages({"role": "user", "content": None}),
+            "messages[0].content=None is not allowed; it is a string or a list of text parts.",
+            "messages",
+            None,
+        ),
+        (
+            messages({"role": "user", "content": ["a", 5]}),
+            'messages[0].content[1]=5 is not allowed; a part is {"type": "text", "text": "..."}.',
+            "messages",
+            None,
+        ),
+        (
+            messages({"role": "user", "content": [{"type": "image_url"}]}),
+            "messages[0].content[0] is of type 'image_url', which is not supported yet; only text "
+            "parts are.",
+            "messages",
+            "unsupported_parameter",
+        ),
+        (
+            messages({"role": "user", "content": [{"type": "text", "text": 5}]}),
+            "messages[0].content[0].text=5 is not allowed; it is a string.",
+            "messages",
+            None,
+        ),
+        (
+            messages({"role": "user", "content": "a", "name": 5}),
+            "messages[0].name=5 is not allowed: input should be a valid string.",
+            "messages[0].name",
+            None,
+        ),
+        ({**CHAT, "top_logprobs": 1}, "top_logprobs needs logprobs=true.", "top_logprobs", None),
+        (
+            {**CHAT, "logprobs": True, "top_logprobs": 21},
+            "top_logprobs=21 is more than this server gives: 20 (--max-logprobs).",
+            "top_logprobs",
+            None,
+        ),
+        (
+            {**CHAT, "logprobs": True, "top_logprobs": -2},
+            "top_logprobs=-2 is not allowed: input should be greater than or equal to -1.",
+            "top_logprobs",
+            None,
+        ),
+        (
+            {**CHAT, "max_tokens": 1, "max_completion_tokens": 2},
+            "max_tokens=1 and max_completion_tokens=2 contradict; give one of them.",
+            "max_tokens",
+            None,
+        ),
+        (
+            {**CHAT, "max_completion_tokens": 0},
+            "max_completion_tokens=0 is not allowed: input should be greater than or equal to 1.",
+            "max_completion_tokens",
+            None,
+        ),
+        (
+            {**CHAT, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message and add_generation_prompt exclude each other.",
+            "continue_final_message",
+            None,
+        ),
+    ],
+    "/tokenize": [
+        ({}, "Give either prompt or messages.", "prompt", None),
+        ({"prompt": "a", **CHAT}, "Give either prompt or messages.", "prompt", None),
+        (
+            {"prompt": "a", "model": "x"},
+            "The model 'x' does not exist here; this server has fake.",
+            "model",
+            "model_not_found",
+        ),
+    ],
+    "/detokenize": [
+        ({}, "tokens is missing; it is required.", "tokens", "missing_parameter"),
+        (
+            {"tokens": [0, -1]},
+            "tokens[1]=-1 is not allowed: input should be greater than or equal to 0.",
+            "tokens[1]",
+            None,
+        ),
+        (
+            {"tokens": [BIG]},
+            "tokens[0]=2147483648 is not allowed: input should be less than or equal to "
+            "2147483647.",
+            "tokens[0]",
+            None,
+        ),
+        (
+            {"tokens": [5, 258]},
+            "tokens holds the token id 258, which is not in this model's vocabulary of 258 tokens.",
+            "tokens",
+            None,
+        ),
+        (
+            {"tokens": [], "model": "x"},
+            "The model 'x' does not exist here; this server has fake.",
+            "model",
+            "model_not_found",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_what_is_wrong_is_said_in_full(path):
+    async def scenario(served):
+        for body, message, param, code in WRONG[path]:
+            response = await served.post(path, **body)
+            assert response.status_code == (404 if code == "model_not_found" else 400), message
+            assert response.json()["error"] == {
+                "message": message,
+                "type": "invalid_request_error",
+                "param": param,
+                "code": code,
+            }
+
+    with_server(scenario)
+
+
+def test_what_lies_just_within_the_bounds():
+    most = {str(i): 0 for i in range(258)}
+
+    async def scenario(served):
+        for path, body in [
+            ("/v1/completions", {"prompt": [0, 257]}),
+            ("/v1/completions", {"prompt": "a", "stop": ["zz"] * 64}),
+            ("/v1/completions", {"prompt": "a", "logit_bias": most}),
+            ("/v1/completions", {"prompt": "a", "best_of": 2, "n": 2}),
+            ("/v1/completions", {"prompt": "a", "best_of": 1}),
+            ("/v1/completions", {"prompt": "a", "deadline_ms": 2**53}),
+            ("/v1/completions", {"prompt": "a", "cache_salt": "x"}),
+            ("/v1/completions", {"prompt": "a", "priority": 0, "n": None}),
+            ("/v1/completions", {"prompt": "a", "stream_options": {}, "stream": True}),
+            ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0, "stream": False}),
+            ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 20}),
+            ("/v1/chat/completions", {**CHAT, "logprobs": False, "top_logprobs": 0}),
+            ("/v1/chat/completions", {**CHAT, "max_tokens": 2, "max_completion_tokens": 2}),
+            ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 1}),
+            ("/v1/chat/completions", messages({"role": "assistant", "content": None})),
+            ("/detokenize", {"tokens": []}),
+            ("/detokenize", {"tokens": [0, 257]}),
+        ]:
+            response = await served.post(path, **body)
+            assert response.status_code == 200, (body, response.text)
+
+    with_server(scenario)
+
+
+def test_messages_are_given_up_at_the_first_wrong_one():
+    wrong = messages(*[{"role": "user", "content": "a", "name": 5}] * 1000)
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate(wrong)
+    assert caught.value.error_count() == 1

@@ -1,0 +1,187 @@
+"""Around every request: its line in the log, its id, what it is counted as."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from octavo.logs import REQUEST_ID
+from octavo.server.middleware import RequestMiddleware
+from tests.server.fake_engine import Call, with_server
+
+LOG = "octavo.server.middleware"
+FIELDS = ("status", "latency_ms", "client", "prompt_tokens", "completion_tokens")
+
+
+def lines(caplog):
+    """The fields of each request's line, by its text."""
+    return {
+        record.getMessage(): {name: getattr(record, name, "none") for name in FIELDS}
+        for record in caplog.records
+        if record.name == LOG
+    }
+
+
+def test_the_line_of_a_request_says_all_of_it(caplog):
+    caplog.set_level(logging.DEBUG, LOG)
+
+    async def scenario(served):
+        served.engine.step_time = 0.01
+        started = time.monotonic()
+        call = Call(served, "/v1/completions", b'{"prompt":"hi","max_tokens":4}')
+        await call.task
+        elapsed = (time.monotonic() - started) * 1000
+        line = lines(caplog)["POST /v1/completions"]
+        assert 30 <= line.pop("latency_ms") <= elapsed + 1
+        assert line == {
+            "status": 200,
+            "client": "10.0.0.1",
+            "prompt_tokens": 3,
+            "completion_tokens": 4,
+        }
+
+    with_server(scenario)
+
+
+def test_lines_of_what_generates_nothing(caplog):
+    caplog.set_level(logging.DEBUG, LOG)
+
+    async def scenario(served):
+        for path in ("/health", "/v1/models", "/v1/x%0Ay"):
+            await served.http.get(path)
+        found = lines(caplog)
+        levels = {r.getMessage(): r.levelno for r in caplog.records if r.name == LOG}
+        assert levels == {
+            "GET /health": logging.DEBUG,  # probes come every second
+            "GET /v1/models": logging.INFO,
+            "GET /v1/x%0Ay": logging.INFO,
+        }
+        assert [line["status"] for line in found.values()] == [200, 200, 404]
+        for line in found.values():
+            assert (line["prompt_tokens"], line["completion_tokens"]) == ("none", "none")
+
+    with_server(scenario)
+
+
+def test_a_client_without_an_address(caplog):
+    caplog.set_level(logging.DEBUG, LOG)
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/version",
+        "headers": [],
+        "query_string": b"",
+    }
+
+    async def scenario(served):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        await served.http._transport.app(dict(scope), receive, send)
+        assert sent[0]["status"] == 200
+        # Neither an address nor a raw path: a server behind a Unix socket gives none.
+        assert lines(caplog)["GET /version"]["client"] is None
+
+    with_server(scenario)
+
+
+def test_what_is_logged_during_a_request_carries_its_id(caplog):
+    seen = []
+
+    async def scenario(served):
+        async def broken():
+            seen.append(REQUEST_ID.get())
+            raise RuntimeError("boom")
+
+        served.engine.reset_prefix_cache = broken
+        before = REQUEST_ID.get()
+        headers = {"X-Request-Id": "mine"}
+        await served.http.post("/reset_prefix_cache", json={}, headers=headers)
+        assert seen == ["mine"]
+        assert REQUEST_ID.get() == before
+
+    with_server(scenario, enable_admin=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("!", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("a~b", True),
+        ("a b", False),
+        ("", False),
+    ],
+)
+def test_ids_that_are_fit_for_headers_are_kept(given, taken):
+    async def scenario(served):
+        response = await served.http.get("/version", headers={"X-Request-Id": given})
+        found = response.headers["x-request-id"]
+        assert (found == given) == taken
+        assert taken or len(found) == 32
+
+    with_server(scenario)
+
+
+def test_probes_are_not_in_the_way_of_the_end():
+    async def scenario(served):
+        counts = []
+
+        async def endpoint(scope, receive, send):
+            counts.append(served.state.num_active)
+
+        middleware = RequestMiddleware(endpoint, served.state)
+        for path in ("/health", "/ready", "/metrics", "/v1/models"):
+            scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+            await middleware(scope, None, None)
+        assert counts == [0, 0, 0, 1]
+        # What is no request passes through: the server's own beginning and end.
+        await middleware({"type": "lifespan"}, None, None)
+        assert counts[-1] == 0
+
+    with_server(scenario)
+
+
+def test_bodies_count_until_their_requests_end():
+    async def scenario(served):
+        served.engine.paused = True
+        body = b'{"prompt":"hi"}'
+        calls = [Call(served, "/v1/completions", body, chunks=3) for _ in range(2)]
+        while served.engine.num_unfinished_requests < 2:
+            await asyncio.sleep(0.001)
+        assert served.state.body_bytes == 2 * len(body)
+        assert served.state.num_active == 2
+        calls[0].disconnect()
+        await calls[0].task
+        assert served.state.body_bytes == len(body)
+        served.engine.paused = False
+        await calls[1].task
+        assert served.state.body_bytes == served.state.num_active == 0
+
+    with_server(scenario)
+
+
+def test_an_answer_that_has_begun_is_not_answered_again():
+    async def scenario(served):
+        async def endpoint(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            raise RuntimeError("boom")
+
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+        with pytest.raises(RuntimeError, match="boom"):  # uvicorn then closes the connection
+            await RequestMiddleware(endpoint, served.state)(scope, None, send)
+        assert len(sent) == 1
+
+    with_server(scenario)
