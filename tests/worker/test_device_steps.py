@@ -137,6 +137,11 @@ def test_a_cuda_graph_is_warmed_up_and_captured_on_one_stream(monkeypatch) -> No
         graph = graphs(partial(launched.append, size))
         assert graph is torch.cuda.CUDAGraph.return_value
     assert launched == [8, 8, 4, 4]
+    # What was launched before is waited for, and what comes later waits.
+    stream, current = torch.cuda.Stream.return_value, torch.cuda.current_stream.return_value
+    assert [call.args for call in stream.wait_stream.call_args_list] == [(current,)] * 2
+    assert [call.args for call in current.wait_stream.call_args_list] == [(stream,)] * 2
+    assert [call.args for call in torch.cuda.stream.call_args_list] == [(stream,)] * 2
     torch.cuda.Stream.assert_called_once()
     torch.cuda.graph_pool_handle.assert_called_once()
     for call in torch.cuda.graph.call_args_list:

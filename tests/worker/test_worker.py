@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,23 @@ def test_measured_then_planned_then_run(gpu: None, tmp_path: Path) -> None:
     other, _ = make_worker(tmp_path)
     other.initialize_kv_cache(kv_cache)
     assert run_step(other) == [[token]], "measuring leaves nothing behind"
+
+
+def test_what_the_largest_step_took_is_given_back_before_memory_is_looked_at(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    names = ("reset_peak_memory_stats", "max_memory_allocated", "synchronize", "empty_cache")
+    for name in (*names, "mem_get_info"):
+        known = getattr(torch.cuda, name)
+
+        def noted(*args: object, name: str = name, known: Any = known) -> object:
+            calls.append(name)
+            return known(*args)
+
+        monkeypatch.setattr(torch.cuda, name, noted)
+    make_worker(tmp_path)[0].measure_memory()
+    assert calls == [*names, "mem_get_info"]
 
 
 def test_nothing_is_planned_for_captured_steps_that_are_switched_off(
