@@ -286,8 +286,9 @@ def test_the_longest_that_fits_is_found(num_blocks):
     assert longest.max_model_len == (num_blocks - 1) * 16
     assert longest.blocks_per_request == num_blocks - 1
     assert longest.max_concurrency == 1
-    with pytest.raises(ConfigError, match=f"Set max_model_len={(num_blocks - 1) * 16} "):
-        plan(num_gpu_blocks_override=num_blocks, max_model_len=2048)
+    for length in (2048, 2047, 2045, 2041, 2033, 2018):
+        with pytest.raises(ConfigError, match=f"Set max_model_len={(num_blocks - 1) * 16} "):
+            plan(num_gpu_blocks_override=num_blocks, max_model_len=length)
 
 
 def test_refusals_in_full(monkeypatch):
