@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def build_app(state: ServerState) -> FastAPI:
-    """Makes the application; its lifespan starts and ends the engine."""
+    """Makes the application; its lifespan starts the engine, which `state.close` ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -40,7 +40,6 @@ def build_app(state: ServerState) -> FastAPI:
         documented = asyncio.create_task(asyncio.to_thread(app.openapi))
         yield
         await documented
-        await state.close()
 
     app = FastAPI(
         title="Octavo",

@@ -53,8 +53,8 @@ class Operation:
                 }
             }
         error = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
-        found = {s: _response(s, error) for s in self.errors if s not in self.states}
-        return {**{s: _response(s, content) for s in self.states}, **dict(sorted(found.items()))}
+        found = {s: _response(s, error) for s in sorted(self.errors)}
+        return {**{s: _response(s, content) for s in self.states}, **found}
 
     def extra(self, path: str) -> dict[str, Any] | None:
         """The rest of the documentation, for the route's `openapi_extra`."""

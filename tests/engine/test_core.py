@@ -1,7 +1,9 @@
 """The engine core with a fake worker: order of calls, refusals, failures."""
 
 import json
+import logging
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, ProfilerError
 from octavo.messages import EngineCoreRequest, FinishReason
 from octavo.models.hub import resolve_model
-from octavo.worker.memory import Scratch
+from octavo.worker.memory import DeviceMemory, Scratch
 from tests.fakes import FakeExecutor, expected_output
 from tests.params import core_params
 
@@ -121,6 +123,61 @@ def test_the_caller_s_token_budget_holds_where_the_config_sets_none(monkeypatch)
         assert core.max_model_len == 64
         run(core)
         core.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_memory_is_planned_before_loading_on_a_cpu_and_after_it_on_a_gpu(kind, monkeypatch, caplog):
+    order, setups = [], []
+
+    class Measured(FakeWorkerExecutor):
+        def __init__(self, setup):
+            super().__init__(setup)
+            order.append("load")
+            setups.append(setup)
+
+        @staticmethod
+        def measure_scratch(setup):
+            order.append("measure the step")
+            setups.append(setup)
+            return Scratch(1000, 2000, 3000)
+
+        def measure_memory(self):
+            order.append("measure the memory")
+            return DeviceMemory(total=2**31, foreign=2**20, weights=2**20, step=2**20)
+
+        def initialize_kv_cache(self, kv_cache):
+            order.append("allocate")
+            self.kv_cache = kv_cache
+            super().initialize_kv_cache(kv_cache)
+
+    caplog.set_level(logging.INFO, "octavo.engine.core")
+    monkeypatch.setattr(core_module, "resolve_device", lambda device: kind)
+    monkeypatch.setattr(core_module, "resident_memory", lambda: 123 * 2**20)
+    monkeypatch.setattr(core_module, "get_executor_class", lambda config: Measured)
+    config = EngineConfig.from_kwargs(max_num_seqs=4, num_gpu_blocks_override=20, max_model_len=-1)
+    core = EngineCore(
+        config, resolve_model(BUILTIN_MODEL), default_batched_tokens=32, request_memory=2**20
+    )
+    longest = 19 * 16
+    lines = "\n".join(record.getMessage() for record in caplog.records)
+    assert core.plan.report() in lines
+    assert "model ready in " in lines
+    assert core.executor.kv_cache.num_blocks == core.plan.num_blocks == 20
+    assert core.max_model_len == core.plan.max_model_len == longest
+    assert setups[0].max_num_batched_tokens == core.scheduler.max_num_batched_tokens == 32
+    assert setups[0].max_model_len == core.spec.max_model_len
+    if kind == "cpu":
+        assert order == ["measure the step", "load", "allocate"]
+        assert setups[1] == replace(
+            setups[0], max_model_len=longest, scratch=Scratch(1000, 2000, 3000)
+        )
+        assert core.plan.compare(123 * 2**20) in lines
+        assert core.plan.requests == 2**20
+    else:
+        assert order == ["load", "measure the memory", "allocate"]
+        assert "resident memory" not in lines
+        assert core.plan.requests == 0
+    core.shutdown()
 
 
 def test_async_scheduling_hands_out_the_next_step_before_the_last_result(core):

@@ -12,13 +12,16 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import psutil
 import pytest
+import zmq
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.core_client import AsyncMPClient
-from octavo.engine.core_process import _BusyLoop
+from octavo.engine.core_process import CoreProcessSetup, CoreReady, _BusyLoop
 from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
 from octavo.models.hub import resolve_model
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -327,10 +330,75 @@ def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):
         asyncio.run(main())
 
 
+STAND_IN = """
+import gc, json, signal, sys
+from types import SimpleNamespace
+from octavo.engine import core_process
+
+class Core:
+    def __init__(self, config, path, **settings):
+        self.max_model_len, self.plan = 5, SimpleNamespace(num_blocks=7)
+        signals = [signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
+        facts = {"path": str(path), "settings": settings, "interval": sys.getswitchinterval()}
+        print(json.dumps({**facts, "ignored": signals}), flush=True)
+    def has_work(self):
+        return False
+    def check_integrity(self):
+        pass
+    def shutdown(self):
+        print(json.dumps({"frozen": gc.get_freeze_count() > 0}), flush=True)
+
+core_process.EngineCore = Core
+core_process.main()
+"""
+
+
+def test_what_the_process_makes_of_itself(tmp_path):
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    setup = msgspec.msgpack.encode(
+        CoreProcessSetup(
+            config=EngineConfig(),
+            model_path="/a/model",
+            default_batched_tokens=512,
+            request_memory=1000,
+            input_address=f"ipc://{folder}/input",
+            output_address=f"ipc://{folder}/output",
+            log_level="info",
+            log_format="text",
+        )
+    )
+    with zmq.Context() as context, context.socket(zmq.PULL) as output:
+        output.bind(f"ipc://{folder}/output")
+        process = subprocess.Popen(
+            [sys.executable, "-c", STAND_IN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        process.stdin.write(len(setup).to_bytes(4, "little") + setup)
+        process.stdin.flush()
+        assert output.poll(20_000)
+        assert output.recv_multipart() == [
+            b"R",
+            msgspec.msgpack.encode(CoreReady(max_model_len=5, num_blocks=7)),
+        ]
+        said, _ = process.communicate(timeout=20)  # end of file: it is to stop
+        output.close(linger=0)
+    assert process.returncode == 0
+    assert not folder.exists()
+    started, ended = map(json.loads, said.splitlines())
+    assert started == {
+        "path": "/a/model",
+        "settings": {"default_batched_tokens": 512, "request_memory": 1000},
+        "interval": pytest.approx(SWITCH_INTERVAL),
+        "ignored": [True, True],  # a Ctrl-C in the terminal is the parent's
+    }
+    assert ended == {"frozen": True}
+
+
 def test_the_engine_ends_with_its_parent():
     code = """
 import asyncio
 from octavo.config import EngineConfig
+from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
 async def main():
     engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))

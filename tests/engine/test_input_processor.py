@@ -322,7 +322,7 @@ def test_what_lies_just_within_the_bounds():
         ("", {"bad_words": ["x" * 60] * 10}, 600),
         ("", {"stop_token_ids": [5] * 1000}, 500),
         ("", {"allowed_token_ids": [5] * 1000}, 500),
-        ("", {"logit_bias": {i: 1.0 for i in range(1000)}}, 500),
+        ("", {"logit_bias": dict.fromkeys(range(1000), 1.0)}, 500),
     ],
 )
 def test_how_long_it_takes_is_known_before(prompt, fields, microseconds):

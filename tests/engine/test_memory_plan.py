@@ -286,8 +286,9 @@ def test_the_longest_that_fits_is_found(num_blocks):
     assert longest.max_model_len == (num_blocks - 1) * 16
     assert longest.blocks_per_request == num_blocks - 1
     assert longest.max_concurrency == 1
-    with pytest.raises(ConfigError, match=f"Set max_model_len={(num_blocks - 1) * 16} "):
-        plan(num_gpu_blocks_override=num_blocks, max_model_len=2048)
+    for length in (2048, 2047, 2045, 2041, 2033, 2018):
+        with pytest.raises(ConfigError, match=f"Set max_model_len={(num_blocks - 1) * 16} "):
+            plan(num_gpu_blocks_override=num_blocks, max_model_len=length)
 
 
 def test_refusals_in_full(monkeypatch):
@@ -310,8 +311,8 @@ def test_refusals_in_full(monkeypatch):
     monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, 100 * MIB))
     before = needed.total - needed.kv_cache
     assert refusal(max_num_seqs=1, max_model_len=16, gpu_memory_utilization=0.5) == (
-        f"{BUILTIN_MODEL} needs {before / MIB:,.0f} MiB before the KV cache, and 50 MiB may be used "
-        "(50% of what is free). Take a smaller model or dtype, or lower max_num_batched_tokens, "
+        f"{BUILTIN_MODEL} needs {before / MIB:,.0f} MiB before the KV cache, and 50 MiB may be "
+        "used (50% of what is free). Take a smaller model or dtype, or lower max_num_batched_tokens, "
         "max_num_seqs or request_memory_bytes."
     )
     monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, before + 10 * MIB))

@@ -277,11 +277,27 @@ def test_abort_of_several_answers():
 
 
 def test_abort_with_an_error():
-    bench = Bench()
+    metrics = EngineMetrics("m", 1000)
+    bench = Bench(metrics=metrics)
     queue = bench.add(queue=True)
     bench.outputs.abort_requests(["r"], DeadlineError("too late"))
     with pytest.raises(DeadlineError):
         queue.get_nowait()
+    found = counts(metrics)
+    assert found["request_success_total", "error"] == 1
+    assert ("requests_aborted_total", None) not in found
+
+
+def test_whose_request_it_is():
+    bench = Bench()
+    first = bench.add(queue=True)
+    assert bench.outputs.is_live("r", first)
+    assert not bench.outputs.is_live("other", first)
+    bench.outputs.abort_requests(["r"])
+    assert not bench.outputs.is_live("r", first)
+    second = bench.add(queue=True)
+    assert not bench.outputs.is_live("r", first)
+    assert bench.outputs.is_live("r", second)
 
 
 @pytest.mark.parametrize(

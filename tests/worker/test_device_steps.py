@@ -137,6 +137,11 @@ def test_a_cuda_graph_is_warmed_up_and_captured_on_one_stream(monkeypatch) -> No
         graph = graphs(partial(launched.append, size))
         assert graph is torch.cuda.CUDAGraph.return_value
     assert launched == [8, 8, 4, 4]
+    # What was launched before is waited for, and what comes later waits.
+    stream, current = torch.cuda.Stream.return_value, torch.cuda.current_stream.return_value
+    assert [call.args for call in stream.wait_stream.call_args_list] == [(current,)] * 2
+    assert [call.args for call in current.wait_stream.call_args_list] == [(stream,)] * 2
+    assert [call.args for call in torch.cuda.stream.call_args_list] == [(stream,)] * 2
     torch.cuda.Stream.assert_called_once()
     torch.cuda.graph_pool_handle.assert_called_once()
     for call in torch.cuda.graph.call_args_list:
@@ -158,7 +163,13 @@ def test_captured_steps_of_any_number_of_requests(tmp_path: Path) -> None:
         seen += run(steps, batch, {"c": 1, "b": 1, "a": 1})
         seen += run(steps, batch, {"c": 1})
         results.append(seen)
+        # Neither capturing nor a row of padding has written any keys or values.
+        spec, num_tokens = steps._eager.model.spec, batch.num_computed_tokens.sum()
+        for cache in steps._eager.kv_caches:
+            written = num_tokens * 2 * spec.num_key_value_heads * spec.head_size
+            assert cache.isfinite().sum() == written
     for eager, captured_result in zip(*results, strict=True):
         assert eager.isfinite().all()
         torch.testing.assert_close(captured_result, eager)
-    assert {graph.replays for graph in graphs} == {1, 2}, "two steps fit two requests, one four"
+    # The graph of four requests comes first; two steps fit that of two.
+    assert [graph.replays for graph in graphs] == [1, 2]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     BadWordsTokenIds,
@@ -298,3 +299,31 @@ def test_steps_are_captured_unless_eager_is_enforced(folder: Path) -> None:
     assert isinstance(captured.runner.steps, CapturedSteps)
     assert isinstance(eager.runner.steps, EagerSteps)
     assert captured.generate(captured.new("a", LONG), 4) == eager.generate(eager.new("a", LONG), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "slopes", "dtype", "refused"),
+    [
+        ("flashinfer", (), "bfloat16", False),
+        ("flashinfer", (0.5, 0.25), "bfloat16", True),
+        ("flashinfer", (), "float32", True),
+        ("cpu", (0.5, 0.25), "float32", False),
+    ],
+)
+def test_what_flashinfer_cannot_do_is_refused_before_loading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name, slopes, dtype, refused
+) -> None:
+    class Loading(Exception):
+        pass
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise Loading
+
+    backend = type("Backend", (), {"name": name})()
+    monkeypatch.setattr(model_runner, "get_attention_backend", lambda *_, **__: backend)
+    monkeypatch.setattr(model_runner, "load_model", load)
+    spec = replace(ModelSpec.from_folder(folder), alibi_slopes=slopes)
+    setup = WorkerSetup(EngineConfig.from_kwargs(), spec, folder, dtype, MAX_LEN, MAX_LEN)
+    with pytest.raises(ConfigError if refused else Loading) as caught:
+        ModelRunner(setup, CPU)
+    assert not refused or "attention_backend=triton" in str(caught.value)

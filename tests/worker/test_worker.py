@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +33,8 @@ def make_worker(folder: Path, **settings: object) -> tuple[Worker, WorkerSetup]:
         config=EngineConfig.from_kwargs(
             model=str(folder),
             attention_backend="triton",
-            max_num_seqs=3,
             block_size=8,
-            **settings,
+            **{"max_num_seqs": 3} | settings,
         ),
         spec=ModelSpec.from_folder(folder),
         model_path=folder,
@@ -91,6 +92,64 @@ def test_measured_then_planned_then_run(gpu: None, tmp_path: Path) -> None:
     other, _ = make_worker(tmp_path)
     other.initialize_kv_cache(kv_cache)
     assert run_step(other) == [[token]], "measuring leaves nothing behind"
+
+
+def test_what_the_largest_step_took_is_given_back_before_memory_is_looked_at(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    names = ("reset_peak_memory_stats", "max_memory_allocated", "synchronize", "empty_cache")
+    for name in (*names, "mem_get_info"):
+        known = getattr(torch.cuda, name)
+
+        def noted(*args: object, name: str = name, known: Any = known) -> object:
+            calls.append(name)
+            return known(*args)
+
+        monkeypatch.setattr(torch.cuda, name, noted)
+    worker, _ = make_worker(tmp_path)
+    monkeypatch.setattr(worker.runner, "run_largest_step", lambda: calls.append("run") or (0, 0))
+    worker.measure_memory()
+    assert calls == [names[0], "run", *names[1:], "mem_get_info"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks", "graphs"),
+    [
+        ({"max_num_seqs": 3}, 1, 3),  # of 20 tokens 6 each
+        ({"max_num_seqs": 1}, 3, 1),
+        ({"max_num_seqs": 2}, 2, 2),
+        ({"max_num_seqs": 30}, 1, 7),  # no more requests than tokens; graphs of 1, 2, 4, 8 ...
+    ],
+)
+def test_the_largest_step(
+    gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, int],
+    blocks: int,
+    graphs: int,
+) -> None:
+    worker, setup = make_worker(tmp_path, **settings)
+    steps: list[SchedulerOutput] = []
+    monkeypatch.setattr(worker.runner, "execute_model", steps.append)  # that it runs: see above
+    monkeypatch.setattr(worker.runner, "sample_tokens", lambda: SimpleNamespace(get=list))
+    with torch.inference_mode():
+        nbytes, captured = worker.runner.run_largest_step()
+    spec = setup.spec
+    of_block = 2 * spec.num_layers * 8 * spec.num_key_value_heads * spec.head_size * 4
+    assert nbytes == (blocks + 1) * of_block  # and the one kept free
+    assert captured == graphs
+    [work] = steps
+    num_reqs = min(settings["max_num_seqs"], 20)
+    assert len(work.scheduled_new_reqs) == num_reqs
+    assert set(work.num_scheduled_tokens.values()) == {20 // num_reqs}
+    assert work.total_num_scheduled_tokens == 20 // num_reqs * num_reqs
+    for request in work.scheduled_new_reqs:
+        assert len(request.token_ids) == request.num_prompt_tokens == 20 // num_reqs
+        assert request.block_ids == [list(range(1, blocks + 1))]
+        assert request.sampling_params.logprobs is not None
+        assert request.sampling_params.logit_bias is not None
 
 
 def test_nothing_is_planned_for_captured_steps_that_are_switched_off(
