@@ -588,16 +588,15 @@ struct Attention {
                      int end) const {
     using Kernels = OnTiles<T>;
     const T* const* next_keys = next ? next->keys : nullptr;
-    typename Kernels::KeyColumns columns;
+    const T* keys[kTile / 16];
+    int64_t stride = key_stride;
     if (a.block_size >= 16 && a.head_size % 32 == 0) {
-      for (int i = 0; i < kTile / 16; i++) columns.at[i] = here.keys[i];
-      columns.stride = key_stride;
+      memcpy(keys, here.keys, sizeof keys);
     } else {
       auto copy = a.block_size >= 16 ? Kernels::template copy_keys<16> : Kernels::template copy_keys<8>;
-      copy(here.keys, next_keys, key_stride, begin, end, a.head_size, acc_stride, t.on_tiles.keys);
-      for (int i = 0; i < kTile / 16; i++) columns.at[i] = t.on_tiles.keys + i * 16 * acc_stride;
-      columns.stride = 16;
-      next_keys = nullptr;
+      copy(here.keys, next_keys, stride, begin, end, a.head_size, acc_stride, t.on_tiles.keys);
+      for (int i = 0; i < kTile / 16; i++) keys[i] = t.on_tiles.keys + i * 16 * acc_stride;
+      stride = 16, next_keys = nullptr;
     }
     const bool alike = t.rows[0].last == end && t.rows[t.count - 1].first == begin;
     const bool alone = !alike && !Kernels::all_finite(here.values, begin, end, a.head_size);
@@ -614,7 +613,7 @@ struct Attention {
       float* acc = t.acc + at * acc_stride;
       auto with_groups = [&](auto groups) {
         constexpr int G = decltype(groups)::value;
-        Kernels::template scores<G>(q, columns, next_keys, first, last, acc_stride, t.scores);
+        Kernels::template scores<G>(q, keys, next_keys, stride, first, last, acc_stride, t.scores);
         softmax_rows(t, at, rows, nullptr, tile);
         if (!alone)
           Kernels::template add_values<G>(t.probs, kTile, t.on_tiles.values, first, last,
@@ -752,7 +751,6 @@ struct Attention {
   // Rows from beginning to end.
   NOINLINE void run(int64_t request, int64_t kv_head, int64_t first_row, int count,
                     int64_t next_request, int64_t next_kv_head) const {
-    const Working working;
     Task t;
     Partial total[kTileRows];
     alignas(64) float acc[kTileRows * kMaxHeadSize];
@@ -772,7 +770,6 @@ struct Attention {
   // One segment of some rows: into parts, [count] of {max, sum, acc[acc_stride]}.
   NOINLINE void run_segment(int64_t request, int64_t kv_head, int count, int64_t segment,
                             float* parts) const {
-    const Working working;
     Task t;
     start(t, request, kv_head, 0, count);
     walk_segment(t, segment);

@@ -20,14 +20,11 @@ constexpr bool kOnTiles = false;
 constexpr int kPositionsOnTiles = 128;  // in one step of the softmax
 constexpr int kRowsOnTiles = 128;  // that values are paired for at once
 constexpr int kStepRowsOnTiles = 32;  // that share the tile registers
+constexpr int kFetchTo = 2;  // a tile more than what is worked on has room in the second cache
 
 // The products of type T.
 template <class T>
 struct OnTiles;
-
-#if defined(OCTAVO_EMULATED_TILES) || defined(__AMX_TILE__)
-template <>
-constexpr bool kOnTiles<bf16> = true;
 
 template <int I>
 struct Index {
@@ -42,13 +39,17 @@ INLINE void for_each_index(F f) {
   }
 }
 
+#if defined(OCTAVO_EMULATED_TILES) || defined(__AMX_TILE__)
+template <>
+constexpr bool kOnTiles<bf16> = true;
+
 // c[G * 16][V * 16] = or, with Add, += a[G * 16][32 * steps] * b. b(step, j): where 16 pairs along K of
 // the j-th 16 columns lie. Strides count elements. A stride of 0 makes 16 equal rows of one.
 template <int G, int V, bool Add, class B>
 INLINE void tile_product(const bf16* a, int64_t a_stride, int64_t steps, B b, int64_t b_stride,
                          float* c, int64_t c_stride) {
   static_assert(G * V <= 4 && G <= 2);
-  auto place = [&](int g, int j) { return c + g * 16 * c_stride + j * 16; };
+  auto place = [=](int g, int j) { return c + g * 16 * c_stride + j * 16; };
   for_each_index<G>([&](auto g) {
     for_each_index<V>([&](auto j) {
       constexpr int G0 = decltype(g)::value, J = decltype(j)::value;
@@ -85,11 +86,9 @@ struct OnTiles<bf16> {
   using P = bf16;
   static constexpr int kPositions = kPositionsOnTiles;
 
-  // Keys of 16 positions each, and the distance from a pair of their dimensions to the next, in pairs.
-  struct KeyColumns {
-    const bf16* at[kPositions / 16];
-    int64_t stride;
-  };
+  // The tile registers belong to a thread while it has such an object.
+  OnTiles() { configure_tiles(); }
+  ~OnTiles() { release_tiles(); }
 
   // Where keys and values of a tile are put that do not lie as they should. `width`: the head size, padded.
   bf16* keys;  // [kPositions / 16][width / 2][16][2]
@@ -125,7 +124,7 @@ struct OnTiles<bf16> {
         bf16 pairs[2 * N] = {};
         if (d + 1 < head_size) {
           memcpy(pairs, from + d * stride, sizeof pairs);
-          if (next) __builtin_prefetch(next[i / N] + d * stride);
+          if (next) __builtin_prefetch(next[i / N] + d * stride, 0, kFetchTo);
         } else if (d < head_size) {
           for (int j = 0; j < N; j++) pairs[2 * j] = from[d * stride - i % stride + j];
         }
@@ -149,27 +148,28 @@ struct OnTiles<bf16> {
         memcpy(pairs, &even, sizeof even);
         memcpy(pairs + 512, &odd, sizeof odd);
         if (next) {
-          __builtin_prefetch(next[key] + d);
-          __builtin_prefetch(next[key + 1] + d);
+          __builtin_prefetch(next[key] + d, 0, kFetchTo);
+          __builtin_prefetch(next[key + 1] + d, 0, kFetchTo);
         }
       }
     }
   }
 
-  // scores[G * 16][kPositions] = q[G * 16][width] . keys, for the columns that overlap [first, last).
+  // scores[G * 16][kPositions] = q[G * 16][width] . keys, for the columns that overlap [first, last). Keys
+  // of 16 positions each; from a pair of their dimensions to the next it is `stride` pairs.
   // `next`: the keys that come after these, to be fetched from memory meanwhile, or null.
   template <int G>
-  static NOINLINE void scores(const bf16* q, const KeyColumns& keys, const bf16* const* next,
-                              int first, int last, int64_t width, float* scores) {
+  static NOINLINE void scores(const bf16* q, const bf16* const* keys, const bf16* const* next,
+                              int64_t stride, int first, int last, int64_t width, float* scores) {
     constexpr int V = 4 / G;
     for (int v = first / (16 * V) * V; v * 16 < last; v += V) {
-      auto tile = [&](int64_t k, int j) {
+      auto tile = [=](int64_t k, int j) {
         if (next)
           for (int i = 0; i < 16; i++)
-            __builtin_prefetch(next[v + j] + (k * 32 + i * 2) * keys.stride);
-        return keys.at[v + j] + k * 32 * keys.stride;
+            __builtin_prefetch(next[v + j] + (k * 32 + i * 2) * stride, 0, kFetchTo);
+        return keys[v + j] + k * 32 * stride;
       };
-      tile_product<G, V, false>(q, width, width / 32, tile, 2 * keys.stride, scores + v * 16,
+      tile_product<G, V, false>(q, width, width / 32, tile, 2 * stride, scores + v * 16,
                                 kPositions);
     }
   }
@@ -182,7 +182,7 @@ struct OnTiles<bf16> {
     const int64_t from = first / 32, steps = ceil_div(last, 32) - from;
     auto some = [&](auto columns, int64_t d) {
       constexpr int V = decltype(columns)::value;
-      auto tile = [&](int64_t k, int j) {
+      auto tile = [=](int64_t k, int j) {
         return values + (from + k) * 32 * width + (d + j * 16) * 32;
       };
       tile_product<G, V, true>(p + from * 32, p_stride, steps, tile, 32, acc + d, acc_stride);
