@@ -137,20 +137,20 @@ struct OnTiles<bf16> {
   // `next`: the values that come after these, to be fetched from memory meanwhile, or null.
   static NOINLINE void pair_values(const bf16* const* values, const bf16* const* next, int first,
                                    int last, int64_t head_size, int64_t width, bf16* to) {
-    auto sees = [&](int key) { return key >= first && key < last; };
+    alignas(64) static constexpr bf16 zeros[kMaxHeadSize] = {};
+    auto seen = [=](int key) { return key >= first && key < last ? values[key] : zeros; };
     for (int key = first / 32 * 32; key < ceil_div(last, 32) * 32; key += 2) {
+      const bf16 *a = seen(key), *b = seen(key + 1);
       bf16* pairs = to + key / 32 * 32 * width + key % 32 * 16;
-      const bool one = sees(key), other = sees(key + 1);
       for (int64_t d = 0; d < width; d += 32, pairs += 1024) {
-        const vu a = one ? row(values[key] + d, head_size - d) : vu{};
-        const vu b = other ? row(values[key + 1] + d, head_size - d) : vu{};
-        const vu even = (a & 0xffffu) | b << 16, odd = a >> 16 | (b & 0xffff0000u);
+        const vu x = row(a + d, head_size - d), y = row(b + d, head_size - d);
+        const vu even = (x & 0xffffu) | y << 16, odd = x >> 16 | (y & 0xffff0000u);
         memcpy(pairs, &even, sizeof even);
         memcpy(pairs + 512, &odd, sizeof odd);
-        if (next) {
-          __builtin_prefetch(next[key] + d, 0, kFetchTo);
-          __builtin_prefetch(next[key + 1] + d, 0, kFetchTo);
-        }
+      }
+      for (int64_t d = 0; next && d < head_size; d += 32) {
+        __builtin_prefetch(next[key] + d, 0, kFetchTo);
+        __builtin_prefetch(next[key + 1] + d, 0, kFetchTo);
       }
     }
   }
