@@ -187,7 +187,8 @@ struct Values {
       UNROLL for (int j = 0; j < V - 1; j++) v[j] = load(values[key] + dim + j * W);
       v[V - 1] = load(values[key] + dim + (V - 1) * W, tail);
       UNROLL for (int i = 0; i < R; i++)
-        UNROLL for (int j = 0; j < V; j++) sum[i][j] = fma(p[i * Extent<T>::kTile + key], v[j], sum[i][j]);
+        UNROLL for (int j = 0; j < V; j++)
+          sum[i][j] = fma(p[i * Extent<T>::kTile + key], v[j], sum[i][j]);
       if (next && key >= kFetchedEarly)
         UNROLL for (int j = 0; j < V; j++) __builtin_prefetch(next[key] + dim + j * W);
     }
@@ -258,7 +259,8 @@ struct Values<bf16> {
         }
       }
       UNROLL for (int i = 0; i < R; i++) {
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(load_raw<int>(p + i * Extent<bf16>::kTile + key));
+        const P* at = p + i * Extent<bf16>::kTile + key;
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(load_raw<int>(at));
         UNROLL for (int c = 0; c < C; c++) {
           sum[i][2 * c] = _mm512_dpbf16_ps(sum[i][2 * c], v[c].low, both);
           sum[i][2 * c + 1] = _mm512_dpbf16_ps(sum[i][2 * c + 1], v[c].high, both);
@@ -353,7 +355,7 @@ struct Attention {
   static constexpr bool kBytes = !std::is_same_v<T, C>, kScales = kScaleBytes<C> > 0;
   const AttentionArgs& a;
   const int64_t group, acc_stride, kv_head_size, kv_block;
-  const int64_t query_stride;
+  const int64_t query_stride;  // padded as acc_stride for tile registers
   const int64_t span;  // neighbours among the positions of a tile
   const int64_t key_stride;  // from the keys of one step of dimensions to the next, in those steps
 
@@ -526,6 +528,7 @@ struct Attention {
   // All rows over one segment, from nothing: leaves max and sum in the rows, values in acc.
   void walk_segment(Task& t, int64_t segment) const {
     for (int i = 0; i < t.count; i++) t.rows[i].max = -INFINITY, t.rows[i].sum = 0.0f;
+    static_assert(kSegment % kTile == 0);
     memset(t.acc, 0, padded(t.count) * acc_stride * sizeof(float));
     const int64_t begin = max(t.begin, segment), end = min(t.end, segment + kSegment);
     Place here, next;

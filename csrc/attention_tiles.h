@@ -69,7 +69,7 @@ INLINE void tile_product(const bf16* a, int64_t a_stride, int64_t steps, B b, in
       tile_load<columns>(b(k, J), b_stride * sizeof(bf16));
       for_each_index<G>([&](auto g) {
         constexpr int G0 = decltype(g)::value;
-        tile_dot_bf16<G0 * V + decltype(j)::value, 4 + G0, 4 + G + decltype(j)::value % (4 - G)>();
+        tile_dot_bf16<G0 * V + J, 4 + G0, columns>();
       });
     });
   }
