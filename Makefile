@@ -39,7 +39,7 @@ dev: .venv/.dev
 	@touch $@
 
 .venv/.dev: .venv/.installed
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' --config-settings=cmake.define.OCTAVO_EMULATED_TILES=ON
 	@touch $@
 
 clean:

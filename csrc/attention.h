@@ -12,18 +12,32 @@
 // al., "Flash-Decoding"), so that threads can share a long context. What a row computes depends on
 // tiles and segments only, not on the rows next to it: a decode row and the same row within a prefill
 // chunk give the same bits, whoever computes them.
+//
+// Where the processor has tile registers, bfloat16 goes through those (attention_tiles.h) at any number of
+// rows: other kernels for the two products and larger tiles, all else is the same.
 #pragma once
+#include "attention_tiles.h"
 #include "kv_format.h"
 #include "norm.h"
 #include "vmath.h"
 
 OCTAVO_BEGIN
 
-constexpr int kTile = 64;  // key positions a softmax step takes; every block size divides it, or 128
+// How many positions and rows of type T go together.
+template <class T>
+struct Extent {
+  // Key positions a softmax step takes; every block size divides it, or 128.
+  static constexpr int kTile = kOnTiles<T> ? kPositionsOnTiles : 64;
+  // Rows that walk the tiles together: full sets of 6 and of 4.
+  static constexpr int kTileRows = kOnTiles<T> ? kRowsOnTiles : 36;
+  // Those of them that take a step together.
+  static constexpr int kStepRows = kOnTiles<T> ? kStepRowsOnTiles : kTileRows;
+  // Rows up to which reading the cache takes longer than computing.
+  static constexpr int kFewRows = kOnTiles<T> ? kStepRowsOnTiles : 12;
+};
 constexpr int kSegment = 512;  // positions whose sums are made by themselves, so that threads share
-constexpr int kTileRows = 36;  // rows that walk the tiles together: full sets of 6 and of 4
-constexpr int kFetchedEarly = kTile / 2;  // positions whose values are fetched during the softmax
-constexpr int kFewRows = 12;  // rows up to which reading the cache takes longer than computing
+constexpr int kSharedRows = 36;  // rows up to which they do
+constexpr int kFetchedEarly = 32;  // positions of a tile whose values are fetched during the softmax
 
 // How keys of storage type T meet a query. `Q`: what the query is read as; `kDims`: dimensions in one
 // step; `N`: keys in a vector, W or, for blocks smaller than W, half of it.
@@ -113,7 +127,7 @@ NOINLINE void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const
       add_dimension<N>(acc, q + d, q_stride, k);
     }
   UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < V; j++) store(scores + i * kTile + j * N, acc[i][j], N);
+    UNROLL for (int j = 0; j < V; j++) store(scores + i * Extent<T>::kTile + j * N, acc[i][j], N);
 }
 
 template <class T, int N, int R>
@@ -125,6 +139,33 @@ INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stri
   if constexpr (R > 1)
     score_kernels<T, N, R - 1>(rows, q, q_stride, keys, next, at, block_size, head_size, scores);
 }
+
+// Probabilities that are kept as P: e^x for x <= 0, and two vectors of them to memory.
+template <class P>
+INLINE vf exponential(vf x) {
+  return exp_or_zero(x);
+}
+template <class P>
+INLINE void keep(P* p, vf low, vf high) {
+  store(p, low), store(p + W, high);
+}
+#if defined(__AVX512BF16__)
+// Within 3e-6, a hundredth of what rounding to bfloat16 leaves; below 2^-126 zero, as exp_or_zero.
+template <>
+INLINE vf exponential<bf16>(vf x) {
+  const __m512 power = (__m512)(x * 1.44269504f), least = _mm512_set1_ps(-126.0f);
+  const __mmask16 normal = _mm512_cmp_ps_mask(power, least, _CMP_NLT_UQ);
+  const __m512 t = _mm512_max_ps(least, power);
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
+  const float c[] = {1.0f, 6.931241751e-01f, 2.402409911e-01f, 5.590642616e-02f, 9.582852945e-03f};
+  const __m512 part = (__m512)polynomial(c, (vf)_mm512_sub_ps(t, whole));
+  return (vf)_mm512_maskz_scalef_ps(normal, part, whole);
+}
+template <>
+INLINE void keep(bf16* p, vf low, vf high) {
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+#endif
 
 // How values of storage type T are summed. `P`: what the probabilities are kept as; `kStep`: positions
 // in one step; `kRows`: rows at once; `kDims`: an accumulator holds so many dimensions, W a vector.
@@ -146,7 +187,8 @@ struct Values {
       UNROLL for (int j = 0; j < V - 1; j++) v[j] = load(values[key] + dim + j * W);
       v[V - 1] = load(values[key] + dim + (V - 1) * W, tail);
       UNROLL for (int i = 0; i < R; i++)
-        UNROLL for (int j = 0; j < V; j++) sum[i][j] = fma(p[i * kTile + key], v[j], sum[i][j]);
+        UNROLL for (int j = 0; j < V; j++)
+          sum[i][j] = fma(p[i * Extent<T>::kTile + key], v[j], sum[i][j]);
       if (next && key >= kFetchedEarly)
         UNROLL for (int j = 0; j < V; j++) __builtin_prefetch(next[key] + dim + j * W);
     }
@@ -171,9 +213,6 @@ struct Values {
                       float* acc, int64_t stride) {
     if (first < last) add<1>(p, values, nullptr, first, last, head_size, acc, stride);
   }
-
-  static INLINE vf exponential(vf x) { return exp(x); }
-  static INLINE void keep(P* p, vf low, vf high) { store(p, low), store(p + W, high); }
 
   static void write(const float* acc, float sum, T* out, int64_t head_size) {
     for_lanes(head_size, [&](int64_t d, int n) { store(out + d, load(acc + d) / sum, n); });
@@ -220,7 +259,8 @@ struct Values<bf16> {
         }
       }
       UNROLL for (int i = 0; i < R; i++) {
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(load_raw<int>(p + i * kTile + key));
+        const P* at = p + i * Extent<bf16>::kTile + key;
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(load_raw<int>(at));
         UNROLL for (int c = 0; c < C; c++) {
           sum[i][2 * c] = _mm512_dpbf16_ps(sum[i][2 * c], v[c].low, both);
           sum[i][2 * c + 1] = _mm512_dpbf16_ps(sum[i][2 * c + 1], v[c].high, both);
@@ -264,17 +304,6 @@ struct Values<bf16> {
     if (even < last && first <= even) add_half(p, values[even], even, head_size, acc);
   }
 
-  // e^x for x <= 0 within 3e-6, a hundredth of what rounding to bfloat16 leaves.
-  static INLINE vf exponential(vf x) {
-    const __m512 t = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)(x * 1.44269504f));
-    const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
-    const float c[] = {1.0f, 6.931241751e-01f, 2.402409911e-01f, 5.590642616e-02f, 9.582852945e-03f};
-    return (vf)_mm512_scalef_ps((__m512)polynomial(c, (vf)_mm512_sub_ps(t, whole)), whole);
-  }
-  static INLINE void keep(P* p, vf low, vf high) {
-    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-  }
-
   static void write(const float* acc, float sum, bf16* out, int64_t head_size) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -308,7 +337,8 @@ INLINE void fold(Partial& total, float* total_acc, const Partial& part, const fl
                  int64_t acc_stride) {
   if (part.max == -INFINITY) return;  // sees nothing there
   const float m = max(total.max, part.max);
-  const float old = exp(splat(total.max - m))[0], now = exp(splat(part.max - m))[0];
+  const float old = exp_or_zero(splat(total.max - m))[0];
+  const float now = exp_or_zero(splat(part.max - m))[0];
   total = {m, total.sum * old + part.sum * now};
   for (int64_t d = 0; d < acc_stride; d += W)
     store(total_acc + d, fma(load(total_acc + d), splat(old), load(acc + d) * now));
@@ -317,11 +347,15 @@ INLINE void fold(Partial& total, float* total_acc, const Partial& part, const fl
 // Rows of type T over a cache of type C, T itself or a byte.
 template <class T, class C>
 struct Attention {
-  using Q = typename Keys<T>::Q;
-  using P = typename Values<T>::P;
+  static constexpr int kTile = Extent<T>::kTile, kTileRows = Extent<T>::kTileRows;
+  static constexpr int kStepRows = Extent<T>::kStepRows, kFewRows = Extent<T>::kFewRows;
+  using Sums = std::conditional_t<kOnTiles<T>, OnTiles<T>, Values<T>>;
+  using Q = std::conditional_t<kOnTiles<T>, T, typename Keys<T>::Q>;
+  using P = typename Sums::P;
   static constexpr bool kBytes = !std::is_same_v<T, C>, kScales = kScaleBytes<C> > 0;
   const AttentionArgs& a;
   const int64_t group, acc_stride, kv_head_size, kv_block;
+  const int64_t query_stride;  // padded as acc_stride for tile registers
   const int64_t span;  // neighbours among the positions of a tile
   const int64_t key_stride;  // from the keys of one step of dimensions to the next, in those steps
 
@@ -331,6 +365,7 @@ struct Attention {
         acc_stride(ceil_div(a.head_size, 2 * W) * 2 * W),
         kv_head_size(a.block_size * (a.head_size + kScaleBytes<C>)),
         kv_block(2 * a.kv_heads * kv_head_size),
+        query_stride(kOnTiles<T> ? acc_stride : a.head_size),
         span(min<int64_t>(kTile, a.block_size)),
         key_stride(kBytes ? span : a.block_size) {}
 
@@ -364,10 +399,11 @@ struct Attention {
     int64_t next_request, next_kv_head;  // what this thread is likely to do next; -1: nothing
     Row rows[kTileRows];
     alignas(64) Q query[kTileRows * kMaxHeadSize];
-    alignas(64) float scores[kTileRows * kTile];
-    alignas(64) P probs[kTileRows * kTile];
+    alignas(64) float scores[kStepRows * kTile];
+    alignas(64) P probs[kStepRows * kTile];
     alignas(64) float acc[kTileRows * kMaxHeadSize];
     std::conditional_t<kBytes, Widened, Nothing> wide;
+    std::conditional_t<kOnTiles<T>, OnTiles<T>, Nothing> on_tiles;
   };
 
   void start(Task& t, int64_t request, int64_t kv_head, int64_t first_row, int count) const {
@@ -376,6 +412,7 @@ struct Attention {
     const int64_t start = a.query_start_loc[request];
     const int64_t query_len = a.query_start_loc[request + 1] - start;
     const int64_t position0 = a.seq_lens[request] - query_len;
+    if constexpr (kOnTiles<T>) memset(t.query, 0, padded(count) * query_stride * sizeof(Q));
     for (int i = 0; i < count; i++) {
       const int64_t token = (first_row + i) / group, head = head_of(t, i);
       t.rows[i] = {start + token, 0, 0, position0 + token,
@@ -383,23 +420,34 @@ struct Attention {
       const T* q = static_cast<const T*>(a.query) + t.rows[i].token * a.query_stride +
                    head * a.query_head_stride;
       if constexpr (std::is_same_v<Q, T>)
-        memcpy(t.query + i * a.head_size, q, a.head_size * sizeof(T));
+        memcpy(t.query + i * query_stride, q, a.head_size * sizeof(T));
       else
         for_lanes(a.head_size,
-                  [&](int64_t d, int n) { store(t.query + i * a.head_size + d, load(q + d, n), n); });
+                  [&](int64_t d, int n) { store(t.query + i * query_stride + d, load(q + d, n), n); });
     }
     t.begin = a.window ? max<int64_t>(0, t.rows[0].position - a.window + 1) : 0;
     t.end = t.rows[count - 1].position + 1;
+    const int64_t widened = kBytes ? 2 * kTile * a.head_size : 0;
+    const int64_t on_tiles = kOnTiles<T> ? 2 * kTile * acc_stride : 0;
+    [[maybe_unused]] T* buffer = static_cast<T*>(scratch((widened + on_tiles) * sizeof(T), 2));
     if constexpr (kBytes) {
-      t.wide.keys = static_cast<T*>(scratch(2 * kTile * a.head_size * sizeof(T), 2));
-      t.wide.values = t.wide.keys + kTile * a.head_size;
+      t.wide.keys = buffer;
+      t.wide.values = buffer + kTile * a.head_size;
       const int64_t lanes_of_keys = min<int64_t>(W, a.block_size);
       for (int64_t i = 0; i < kTile; i += lanes_of_keys)
         t.wide.tile.keys[i / lanes_of_keys] =
             t.wide.keys + i / span * span * a.head_size + i % span * Keys<T>::kDims;
       for (int64_t i = 0; i < kTile; i++) t.wide.tile.values[i] = t.wide.values + i * a.head_size;
     }
+    if constexpr (kOnTiles<T>) {
+      t.on_tiles.keys = buffer + widened;
+      t.on_tiles.values = t.on_tiles.keys + kTile * acc_stride;
+      memset(t.probs, 0, sizeof t.probs);
+    }
   }
+
+  // Rows as they are computed: tile registers take 16 at a time.
+  static int padded(int rows) { return kOnTiles<T> ? (rows + 15) / 16 * 16 : rows; }
 
   int64_t head_of(const Task& t, int row) const {
     return t.kv_head * group + (t.first_row + row) % group;
@@ -480,7 +528,8 @@ struct Attention {
   // All rows over one segment, from nothing: leaves max and sum in the rows, values in acc.
   void walk_segment(Task& t, int64_t segment) const {
     for (int i = 0; i < t.count; i++) t.rows[i].max = -INFINITY, t.rows[i].sum = 0.0f;
-    memset(t.acc, 0, t.count * acc_stride * sizeof(float));
+    static_assert(kSegment % kTile == 0);
+    memset(t.acc, 0, padded(t.count) * acc_stride * sizeof(float));
     const int64_t begin = max(t.begin, segment), end = min(t.end, segment + kSegment);
     Place here, next;
     for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
@@ -500,45 +549,116 @@ struct Attention {
   // Positions [begin, end) of a tile: all that any of the rows sees there.
   void walk_tile(Task& t, const Tile& here, const Tile* next, int64_t tile, int64_t begin,
                  int64_t end) const {
+    for (int i = 0; i < t.count; i++) {
+      Row& row = t.rows[i];
+      const int64_t from = a.window ? row.position - a.window + 1 : 0;
+      row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
+      row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
+    }
+    if constexpr (kOnTiles<T>)
+      walk_on_tiles(t, here, next, tile, int(begin - tile), int(end - tile));
+    else
+      walk_by_vectors(t, here, next, tile, begin, end);
+  }
+
+  void walk_by_vectors(Task& t, const Tile& here, const Tile* next, int64_t tile, int64_t begin,
+                       int64_t end) const {
     const int lanes_of_keys = int(min<int64_t>(W, a.block_size));
     for (int v = 0; v < kTile / lanes_of_keys; v += kScoreVectors) {
       const int64_t at = tile + v * lanes_of_keys;
       if (at >= end || at + kScoreVectors * lanes_of_keys <= begin) continue;
       const T* const* ahead = next ? next->keys + v : nullptr;
       for (int i = 0; i < t.count; i += kScoreRows, ahead = nullptr) {
-        const Q* q = t.query + i * a.head_size;
+        const Q* q = t.query + i * query_stride;
         float* s = t.scores + i * kTile + v * lanes_of_keys;
         const int n = min(kScoreRows, t.count - i);
         if (W <= 8 || lanes_of_keys == W)
-          score_kernels<T, W, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, at, key_stride,
+          score_kernels<T, W, kScoreRows>(n, q, query_stride, here.keys + v, ahead, at, key_stride,
                                           a.head_size, s);
         else if constexpr (W > 8)
-          score_kernels<T, W / 2, kScoreRows>(n, q, a.head_size, here.keys + v, ahead, at,
+          score_kernels<T, W / 2, kScoreRows>(n, q, query_stride, here.keys + v, ahead, at,
                                               key_stride, a.head_size, s);
       }
     }
-    // In three passes over the rows, so that no row waits for the maximum and the sum of another.
-    constexpr int some = (kTileRows + W - 1) / W * W;
-    alignas(64) float old_max[some] = {}, new_max[some] = {};
-    for (int i = 0; i < t.count; i++) {
-      Row& row = t.rows[i];
-      const int64_t from = a.window ? row.position - a.window + 1 : 0;
-      row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
-      row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
-      if (next) fetch_values(*next, i * kFetchedEarly / t.count, (i + 1) * kFetchedEarly / t.count);
-      if (row.first >= row.last) continue;
-      old_max[i] = row.max;
-      row.max = new_max[i] = max(row.max, finish_scores(row, t.wide, tile, t.scores + i * kTile));
-    }
-    for (int i = 0; i < t.count; i += W) store(old_max + i, exp(load(old_max + i) - load(new_max + i)));
-    for (int i = 0; i < t.count; i++)
-      if (t.rows[i].first < t.rows[i].last)
-        softmax_step(t.rows[i], t.wide, t.scores + i * kTile, old_max[i], t.probs + i * kTile,
-                     t.acc + i * acc_stride);
+    softmax_rows(t, 0, t.count, next, tile);
     const T* const* ahead = next ? next->values : nullptr;
     for (int i = 0; i < t.count; i += Values<T>::kRows, ahead = nullptr)
       add_values<Values<T>::kRows>(t, min(Values<T>::kRows, t.count - i), i, here.values, ahead);
     if (next) fetch_values(*next, max(kFetchedEarly, t.rows[0].last), kTile);
+  }
+
+  void walk_on_tiles(Task& t, const Tile& here, const Tile* next, int64_t tile, int begin,
+                     int end) const {
+    using Kernels = OnTiles<T>;
+    const T* const* next_keys = next ? next->keys : nullptr;
+    const T* keys[kTile / 16];
+    int64_t stride = key_stride;
+    if (a.block_size >= 16 && a.head_size % 32 == 0) {
+      memcpy(keys, here.keys, sizeof keys);
+    } else {
+      auto copy = a.block_size >= 16 ? Kernels::template copy_keys<16> : Kernels::template copy_keys<8>;
+      copy(here.keys, next_keys, stride, begin, end, a.head_size, acc_stride, t.on_tiles.keys);
+      for (int i = 0; i < kTile / 16; i++) keys[i] = t.on_tiles.keys + i * 16 * acc_stride;
+      stride = 16, next_keys = nullptr;
+    }
+    const bool alike = t.rows[0].last == end && t.rows[t.count - 1].first == begin;
+    const bool alone = !alike && !Kernels::all_finite(here.values, begin, end, a.head_size);
+    auto pair_values = [&](const T* const* ahead, int first, int last) {
+      Kernels::pair_values(here.values, ahead, first, last, a.head_size, acc_stride,
+                           t.on_tiles.values);
+    };
+    if (!alone) pair_values(next ? next->values : nullptr, begin, end);
+    for (int at = 0; at < t.count; at += kStepRows) {
+      const int rows = min(kStepRows, t.count - at);
+      const int first = t.rows[at].first, last = t.rows[at + rows - 1].last;
+      if (first >= last) continue;  // none of them sees anything
+      const Q* q = t.query + at * query_stride;
+      float* acc = t.acc + at * acc_stride;
+      auto with_groups = [&](auto groups) {
+        constexpr int G = decltype(groups)::value;
+        Kernels::template scores<G>(q, keys, next_keys, stride, first, last, acc_stride, t.scores);
+        softmax_rows(t, at, rows, nullptr, tile);
+        if (!alone)
+          Kernels::template add_values<G>(t.probs, kTile, t.on_tiles.values, first, last,
+                                          acc_stride, acc, acc_stride);
+      };
+      if (rows > 16)
+        with_groups(Index<2>{});
+      else
+        with_groups(Index<1>{});
+      for (int i = 0; alone && i < rows; i++) {
+        const Row& row = t.rows[at + i];
+        if (row.first >= row.last) continue;
+        pair_values(nullptr, row.first, row.last);
+        Kernels::template add_values<1>(t.probs + i * kTile, 0, t.on_tiles.values, row.first,
+                                        row.last, acc_stride, acc + i * acc_stride, 0);
+      }
+    }
+  }
+
+  // Scores -> probabilities, of a step's rows from `at` on; what was summed before shrinks accordingly.
+  // In three passes over the rows, so that no row waits for the maximum and the sum of another.
+  void softmax_rows(Task& t, int at, int count, const Tile* next, int64_t tile) const {
+    constexpr int some = (kStepRows + W - 1) / W * W;
+    alignas(64) float old_max[some] = {}, new_max[some] = {};
+    for (int i = 0; i < count; i++) {
+      Row& row = t.rows[at + i];
+      if (next) fetch_values(*next, i * kFetchedEarly / count, (i + 1) * kFetchedEarly / count);
+      if (row.first >= row.last) continue;
+      old_max[i] = row.max;
+      row.max = new_max[i] = max(row.max, finish_scores(row, t.wide, tile, t.scores + i * kTile));
+    }
+    for (int i = 0; i < count; i += W)
+      store(old_max + i, exp_or_zero(load(old_max + i) - load(new_max + i)));
+    for (int i = 0; i < count; i++) {
+      Row& row = t.rows[at + i];
+      P* probs = t.probs + i * kTile;
+      if (row.first < row.last)
+        softmax_step(row, t.wide, t.scores + i * kTile, old_max[i], probs,
+                     t.acc + (at + i) * acc_stride);
+      else if constexpr (kOnTiles<T>)
+        memset(probs, 0, kTile * sizeof(P));
+    }
   }
 
   void fetch_values(const Tile& next, int from, int to) const {
@@ -588,12 +708,12 @@ struct Attention {
     constexpr int V = kTileVectors;
     vf v[V], sum{};
     UNROLL for (int i = 0; i < V; i++)
-      sum += v[i] = Values<T>::exponential(load(s + i * W) - row.max);
+      sum += v[i] = exponential<P>(load(s + i * W) - row.max);
     if constexpr (kScales) {
       UNROLL for (int i = 0; i < V; i++) v[i] *= load(wide.value_scales + i * W);
       if (!sees_all(row)) hide(row, v, 0.0f);  // a scale there may be NaN
     }
-    UNROLL for (int i = 0; i < V; i += 2) Values<T>::keep(probs + i * W, v[i], v[i + 1]);
+    UNROLL for (int i = 0; i < V; i += 2) keep(probs + i * W, v[i], v[i + 1]);
     row.sum = row.sum * old + reduce_sum(sum);
     if (old == 1.0f) return;
     for (int64_t d = 0; d < acc_stride; d += W) store(acc + d, load(acc + d) * old);
@@ -628,7 +748,7 @@ struct Attention {
   void write(const Task& t, int row, const Partial& total, const float* acc) const {
     T* out = static_cast<T*>(a.out) + t.rows[row].token * a.out_stride +
              head_of(t, row) * a.out_head_stride;
-    Values<T>::write(acc, total.sum, out, a.head_size);
+    Sums::write(acc, total.sum, out, a.head_size);
   }
 
   // Rows from beginning to end.
@@ -687,13 +807,13 @@ struct Tasks {
   int64_t* first;  // tasks of request r: [first[r], first[r + 1])
   double cost;
 
-  explicit Tasks(const AttentionArgs& args)
+  Tasks(const AttentionArgs& args, int64_t tile_rows)
       : a(args), group(a.heads / a.kv_heads),
         first(static_cast<int64_t*>(scratch((a.num_reqs + 1) * sizeof(int64_t)))), cost(0) {
     first[0] = 0;
     for (int64_t r = 0; r < a.num_reqs; r++) {
       const int64_t rows = rows_of(r);
-      first[r + 1] = first[r] + ceil_div(rows, kTileRows) * a.kv_heads;
+      first[r + 1] = first[r] + ceil_div(rows, tile_rows) * a.kv_heads;
       cost += double(rows) * a.seq_lens[r] * a.kv_heads * a.head_size / W;
     }
   }
@@ -715,9 +835,9 @@ void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longe
   const int64_t segments = ceil_div(longest, kSegment), stride = attention.acc_stride + 2;
   int64_t num_tasks = tasks.first[a.num_reqs];
   float* parts = static_cast<float*>(
-      scratch(num_tasks * segments * kTileRows * stride * sizeof(float), 1));
+      scratch(num_tasks * segments * kSharedRows * stride * sizeof(float), 1));
   auto part = [&](int64_t task, int64_t s) {
-    return parts + (task * segments + s) * kTileRows * stride;
+    return parts + (task * segments + s) * kSharedRows * stride;
   };
   parallel_for(num_tasks * segments, int64_t(tasks.cost), [&](int64_t i) {
     const int64_t task = i % num_tasks, s = i / num_tasks, r = tasks.request_of(task);
@@ -728,20 +848,21 @@ void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longe
   for (int64_t task = 0; task < num_tasks; task++) {
     const int64_t r = tasks.request_of(task);
     attention.write_folded(r, task - tasks.first[r], int(tasks.rows_of(r)), part(task, 0),
-                           kTileRows * stride);
+                           kSharedRows * stride);
   }
 }
 
 template <class T, class C>
 INLINE void attention_typed(const AttentionArgs& a, T, C) {
-  const Tasks tasks(a);
+  constexpr int kTileRows = Extent<T>::kTileRows;
+  const Tasks tasks(a, kTileRows);
   const int64_t num_tasks = tasks.first[a.num_reqs];
   int64_t longest = 0, most_rows = 0;
   for (int64_t r = 0; r < a.num_reqs; r++) {
     longest = max<int64_t>(longest, a.seq_lens[r]);
     most_rows = max(most_rows, tasks.rows_of(r));
   }
-  if (num_tasks < 4 * num_threads() && most_rows <= kTileRows && longest > kSegment)
+  if (num_tasks < 4 * num_threads() && most_rows <= kSharedRows && longest > kSegment)
     return attend_by_segment<T, C>(a, tasks, longest);
   const Attention<T, C> attention(a);
   parallel_for(num_tasks, int64_t(tasks.cost), [&](int64_t i) {

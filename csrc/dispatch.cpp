@@ -2,6 +2,12 @@
 
 #include "pool.h"
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
@@ -10,6 +16,10 @@
 namespace octavo {
 
 #if defined(__x86_64__)
+namespace amx {
+extern const KernelTable table;
+bool tiles_work();
+}
 namespace avx512_bf16 {
 extern const KernelTable table;
 }
@@ -23,6 +33,34 @@ extern const KernelTable table;
 namespace portable {
 extern const KernelTable table;
 }
+#if defined(OCTAVO_EMULATED_TILES)
+namespace amx_emulated {
+extern const KernelTable table;
+}
+#endif
+
+#if defined(__x86_64__)
+// Whether this process may use AMX: the processor has its products of bfloat16 and of bytes with tiles
+// of the usual size, the system saves them, and gives its permission, which holds for all threads.
+// Old kernels (before Linux 5.16), some virtual machines and sandboxes do not.
+static bool may_use_tiles() {
+#if defined(__linux__)
+  unsigned a, b, c, d;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
+  if (!__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return false;
+  const unsigned row_bytes = b & 0xffff, tiles = b >> 16, rows = c & 0xffff;
+  if (row_bytes != 64 || tiles != 8 || rows != 16) return false;
+  asm volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  constexpr unsigned kSaved = 3u << 17;  // XTILECFG, XTILEDATA
+  if ((a & kSaved) != kSaved) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 static std::vector<const KernelTable*> find_available() {
   std::vector<const KernelTable*> found;
@@ -33,12 +71,17 @@ static std::vector<const KernelTable*> find_available() {
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   // Every processor with bfloat16 products has byte products (VNNI), too.
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-    found.push_back(&avx512_bf16::table);
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
+                        __builtin_cpu_supports("avx512vnni");
+  if (has_bf16 && may_use_tiles() && amx::tiles_work()) found.push_back(&amx::table);
+  if (has_bf16) found.push_back(&avx512_bf16::table);
   if (has_avx512) found.push_back(&avx512::table);
   if (has_avx2) found.push_back(&avx2::table);
 #endif
   found.push_back(&portable::table);
+#if defined(OCTAVO_EMULATED_TILES)
+  found.push_back(&amx_emulated::table);
+#endif
   return found;
 }
 

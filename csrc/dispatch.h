@@ -7,7 +7,9 @@
 
 namespace octavo {
 
-const KernelTable& kernels();  // the chosen variant: at first the best that this processor has
+// The chosen variant: at first the best that this processor has. The first call, which is made before
+// there are threads, asks the system for what needs its permission.
+const KernelTable& kernels();
 std::vector<std::string> available_isas();  // best first
 bool set_isa(const std::string& name);  // false: not available here
 

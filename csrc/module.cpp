@@ -69,6 +69,7 @@ void release_pages(Address address, size_t nbytes) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  kernels();
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("panel", [] { return kernels().panel; });
   m.def("available_isas", &available_isas);

@@ -32,7 +32,7 @@
 
 OCTAVO_BEGIN
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(OCTAVO_EMULATED_TILES)
 constexpr int W = 16;
 #elif defined(__AVX2__)
 constexpr int W = 8;
@@ -64,7 +64,7 @@ INLINE vf fma(vf a, vf b, vf c) {
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_NEON) && !defined(OCTAVO_EMULATED_TILES)
   return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;

@@ -51,6 +51,14 @@ INLINE vf exp(vf x) {
 #endif
 }
 
+// e^x where that is a normal number, else zero: on many processors an instruction with a subnormal result
+// takes as long as a hundred others. NaN stays NaN.
+INLINE vf exp_or_zero(vf x) {
+  const float least = -0x1.5d589ep+6f;  // the last one whose exponential is not below 2^-126
+  const vf e = exp(vmax(splat(least), x));
+  return x < least ? vf{} : e;
+}
+
 INLINE vf log(vf x) {
   vf normal = x < 0x1p-126f ? x * 0x1p23f : x;
   vi bias = x < 0x1p-126f ? splat_int(23) : vi{};

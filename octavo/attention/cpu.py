@@ -18,8 +18,11 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_HEAD_SIZE = 512
 """Largest head size: kMaxHeadSize in csrc/kernels.h."""
 
-# kSegment and kTileRows in csrc/attention.h, and the widest 2 * W.
-_SEGMENT, _TILE_ROWS, _LANES = 512, 36, 32
+# kSegment and kSharedRows in csrc/attention.h, and the widest 2 * W.
+_SEGMENT, _SHARED_ROWS, _LANES = 512, 36, 32
+
+# The largest kTileRows, kStepRows and kTile there.
+_TILE_ROWS, _STEP_ROWS, _TILE = 128, 32, 128
 
 _CACHE_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 """CacheType in csrc/kernels.h."""
@@ -70,11 +73,18 @@ class CPUAttention:
         head_size: int,
         num_threads: int,
     ) -> int:
-        """The segments of long contexts that few rows are shared out by: see csrc/attention.h."""
+        """What each thread's task takes, and the segments of long contexts: see csrc/attention.h.
+
+        Few rows are shared out by segments.
+        """
+        width = -(-head_size // _LANES) * _LANES
+        rows = _TILE_ROWS * width * (2 + 4 + 4)  # queries; sums of a segment and of all of them
+        tiles = 4 * _TILE * width * 2  # keys and values, widened from bytes and as AMX wants them
+        step = _STEP_ROWS * _TILE * (4 + 2)  # scores and probabilities
         tasks = min(4 * num_threads, num_tokens * num_kv_heads)
         segments = -(-max_model_len // _SEGMENT)
-        row = -(-head_size // _LANES) * _LANES + 2
-        return 4 * tasks * segments * _TILE_ROWS * row if segments > 1 else 0
+        parts = 4 * tasks * segments * _SHARED_ROWS * (width + 2) if segments > 1 else 0
+        return num_threads * (rows + tiles + step) + parts
 
     def write_kv(
         self,

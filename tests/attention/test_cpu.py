@@ -120,7 +120,7 @@ def test_batch_and_chunks_change_no_bit(
         return case.run(backend)
 
     whole = run((length, length))
-    for size in (7, 16, 130):
+    for size in (7, 16, 33, 100, 130):
         ends = [*range(size, length, size), length]
         chunks = [run((end, (end - 1) % size + 1)) for end in ends]
         assert_same(torch.cat(chunks), whole)
@@ -263,6 +263,28 @@ def test_infinite_values_stay_in_the_future(dtype: torch.dtype) -> None:
 
 @isas
 @dtypes
+@pytest.mark.parametrize("head_size", [16, 64])
+def test_infinite_values_stay_outside_the_window(head_size: int, dtype: torch.dtype) -> None:
+    """Some rows of a chunk see position 10 or 70, others do not see it yet, or any more."""
+    window, length = 40, 100
+    good = Case(((length, length),), dtype=dtype, window=window, head_size=head_size)
+
+    class Broken(Case):
+        def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = super().tensors(request)
+            value = value.clone()
+            value[[10, 70]] = torch.inf
+            return query, key, value
+
+    got = Broken(good.requests, dtype=dtype, window=window, head_size=head_size).run(backend)
+    sees = torch.zeros(length, dtype=torch.bool)
+    sees[10 : 10 + window] = sees[70 : 70 + window] = True
+    assert_same(got[~sees], good.run(backend)[~sees])
+    assert (got[sees] == torch.inf).all()
+
+
+@isas
+@dtypes
 def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     results = []
     try:
@@ -278,8 +300,54 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
 
 
 @isas
+@pytest.mark.parametrize("cache_dtype", [None, *BYTES], ids=str)
+def test_few_and_many_rows_change_no_bit(cache_dtype: torch.dtype | None) -> None:
+    """More rows than share a task, over several segments, and each of some of them alone."""
+
+    def run(*requests: tuple[int, int]) -> Tensor:
+        seeds = (7,) * len(requests)
+        case = Case(
+            requests,
+            heads=5,
+            kv_heads=1,
+            head_size=32,
+            window=600,
+            seeds=seeds,
+            dtype=torch.bfloat16,
+            cache_dtype=cache_dtype,
+        )
+        return case.run(backend)
+
+    ends = (890, 896, 897, 1023, 1024)
+    few = run(*((end, 1) for end in ends))
+    alone = torch.cat([run((end, 1)) for end in ends])
+    many = run((1024, 140))
+    assert_same(few, alone)
+    assert_same(few, many[[end - 1024 + 139 for end in ends]])
+
+
+@isas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exponentials_too_small_to_count_are_zero(dtype: torch.dtype) -> None:
+    """What is less than 2^-126 of the largest probability gives nothing, and takes no time."""
+    base = Case(((60, 60),), heads=1, kv_heads=1, head_size=8, dtype=dtype, scale=1.0)
+
+    class Far(Case):
+        def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = super().tensors(request)
+            query, key = torch.zeros_like(query), torch.zeros_like(key)
+            query[..., 0] = 1
+            key[0, :, 0], value = 88.0, torch.full_like(value, 1e38)
+            value[0] = 1.0
+            return query, key, value
+
+    case = Far(base.requests, heads=1, kv_heads=1, head_size=8, dtype=dtype, scale=1.0)
+    assert (case.run(backend) == 1).all()
+
+
+@isas
 def test_block_size_changes_no_bit() -> None:
-    for dtype, head_size in ((torch.float32, 16), (torch.bfloat16, 15)):
+    for dtype, head_size in ((torch.float32, 16), (torch.bfloat16, 15), (torch.bfloat16, 32)):
         results = [
             Case(MIXED, block_size=size, dtype=dtype, head_size=head_size).run(backend)
             for size in BLOCK_SIZES
