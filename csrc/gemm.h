@@ -258,8 +258,11 @@ INLINE void linear_typed(const LinearArgs& a, T) {
   }
 }
 
-#if defined(OCTAVO_TILES)
-void linear_tiles(const LinearArgs& a);  // gemm_tiles.h
+#if defined(OCTAVO_TILES)  // gemm_tiles.h
+void linear_tiles(const LinearArgs& a);
+int64_t linear_scratch(int64_t rows, int64_t k, int64_t threads);
+#else
+int64_t linear_scratch(int64_t, int64_t, int64_t) { return 0; }
 #endif
 
 void linear(const LinearArgs& a) {

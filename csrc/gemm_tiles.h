@@ -255,6 +255,16 @@ INLINE void make_tiles(const bf16* x, int64_t stride, int64_t rows, int64_t k, c
   }
 }
 
+// Shared tiles, those of threads' own, which are no more in all (cut_tiles gives each thread two parts or
+// more), and sums. Quantized rows (quant.h) take less than shared tiles do.
+int64_t linear_scratch(int64_t rows, int64_t k, int64_t threads) {
+  const int64_t row = padded_k<bf16>(k) * sizeof(bf16);
+  const int64_t groups = ceil_div(min(rows, kTogether), kTileRows16), tiles = groups * kTileRows16 * row;
+  const int64_t most = max<int64_t>(2, row > kLongK ? kLongPanels : 1);  // panels that a part meets together
+  return tiles + min(tiles, threads * kPartNbytes) +
+         threads * min(kSumsNbytes, groups * kStepNbytes * most);
+}
+
 void linear_tiles(const LinearArgs& a) {
   const int64_t steps = padded_k<bf16>(a.k) * sizeof(bf16) / kTileBytes;
   const int64_t group_nbytes = steps * kTileNbytes;
