@@ -24,7 +24,8 @@ constexpr int64_t kDepth = 4;  // steps in a block of K: of a panel 16 KB, which
 // Where K is so long (in bytes) that a part would have few rows, and there are many: a block of K of a
 // larger part stays in L2, with the sums of some panels.
 constexpr int64_t kLongK = 4800, kLongFrom = 128, kLongGroups = 16, kLongDepth = 8, kLongPanels = 8;
-constexpr int64_t kPastCaches = 256;  // rows of out that are written past the caches
+constexpr int64_t kOwnFrom = 64;  // more rows than these may be cut into parts of the threads' own
+constexpr int64_t kPastCaches = 256;  // rows from which on out is written past the caches
 constexpr int64_t kTasks = 4;  // for each thread, if panels alone are too few
 constexpr int64_t kTogether = 2048;  // rows that are cut together: this bounds the memory that they take
 constexpr int64_t kFetchAhead = 4096;  // bytes, where weights are read once
@@ -148,15 +149,17 @@ INLINE TileCut cut_tiles(const Args& a, int64_t m, int64_t steps) {
   const bool gated = a.gated != Gated::none;
   const int64_t row = steps * kTileBytes, panels = ceil_div(gated ? a.n / 2 : a.n, kPanel);
   const bool many_long = row > kLongK && m > kLongFrom;
-  const int64_t fits = many_long ? kLongGroups
-                                 : min(kMostGroups, max(kLeastGroups, kPartNbytes / (kTileRows16 * row)));
+  const int64_t group_nbytes = kTileRows16 * row;
+  const int64_t fits =
+      many_long ? kLongGroups : min(kMostGroups, max(kLeastGroups, kPartNbytes / group_nbytes));
   TileCut cut;
   cut.groups = ceil_div(m, kTileRows16);
   cut.set = many_long ? kLongPanels / (gated ? 2 : 1) : 1;
   cut.sets = ceil_div(panels, cut.set);
   const int64_t wanted = ceil_div(kTasks * num_threads(), cut.sets);
   int64_t parts = min(cut.groups, max(wanted, ceil_div(cut.groups, fits)));
-  cut.own = !many_long && m > 64 && parts >= 2 * num_threads() && fits * kTileRows16 * row <= kPartNbytes;
+  cut.own = !many_long && m > kOwnFrom && parts >= 2 * num_threads() &&
+            fits * group_nbytes <= kPartNbytes;
   if (cut.own) parts = ceil_div(parts, num_threads()) * num_threads();
   cut.part = ceil_div(cut.groups, parts);
   if (cut.part < cut.groups && cut.part < fits) cut.part += cut.part % 2;  // groups go in pairs
@@ -227,7 +230,7 @@ INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut
   };
   const int64_t run = cut.own ? cut.sets : 1;  // tasks in a row
   // Tiles do a vector's work for 16 rows at once
-  const int64_t cost = ceil_div(a.n, kPanel) * kVectors * cut.groups * steps * kTileRows16;
+  const int64_t cost = ceil_div(a.n, kPanel) * kVectors * cut.groups * steps * 2 * kTileRows16;
   parallel_ranges(cut.parts * cut.sets / run, cost, [&](int64_t begin, int64_t end) {
     configure_tiles();
     for (int64_t i = begin * run; i < end * run; i += run) {
@@ -260,9 +263,9 @@ INLINE void make_tiles(const bf16* x, int64_t stride, int64_t rows, int64_t k, c
 int64_t linear_scratch(int64_t rows, int64_t k, int64_t threads) {
   const int64_t row = padded_k<bf16>(k) * sizeof(bf16);
   const int64_t groups = ceil_div(min(rows, kTogether), kTileRows16), tiles = groups * kTileRows16 * row;
-  const int64_t most = max<int64_t>(2, row > kLongK ? kLongPanels : 1);  // panels that a part meets together
+  const int64_t panels = row > kLongK ? kLongPanels : 2;  // of the weight, that a part meets together
   return tiles + min(tiles, threads * kPartNbytes) +
-         threads * min(kSumsNbytes, groups * kStepNbytes * most);
+         threads * min(kSumsNbytes, groups * kStepNbytes * panels);
 }
 
 void linear_tiles(const LinearArgs& a) {
