@@ -2,8 +2,9 @@
 //
 // A packed weight is a list of panels of kPanel outputs (the last one padded with zeros). Within a
 // panel K runs slowest, so that a product streams through memory; bfloat16 keeps two steps of K side
-// by side, as the AVX-512 dot product wants them and as a shift and a mask can undo:
-//   float32, float16: [n / kPanel][k][kPanel]      bfloat16: [n / kPanel][ceil(k / 2)][kPanel][2]
+// by side, as the AVX-512 dot product wants them and as a shift and a mask can undo; there K is padded
+// with zeros to a multiple of 32, since tiles (gemm_tiles.h) read 32 at once:
+//   float32, float16: [n / kPanel][k][kPanel]      bfloat16: [n / kPanel][padded k / 2][kPanel][2]
 //
 // Every output is accumulated in float32 along K from first to last, whatever m is. K is cut into
 // blocks for the caches only: the accumulators are put away and fetched again, which changes no bit.
@@ -64,6 +65,13 @@ struct Panel<bf16> {
   }
 #endif
 };
+
+// K in a packed weight
+template <class T>
+INLINE int64_t padded_k(int64_t k) {
+  constexpr int64_t multiple = std::is_same_v<T, bf16> ? 32 : 1;
+  return ceil_div(k, multiple) * multiple;
+}
 
 template <class T>
 constexpr int kLine = 64 / sizeof(T);  // numbers in a cache line
@@ -171,36 +179,45 @@ void write_gated(const float* gate, const float* up, const T* gate_bias, const T
   });
 }
 
+// Writes sums of the panel at column col and, if gated, those of its other half.
+template <class T, class Args>
+INLINE void write_panel(const Args& a, T, const float* c, const float* up, int64_t col, void* out,
+                        int64_t stride, int64_t rows) {
+  const T* bias = a.bias ? static_cast<const T*>(a.bias) + col : nullptr;
+  if (up)
+    return write_gated(c, up, bias, bias ? bias + a.n / 2 : nullptr, a.gated, static_cast<T*>(out),
+                       stride, rows);
+  with_type(a.out_dtype, [&](auto o) {
+    write_rows(c, bias, static_cast<decltype(o)*>(out), stride, rows,
+               min<int64_t>(kPanel, a.n - col));
+  });
+}
+
 // Cuts a product into tasks of some rows and one panel of outputs: `product(first, rows, col, c, next)`
 // is to put rows first ... of this product times the panel at column col into c [rows][kPanel]; the panel
 // at column next comes after it, or is not known: -1. Row 0 is the row0-th row of out.
 template <class T, class Args, class F>
-INLINE void for_tiles(const Args& a, T, int64_t row0, int64_t m, int64_t cost, F product) {
+INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost, F product) {
   const bool gated = a.gated != Gated::none;
   const int64_t half = a.n / 2, panels = ceil_div(gated ? half : a.n, kPanel);
-  const T* bias = static_cast<const T*>(a.bias);
   // Narrow weights have too few panels to keep all threads busy to the end: fewer rows at once.
   const int64_t parts = ceil_div(8 * num_threads(), panels);
   const int64_t some = ceil_div(max<int64_t>(1, ceil_div(m, parts)), 4 * kRows) * 4 * kRows;
   const int64_t block = min<int64_t>(kRowBlock, some);
   parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task, int64_t next_task) {
     const int64_t first = task / panels * block, rows = min(block, m - first);
-    const int64_t col = task % panels * kPanel, at = (row0 + first) * a.out_stride + col;
+    const int64_t col = task % panels * kPanel;
     const int64_t next = next_task < 0 ? -1 : next_task % panels * kPanel;
-    const T* col_bias = bias ? bias + col : nullptr;
+    void* out =
+        static_cast<char*>(a.out) + ((row0 + first) * a.out_stride + col) * size_of(a.out_dtype);
     alignas(64) float c[kRowBlock * kPanel];
     product(first, rows, col, c, gated ? half + col : next);
     if (gated) {
       alignas(64) float up[kRowBlock * kPanel];
       product(first, rows, half + col, up, next);
-      write_gated(c, up, col_bias, bias ? col_bias + half : nullptr, a.gated,
-                  static_cast<T*>(a.out) + at, a.out_stride, rows);
-      return;
+      return write_panel(a, t, c, up, col, out, a.out_stride, rows);
     }
-    with_type(a.out_dtype, [&](auto o) {
-      write_rows(c, col_bias, static_cast<decltype(o)*>(a.out) + at, a.out_stride, rows,
-                 min<int64_t>(kPanel, a.n - col));
-    });
+    write_panel(a, t, c, nullptr, col, out, a.out_stride, rows);
   });
 }
 
@@ -208,7 +225,7 @@ INLINE void for_tiles(const Args& a, T, int64_t row0, int64_t m, int64_t cost, F
 template <class A, class T>
 void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0, int64_t m) {
   const int64_t panels = ceil_div(a.n, kPanel);
-  const int64_t panel_k = ceil_div(a.k, Panel<T>::kStep) * Panel<T>::kStep;
+  const int64_t panel_k = padded_k<T>(a.k);
   const T* weight = static_cast<const T*>(a.weight);
   const int64_t cost = panels * kVectors * m * a.k;
   for_tiles(a, T{}, row0, m, cost,
@@ -241,14 +258,28 @@ INLINE void linear_typed(const LinearArgs& a, T) {
   }
 }
 
+#if defined(OCTAVO_TILES)  // gemm_tiles.h
+void linear_tiles(const LinearArgs& a);
+int64_t linear_scratch(int64_t rows, int64_t k, int64_t threads);
+#else
+int64_t linear_scratch(int64_t, int64_t, int64_t) { return 0; }
+#endif
+
 void linear(const LinearArgs& a) {
-  with_type(a.dtype, [&](auto t) { linear_typed(a, t); });
+  with_type(a.dtype, [&](auto t) {
+#if defined(OCTAVO_TILES)
+    if constexpr (std::is_same_v<decltype(t), bf16>)
+      linear_tiles(a);
+    else
+#endif
+      linear_typed(a, t);
+  });
 }
 
 template <class S, class T>
 INLINE void pack_typed(const PackArgs& a, S, T) {
   constexpr int step = Panel<T>::kStep, run = 64;
-  const int64_t panel_k = ceil_div(a.k, step) * step;
+  const int64_t panel_k = padded_k<T>(a.k);
   const int64_t end = a.row0 + a.rows;
   const int64_t first = a.row0 / kPanel, panels = ceil_div(end, kPanel) - first;
   parallel_for(panels, panels * panel_k, [&](int64_t task) {
@@ -284,7 +315,7 @@ void pack_weight(const PackArgs& a) {
 template <class T>
 INLINE void gather_typed(const GatherArgs& a, T) {
   constexpr int step = Panel<T>::kStep;
-  const int64_t panel_k = ceil_div(a.dim, step) * step;
+  const int64_t panel_k = padded_k<T>(a.dim);
   parallel_for(a.rows, a.rows * a.dim / step, [&](int64_t i) {
     const int64_t id = a.ids[i];
     T* out = static_cast<T*>(a.out) + i * a.dim;

@@ -17,7 +17,7 @@ namespace OCTAVO_ISA {
 extern const KernelTable table;
 const KernelTable table = {
     OCTAVO_NAME(OCTAVO_ISA), kPanel, pack_weight, linear, quantize_weight, pack_quant, linear_q,
-    rms_norm, layer_norm, gated, unary, rotary, softmax, argmax, row_max,
+    linear_scratch, rms_norm, layer_norm, gated, unary, rotary, softmax, argmax, row_max,
     sample, gather, add, write_kv, attention};
 
 #if defined(__AMX_TILE__)

@@ -330,6 +330,8 @@ struct KernelTable {
   void (*quantize_weight)(const QuantizeArgs&);
   void (*pack_quant)(const PackQuantArgs&);
   void (*linear_q)(const LinearQArgs&);
+  // Bytes that the threads' buffers for tiles of products take at most, of so many rows and inputs.
+  int64_t (*linear_scratch)(int64_t rows, int64_t k, int64_t threads);
   void (*rms_norm)(const NormArgs&);
   void (*layer_norm)(const NormArgs&);
   void (*gated)(const GatedArgs&);

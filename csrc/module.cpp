@@ -153,6 +153,10 @@ NB_MODULE(_native, m) {
             rows, n, k, static_cast<Gated>(gated), dtype_of(dtype), dtype_of(out_dtype)});
   });
 
+  m.def("linear_scratch", [](int64_t rows, int64_t k, int64_t threads) {
+    return kernels().linear_scratch(rows, k, threads);
+  });
+
   m.def("quantize_weight", [](Address src, int64_t src_stride, Address dst, int64_t row0,
                               int64_t rows, int64_t n, int64_t k, int64_t group, int format,
                               int dtype) {

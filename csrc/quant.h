@@ -9,11 +9,15 @@
 //
 // Packed in panels of kPanel outputs as in gemm.h, K in fours (one 32-bit lane holds four codes of one
 // output), and padded with zeros of x, which is exact:
-//   int8    [n / kPanel][ceil(k / 4)][kPanel][4], and behind all panels the scales, float32 [n]
+//   int8    [n / kPanel][padded k / 4][kPanel][4], and behind all panels the scales, float32 [n];
+//           K is padded to a multiple of 64, since tiles (gemm_tiles.h) read 64 at once
 //   others  [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
 //           the low halves of the bytes; float16 scales [kPanel]; int4_zeros: zeros [kPanel] }
 #pragma once
 #include "gemm.h"
+#if defined(OCTAVO_TILES)
+#include "gemm_tiles.h"
+#endif
 
 OCTAVO_BEGIN
 
@@ -27,6 +31,10 @@ constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
 #endif
 constexpr int64_t kQuantBlock8 = 2048;  // of K: a panel's part that stays in the cache
 constexpr int64_t kQuantChunk = 4 * kRowBlock;  // rows of x quantized together
+// int8 goes on tiles for more rows than these, which one vector after the other does as fast as memory
+// gives the weights. 4 bits do not: a product of tiles takes as long for a group's 32 inputs as for 64,
+// and each group's sums would go through memory to be scaled.
+constexpr int64_t kVectorRows = 4;
 
 // What the codes of int4_levels stand for: the 16 levels with the smallest squared error for groups of
 // 32 normal or somewhat heavier-tailed numbers whose largest is scaled to about the first level
@@ -137,12 +145,22 @@ INLINE vu decode(vu codes) {
 
 // Quantized rows of x, padded with zeros to whole groups.
 struct QuantRows {
-  int8_t* q;  // [rows][stride]
+  int8_t* q;  // [rows][stride], or tiled: [rows / 16][stride / 64][16][64]
   float* scales;  // [rows][groups]: the scale, times `unit`
   int32_t* sums;  // [rows][groups]: the sum of q, times -zero
   int64_t stride, group, groups;
   int zero;  // what all weights have as zero; 1 where each group has its own
   float unit;  // one over what the levels of the weights are multiplied by
+  bool tiled;
+
+  int8_t* at(int64_t row, int64_t k) const {
+#if defined(OCTAVO_TILES)
+    if (tiled)
+      return q + (row / kTileRows16 * (stride / kTileBytes) + k / kTileBytes) * kTileNbytes +
+             row % kTileRows16 * kTileBytes + k % kTileBytes;
+#endif
+    return q + row * stride + k;
+  }
 };
 
 // The largest magnitude; NaN if there is one.
@@ -164,8 +182,7 @@ INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f
 
 template <class T>
 void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
-  int8_t* q = to.q + row * to.stride;
-  for (int64_t g = 0; g < to.groups; g++, q += to.group, x += to.group, k -= to.group) {
+  for (int64_t g = 0; g < to.groups; g++, x += to.group, k -= to.group) {
     const int64_t count = min(to.group, k);
     const float most = largest(x, count);
     const vf inverse = splat(inverse_scale(most));
@@ -175,7 +192,7 @@ void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
       if (j < count) r = round_to_int(load(x + j, int(min<int64_t>(W, count - j))) * inverse);
       total += r;
       vb b = to_bytes(r);
-      memcpy(q + j, &b, sizeof b);
+      memcpy(to.at(row, g * to.group + j), &b, sizeof b);
     }
     int32_t lanes[W], sum = 0;
     memcpy(lanes, &total, sizeof lanes);
@@ -215,31 +232,56 @@ INLINE void dots8(int rows, const int8_t* x, int64_t stride, const uint8_t* w, i
   if constexpr (R > 1) dots8<R - 1>(rows, x, stride, w, quads, c);
 }
 
+// K in a packed weight
+INLINE int64_t padded_k8(int64_t k) { return ceil_div(k, 64) * 64; }
+
+// The results of rows first ... and the panel at column col: out may be where the sums are.
+INLINE void scale8(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
+                   const void* sums, float* out) {
+  const char* scales = static_cast<const char*>(a.weight) +
+                       ceil_div(a.n, kPanel) * kPanel * padded_k8(a.k) + col * sizeof(float);
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < kPanel; j += W) {
+      const vu sum = load_raw<vu>(static_cast<const int32_t*>(sums) + i * kPanel + j) +
+                     (vu)splat_int(x.sums[first + i]);
+      store(out + i * kPanel + j, to_float((vi)sum) * splat(x.scales[first + i]) *
+                                      load_raw<vf>(scales + j * sizeof(float)));
+    }
+}
+
 // Rows first ... first + rows of x times the panel at column col.
 INLINE void panel8(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
                    float* out) {
   const int64_t quads = ceil_div(a.k, kQuad), block = kQuantBlock8 / kQuad;
-  const uint8_t* weight = static_cast<const uint8_t*>(a.weight);
-  const uint8_t* w = weight + col * quads * kQuad;
+  const uint8_t* w = static_cast<const uint8_t*>(a.weight) + col * padded_k8(a.k);
   alignas(64) int32_t c[kRowBlock * kPanel];
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < kPanel; j += W) {
-      vi v = splat_int(x.sums[first + i]);
-      memcpy(c + i * kPanel + j, &v, sizeof v);
-    }
+  memset(c, 0, rows * kPanel * sizeof(int32_t));
   for (int64_t q = 0; q < quads; q += block)
     for (int64_t i = 0; i < rows; i += kQuantRows8)
       dots8<kQuantRows8>(int(min<int64_t>(kQuantRows8, rows - i)),
                          x.q + (first + i) * x.stride + q * kQuad, x.stride,
                          w + q * kQuad * kPanel, min(block, quads - q), c + i * kPanel);
-  const uint8_t* scales =
-      weight + ceil_div(a.n, kPanel) * kPanel * quads * kQuad + col * sizeof(float);
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < kPanel; j += W)
-      store(out + i * kPanel + j, to_float(load_raw<vi>(c + i * kPanel + j)) *
-                                      splat(x.scales[first + i]) *
-                                      load_raw<vf>(scales + j * sizeof(float)));
+  scale8(a, x, first, rows, col, c, out);
 }
+
+#if defined(OCTAVO_TILES)
+// The product of m rows, from row row0 of out on; sums are whole numbers, so the bits are panel8's.
+template <class T>
+INLINE void tiles8(const LinearQArgs& a, const QuantRows& x, T t, int64_t row0, int64_t m) {
+  const int64_t steps = x.stride / kTileBytes;
+  TileCut cut = cut_tiles(a, m, steps);
+  cut.own = false;  // x is tiles already
+  const char* tiles = reinterpret_cast<const char*>(x.q);
+  tile_products<DotBytes>(
+      a, m, steps, cut, [&](int64_t part) { return tiles + part * cut.part * steps * kTileNbytes; },
+      [&](int64_t first, int64_t rows, int64_t col, char* c, char* up) {
+        float *gate = reinterpret_cast<float*>(c), *other = reinterpret_cast<float*>(up);
+        scale8(a, x, first, rows, col, c, gate);
+        if (up) scale8(a, x, first, rows, a.n / 2 + col, up, other);
+        write_part(a, t, a.m, row0 + first, rows, col, gate, other);
+      });
+}
+#endif
 
 // ---- 4 bits ----
 
@@ -327,22 +369,30 @@ template <class T>
 INLINE void linear_q_typed(const LinearQArgs& a, T) {
   const QuantFormat f = a.format;
   QuantRows x;
-  x.group = f == QuantFormat::int8 ? ceil_div(a.k, 64) * 64 : a.group;
+  x.group = f == QuantFormat::int8 ? padded_k8(a.k) : a.group;
   x.groups = ceil_div(a.k, x.group);
   x.stride = x.groups * x.group;
   x.zero = f == QuantFormat::int4_zeros ? 1 : f == QuantFormat::int4 ? 8 : 128;
   x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
+  const int64_t q_rows = ceil_div(some, 16) * 16;  // whole tiles
   x.q = static_cast<int8_t*>(
-      scratch(some * (x.stride + x.groups * (sizeof(float) + sizeof(int32_t)))));
-  x.scales = reinterpret_cast<float*>(x.q + some * x.stride);
+      scratch(q_rows * x.stride + some * x.groups * (sizeof(float) + sizeof(int32_t))));
+  x.scales = reinterpret_cast<float*>(x.q + q_rows * x.stride);
   x.sums = reinterpret_cast<int32_t*>(x.scales + some * x.groups);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
     const int64_t m = min(some, a.m - row0);
     const int64_t cost = panels * kVectors * m * ceil_div(a.k, kQuad);
+    x.tiled = f == QuantFormat::int8 && m > kVectorRows;
     parallel_for(m, 4 * m * x.stride / W, [&](int64_t i) {
       quantize_row(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, a.k, x, i);
     });
+#if defined(OCTAVO_TILES)
+    if (x.tiled) {
+      tiles8(a, x, T{}, row0, m);
+      continue;
+    }
+#endif
     for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
       switch (f) {
         case QuantFormat::int8: return panel8(a, x, first, rows, col, c);
@@ -370,7 +420,7 @@ INLINE uint32_t four_codes(const uint8_t* codes, int64_t count) {
 }
 
 INLINE int64_t panel_nbytes(int64_t k, int64_t group, QuantFormat f) {
-  if (f == QuantFormat::int8) return ceil_div(k, kQuad) * kQuad * kPanel;
+  if (f == QuantFormat::int8) return padded_k8(k) * kPanel;
   return ceil_div(k, group) * group_nbytes(group, f);
 }
 
@@ -389,7 +439,7 @@ void pack_rows(const PackQuantArgs& a) {
       const float scale = n < end ? a.scales[n - a.row0] : 0;
       memcpy(scales + n * sizeof scale, &scale, sizeof scale);
     }
-    const int64_t quads = ceil_div(a.k, kQuad), some = 64;  // a tile stays in the cache
+    const int64_t quads = padded_k8(a.k) / kQuad, some = 64;  // a block stays in the cache
     for (int64_t q0 = 0; q0 < quads; q0 += some)
       for (int64_t n = a.row0; n < padded; n++)
         for (int64_t q = q0; q < min(q0 + some, quads); q++) {

@@ -32,7 +32,11 @@
 
 OCTAVO_BEGIN
 
-#if defined(__AVX512F__) || defined(OCTAVO_EMULATED_TILES)
+#if defined(__AMX_TILE__) || defined(OCTAVO_EMULATED_TILES)
+#define OCTAVO_TILES  // products of matrices are made on tiles (tile.h)
+#endif
+
+#if defined(__AVX512F__) || defined(OCTAVO_TILES)
 constexpr int W = 16;
 #elif defined(__AVX2__)
 constexpr int W = 8;
@@ -229,23 +233,31 @@ INLINE void with_type(DType dtype, F f) {
   }
 }
 
-// f(0) ... f(n - 1) on the threads of the process; f may take a second argument, which is what the same
-// thread does next, or -1 if that is not known. `cost` is about the number of vector operations in
-// all: a few microseconds' work is not worth sharing, and ten are not worth waking another thread.
+// f(begin, end) for pieces of [0, n) on the threads of the process. `cost` is about the number of vector
+// operations in all: a few microseconds' work is not worth sharing, and ten are not worth waking
+// another thread.
 template <class F>
-inline void parallel_for(int64_t n, int64_t cost, F f) {
+inline void parallel_ranges(int64_t n, int64_t cost, F f) {
   constexpr int64_t kWorthSharing = 10000, kWorthWaking = 50000;
   const int64_t threads = cost < kWorthSharing ? 1 : min<int64_t>(n, num_threads());
   const Body piece = [](void* context, int64_t begin, int64_t end) {
-    F& f = *static_cast<F*>(context);
+    (*static_cast<F*>(context))(begin, end);
+  };
+  if (threads <= 1) return piece(&f, 0, n);
+  run_parallel(n, max<int64_t>(1, n / (threads * 8)), cost >= kWorthWaking, piece, &f);
+}
+
+// f(0) ... f(n - 1), likewise; f may take a second argument, which is what the same thread does next, or
+// -1 if that is not known.
+template <class F>
+inline void parallel_for(int64_t n, int64_t cost, F f) {
+  parallel_ranges(n, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
       if constexpr (std::is_invocable_v<F&, int64_t, int64_t>)
         f(i, i + 1 < end ? i + 1 : -1);
       else
         f(i);
-  };
-  if (threads <= 1) return piece(&f, 0, n);
-  run_parallel(n, max<int64_t>(1, n / (threads * 8)), cost >= kWorthWaking, piece, &f);
+  });
 }
 
 OCTAVO_END

@@ -74,10 +74,10 @@ inline void tile_dot_i8u8() {
   const Tile &a = emulated_tiles[A], &b = emulated_tiles[B];
   for (int m = 0; m < 16; m++)
     for (int n = 0; n < 16; n++) {
-      int32_t sum;
+      uint32_t sum;  // unsigned, since it may wrap around on the way to the right result
       memcpy(&sum, emulated_tiles[C].bytes[m] + 4 * n, sizeof sum);
       for (int k = 0; k < 64; k++)
-        sum += int32_t(int8_t(a.bytes[m][k])) * int32_t(b.bytes[k / 4][4 * n + k % 4]);
+        sum += uint32_t(int8_t(a.bytes[m][k]) * b.bytes[k / 4][4 * n + k % 4]);
       memcpy(emulated_tiles[C].bytes[m] + 4 * n, &sum, sizeof sum);
     }
 }

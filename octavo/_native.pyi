@@ -87,6 +87,7 @@ def linear(
     out_dtype: int,
     /,
 ) -> None: ...
+def linear_scratch(rows: int, k: int, threads: int, /) -> int: ...
 def quantize_weight(
     src: int,
     src_stride: int,

@@ -11,7 +11,8 @@ PANEL = 64
 
 def packed_nbytes(n: int, k: int, dtype: str) -> int:
     """Bytes that a weight of shape [n, k] takes once packed."""
-    return -(-n // PANEL) * PANEL * (-(-k // 2) * 2) * ITEMSIZE[dtype]
+    multiple = 32 if dtype == "bfloat16" else 2
+    return -(-n // PANEL) * PANEL * (-(-k // multiple) * multiple) * ITEMSIZE[dtype]
 
 
 def quantized_nbytes(n: int, k: int, format: str, group_size: int) -> int:
@@ -19,11 +20,11 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int) -> int:
 
     Args:
         n: outputs.
-        k: inputs; they are padded to whole groups, with int8 to a multiple of 4.
+        k: inputs; they are padded to whole groups, with int8 to a multiple of 64.
         format: `octavo.kernels.base.QuantFormat`.
         group_size: inputs that share a scale; 0 with int8.
     """
     outputs = -(-n // PANEL) * PANEL
     if format == "int8":
-        return outputs * (-(-k // 4) * 4 + 4)
+        return outputs * (-(-k // 64) * 64 + 4)
     return outputs * -(-k // group_size) * (group_size // 2 + 2 + (format == "int4_zeros"))

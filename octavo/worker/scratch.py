@@ -66,6 +66,9 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
             logits=logits,
         )
     kernels += kernel_nbytes(threads, spec.vocab_size)
+    inputs = max(w.shape[1] for w in model_weights(spec, quantized=quantized) if w.kind == "linear")
+    rows = max(setup.max_num_batched_tokens, config.scheduler.max_num_seqs)
+    kernels += _native.linear_scratch(rows, inputs, threads)
     return Scratch(activations.peak, logits.peak, kernels)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.kernels import native
+from tests.models.harness import make_hf
 
 PROMPT_LEN = 150
 DTYPES = ["bfloat16", "float32"]
@@ -152,8 +154,6 @@ def test_after_forced_preemptions(dtype, expected):
 
 def test_portable_kernels_agree_with_themselves(expected, dtype):
     """The same promise on the plainest instruction set."""
-    from octavo.kernels import native
-
     best = native.isa()
     native.set_isa("portable")
     try:
@@ -162,3 +162,30 @@ def test_portable_kernels_agree_with_themselves(expected, dtype):
             assert answers(llm, [*others(8), *TARGETS])[-2:] == reference
     finally:
         native.set_isa(best)
+
+
+@pytest.mark.parametrize("isa", [i for i in native.available_isas() if i.startswith("amx")])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_tiles_agree_with_themselves(isa, quantization, tmp_path):
+    """The same promise where products are made on tiles, with a model that is small enough for
+    emulated ones."""
+    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 300}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+    make_hf("LlamaForCausalLM", **sizes).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, "quantization": quantization}
+    settings |= {"dtype": "bfloat16", "enable_prefix_caching": False}
+    requests = [
+        ([(7 * i + 3 * j) % 300 for j in range(count)], params(0.9 if i % 2 else 0.0))
+        for i, count in enumerate((1, 15, 16, 17, 33, 70))
+    ]
+    before = native.isa()
+    native.set_isa(isa)
+    try:
+        with LLM(**settings) as llm:
+            alone = [answers(llm, [request])[0] for request in requests]
+            assert len({answer.token_ids for answer in alone}) > 3
+            assert answers(llm, requests) == alone
+        with LLM(long_prefill_token_threshold=7, num_threads=1, **settings) as llm:
+            assert answers(llm, requests[::-1]) == alone[::-1]
+    finally:
+        native.set_isa(before)

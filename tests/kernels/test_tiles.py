@@ -1,0 +1,140 @@
+"""Products on tiles, real or emulated: which variant is chosen, and the bits of every cut."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import _native
+from octavo.kernels import native
+from octavo.kernels.native import NativeOps
+
+ops = NativeOps()
+
+
+def variants() -> list[str]:
+    return [isa for isa in native.available_isas() if isa.startswith("amx")]
+
+
+@pytest.fixture(params=variants())
+def tiles(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test on the variants that have tiles."""
+    before = native.isa()
+    native.set_isa(request.param)
+    yield request.param
+    native.set_isa(before)
+    native.set_num_threads(0)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_emulated_tiles_are_built_for_tests_and_never_chosen() -> None:
+    """`make dev` builds them: see OCTAVO_EMULATED_TILES in CMakeLists.txt."""
+    code = "from octavo import _native; print(_native.isa(), *_native.available_isas())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    chosen, *available = out.stdout.split()
+    assert available[-1] == "amx_emulated"
+    assert chosen == available[0] != "amx_emulated"
+
+
+def test_real_tiles_need_a_processor_that_has_them() -> None:
+    if "amx" in native.available_isas():
+        with open("/proc/cpuinfo") as file:
+            flags = file.read()
+        assert all(flag in flags for flag in ("amx_tile", "amx_bf16", "amx_int8"))
+        assert native.available_isas()[0] == "amx"
+
+
+# Whole panels and not, K of whole tiles and not, K so long that many rows are cut another way
+SHAPES = [(70, 33), (130, 515), (64, 64), (192, 1000), (130, 2450)]
+ROWS = [2, 15, 16, 17, 31, 32, 33, 49, 65, 100, 257, 300]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_bfloat16_has_the_same_bits_in_any_company(
+    n: int, k: int, threads: int, tiles: str
+) -> None:
+    """The number of threads is part of how rows are cut."""
+    native.set_num_threads(threads)
+    x, bias = random(300, k), random(n, seed=2)
+    packed = ops.pack_weight(random(n, k, seed=1))
+    alone = {i: ops.linear(x[i : i + 1], packed, bias) for i in (0, 1, 14, 16, 31, 64, 256, 299)}
+    for m in ROWS:
+        y = ops.linear(x[300 - m :], packed, bias)
+        for i, want in alone.items():
+            if i >= 300 - m:
+                assert torch.equal(y[i - 300 + m], want[0]), (m, i)
+    y = ops.linear(x, packed, bias)
+    assert all(torch.equal(y[i], want[0]) for i, want in alone.items())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_written_past_the_caches(out_dtype: torch.dtype, tiles: str) -> None:
+    """From 256 rows on, and where results lie in whole lines."""
+    for n in (64, 96, 100):
+        x, packed = random(270, 40), ops.pack_weight(random(n, 40, seed=1))
+        y = ops.linear(x, packed, None, out_dtype)
+        parts = [ops.linear(x[i : i + 90], packed, None, out_dtype) for i in (0, 90, 180)]
+        assert torch.equal(y, torch.cat(parts))
+
+
+@pytest.mark.parametrize("rows", [3, 33, 300])
+@pytest.mark.parametrize("k", [96, 2450])
+def test_gate_and_up_in_one_go(rows: int, k: int, tiles: str) -> None:
+    x, w, bias = random(rows, k), random(256, k, seed=1), random(256, seed=2)
+    for weight in (ops.pack_weight(w), ops.quantize_weight([w], "int8", 0)):
+        apart = ops.act_and_mul(ops.linear(x, weight, bias), "silu")
+        assert torch.equal(ops.linear_act_and_mul(x, weight, bias, "silu"), apart)
+
+
+@pytest.mark.parametrize(("n", "k"), [(70, 33), (130, 515), (64, 64), (128, 5000)])
+def test_int8_has_the_bits_of_vectors(n: int, k: int, tiles: str) -> None:
+    x, weight, bias = random(400, k), [random(n, k, seed=1)], random(n, seed=2)
+    rows = [m for m in (1, 4, 5, 16, 17, 33, 65, 257, 400) if k < 1000 or m < 200]
+    on_tiles = ops.quantize_weight(weight, "int8", 0)
+    got = [ops.linear(x[:m], on_tiles, bias) for m in rows]
+    native.set_isa("portable")
+    on_vectors = ops.quantize_weight(weight, "int8", 0)
+    for m, y in zip(rows, got, strict=True):
+        assert torch.equal(y, ops.linear(x[:m], on_vectors, bias)), m
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_row(bad: float, tiles: str) -> None:
+    """NaN between the rows, too, and where a buffer was full of it before."""
+    weight = random(70, 33, seed=1)
+    packed = ops.pack_weight(weight)
+    ops.linear(torch.full((64, 40), math.nan, dtype=torch.bfloat16)[:, :33], packed)
+    x = torch.full((40, 38), math.nan, dtype=torch.bfloat16)[:, :33]
+    x.copy_(random(40, 33))
+    good = ops.linear(x, packed)
+    assert good.isfinite().all()
+    x[17, 32] = bad
+    y = ops.linear(x, packed)
+    assert not y[17].isfinite().any()
+    rest = torch.arange(40) != 17
+    assert torch.equal(y[rest], good[rest])
+
+
+def test_a_packed_table_gives_its_rows(tiles: str) -> None:
+    table = random(70, 33)
+    ids = torch.tensor([0, 69, 64, 3])
+    assert torch.equal(ops.embedding(ops.pack_weight(table), ids), table[ids])
+
+
+def test_scratch_is_told(tiles: str) -> None:
+    """At least x as tiles; a fixed amount for each thread; no more than 2,048 rows at once."""
+    assert 3 * 16 * 64 * 2 <= _native.linear_scratch(33, 64, 1) < 3 * 16 * 64 * 4 + 2**15
+    some, more = (_native.linear_scratch(2048, 576, t) for t in (1, 2))
+    assert some >= 2048 * 576 * 2
+    assert more - some < 2 * 2**20
+    assert _native.linear_scratch(10**6, 576, 1) == some
+    native.set_isa("portable")
+    assert _native.linear_scratch(2048, 576, 2) == 0
