@@ -7,7 +7,9 @@
 
 namespace octavo {
 
-const KernelTable& kernels();  // the chosen variant: at first the best that this processor has
+// The chosen variant: at first the one that the environment's OCTAVO_ISA names, or else the best that
+// this processor has. Throws std::invalid_argument if it has not what OCTAVO_ISA names.
+const KernelTable& kernels();
 std::vector<std::string> available_isas();  // best first
 bool set_isa(const std::string& name);  // false: not available here
 
