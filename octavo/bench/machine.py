@@ -24,7 +24,7 @@ from octavo.quantization.base import get_quantization
 _READS = {"plain read": -1, "read nta": 0, "read t2": 1, "read t1": 2, "read t0": 3}
 """Ways of `_native.read_memory`: without fetching ahead, and with x86's names of its kinds."""
 _LEAST_ROUNDS = 3
-_HOPELESS = 8.0
+_HOPELESS = 4.0
 """A product that takes so many times as long as another one is not tried at full size."""
 
 
@@ -109,7 +109,7 @@ def measure_peak(
                 codes = (x.float() * 32).clamp(-127, 127).to(torch.int8)
                 products["torch"] = lambda rows: torch._int_mm(codes[: len(rows)], codes.t())
             # Torch has plain loops for what its libraries lack here: they could take a minute.
-            some = x[: max(1, size // 16)]
+            some = x[: max(1, size // 8)]
             tried = {name: _seconds(partial(f, some)) for name, f in products.items()}
             ways: dict[str, Callable[[], object]] = {
                 name: partial(f, x)

@@ -110,7 +110,7 @@ def test_a_hopeless_product_is_tried_on_a_few_rows_only(clock, monkeypatch):
     monkeypatch.setattr(NativeOps, "linear", lambda *args: clock.__setitem__(0, clock[0] + 0.1))
     monkeypatch.setattr(torch.nn.functional, "linear", torchs)
     assert measure_peak("float32", **SMALL)[1] == "Octavo"
-    assert rows == [4, 4]
+    assert rows == [8, 8]
 
 
 @pytest.mark.parametrize("locality", range(-1, 4))
