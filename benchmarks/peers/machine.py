@@ -39,26 +39,23 @@ typedef uint64_t vec __attribute__((vector_size(64)));
 enum { STREAMS = 8, MOST_BLOCKS = 64 };
 static const size_t BYTES = (size_t)256 << 20, CHUNK = (size_t)1 << 20;
 
-#define READ(name, fetch)                                           \
-  static uint64_t name(const char* data) {                          \
-    const vec* p = (const vec*)data;                                \
-    vec sum[STREAMS] = {0};                                         \
-    for (size_t j = 0; j < CHUNK / sizeof(vec); j += STREAMS)       \
-      for (int k = 0; k < STREAMS; k++) {                           \
-        const char* ahead = (const char*)(p + j + k) + 4096;        \
-        (void)ahead;                                                \
-        fetch;                                                      \
-        sum[k] ^= p[j + k];                                         \
-      }                                                             \
-    uint64_t sink = 0;                                              \
+#define READ(name, fetch)                                            \
+  static uint64_t name(const char* data) {                           \
+    vec sum[STREAMS] = {0};                                          \
+    for (const char* at = data; at < data + CHUNK;)                  \
+      for (int k = 0; k < STREAMS; k++, at += sizeof(vec)) {         \
+        fetch;                                                       \
+        sum[k] ^= *(const vec*)at;                                   \
+      }                                                              \
+    uint64_t sink = 0;                                               \
     for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7]; \
-    return sink;                                                    \
+    return sink;                                                     \
   }
 READ(plain, )
-READ(nta, __builtin_prefetch(ahead - 2048, 0, 0))
-READ(t2, __builtin_prefetch(ahead, 0, 1))
-READ(t1, __builtin_prefetch(ahead, 0, 2))
-READ(t0, __builtin_prefetch(ahead, 0, 3))
+READ(nta, __builtin_prefetch(at + 2048, 0, 0))
+READ(t2, __builtin_prefetch(at + 4096, 0, 1))
+READ(t1, __builtin_prefetch(at + 4096, 0, 2))
+READ(t0, __builtin_prefetch(at + 4096, 0, 3))
 static const struct {
   const char* name;
   uint64_t (*read)(const char*);

@@ -10,7 +10,7 @@ from typing import Any
 
 from peers.installing import CompareError, write_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Results:

@@ -496,7 +496,7 @@ def data() -> dict[str, Any]:
 
     size = {"kv_bytes": 22528, "weights": 10**9, "prefill_flop": 2e9}
     return {
-        "format": 1,
+        "format": 2,
         "settings": {
             "quick": False,
             "models": {TINY: size},
