@@ -50,7 +50,7 @@ ENGINES = ("octavo", "vllm", "openvino", "llama", "transformers")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, 1 (failed), 130 (interrupted)."""
     args = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         return int(args.command(args))
     except CompareError as error:
@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def interrupt(number: int, frame: Any) -> None:
+    """Has a signal end the program as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -72,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     install = commands.add_parser("install", help="install peers, make and convert models")
-    install.add_argument("--peers", type=_names, default=list(ENGINES[1:]), metavar="A,B")
+    install.add_argument("--peers", type=names, default=list(ENGINES[1:]), metavar="A,B")
     install.add_argument("--into", type=Path, required=True, metavar="FOLDER")
     install.add_argument("--again", action="store_true", help="also those that are installed")
     install.set_defaults(command=_install)
 
     run = commands.add_parser("run", help="measure")
-    run.add_argument("--workloads", type=_names, default=list(WORKLOADS), metavar="W1,W2")
-    run.add_argument("--engines", type=_names, default=list(ENGINES[:4]), metavar="A,B")
+    run.add_argument("--workloads", type=names, default=list(WORKLOADS), metavar="W1,W2")
+    run.add_argument("--engines", type=names, default=list(ENGINES[:4]), metavar="A,B")
     run.add_argument(
         "--before", metavar="PYTHON", help="interpreter of another build of Octavo, measured, too"
     )
@@ -104,11 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
+def names(text: str) -> list[str]:
+    """The names in `A,B`, each once."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
         raise argparse.ArgumentTypeError("name at least one")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(found))
 
 
 def peer_named(name: str) -> Peer:

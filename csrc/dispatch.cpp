@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <functional>
 #include <new>
+#include <stdexcept>
 
 namespace octavo {
 
@@ -23,8 +24,14 @@ bool tiles_work();
 namespace avx512_bf16 {
 extern const KernelTable table;
 }
+namespace avx512_vnni {
+extern void (*const byte_product)(const LinearQArgs&);
+}
 namespace avx512 {
 extern const KernelTable table;
+}
+namespace avx2_vnni {
+extern void (*const byte_product)(const LinearQArgs&);
 }
 namespace avx2 {
 extern const KernelTable table;
@@ -62,6 +69,16 @@ static bool may_use_tiles() {
 }
 #endif
 
+#if defined(__x86_64__)
+// A variant that has products of bytes of its own; all else is `table`'s.
+static KernelTable with_bytes(KernelTable table, const char* isa,
+                              void (*byte_product)(const LinearQArgs&)) {
+  table.isa = isa;
+  table.linear_q = byte_product;
+  return table;
+}
+#endif
+
 static std::vector<const KernelTable*> find_available() {
   std::vector<const KernelTable*> found;
 #if defined(__x86_64__)
@@ -73,9 +90,14 @@ static std::vector<const KernelTable*> find_available() {
   // Every processor with bfloat16 products has byte products (VNNI), too.
   const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
                         __builtin_cpu_supports("avx512vnni");
+  static const KernelTable bytes512 =
+      with_bytes(avx512::table, "avx512_vnni", avx512_vnni::byte_product);
+  static const KernelTable bytes2 = with_bytes(avx2::table, "avx2_vnni", avx2_vnni::byte_product);
   if (has_bf16 && may_use_tiles() && amx::tiles_work()) found.push_back(&amx::table);
   if (has_bf16) found.push_back(&avx512_bf16::table);
+  if (has_avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(&bytes512);
   if (has_avx512) found.push_back(&avx512::table);
+  if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&bytes2);
   if (has_avx2) found.push_back(&avx2::table);
 #endif
   found.push_back(&portable::table);
@@ -90,8 +112,26 @@ static const std::vector<const KernelTable*>& available() {
   return tables;
 }
 
+static const KernelTable* find(const std::string& name) {
+  for (const KernelTable* table : available())
+    if (name == table->isa) return table;
+  return nullptr;
+}
+
+// At first the variant that OCTAVO_ISA names; without it, the best.
+static const KernelTable* first_choice() {
+  const char* name = std::getenv("OCTAVO_ISA");
+  if (!name || !*name) return available().front();
+  if (const KernelTable* table = find(name)) return table;
+  std::string names;
+  for (const KernelTable* table : available()) names += std::string(" ") + table->isa;
+  throw std::invalid_argument(std::string("OCTAVO_ISA=") + name +
+                              ": this processor has kernels for" + names +
+                              "; set it to one of these, or unset it.");
+}
+
 static const KernelTable*& chosen() {
-  static const KernelTable* table = available().front();
+  static const KernelTable* table = first_choice();
   return table;
 }
 
@@ -104,12 +144,9 @@ std::vector<std::string> available_isas() {
 }
 
 bool set_isa(const std::string& name) {
-  for (const KernelTable* table : available())
-    if (name == table->isa) {
-      chosen() = table;
-      return true;
-    }
-  return false;
+  const KernelTable* table = find(name);
+  if (table) chosen() = table;
+  return table != nullptr;
 }
 
 void* scratch(size_t bytes, int which) {

@@ -7,8 +7,9 @@
 
 namespace octavo {
 
-// The chosen variant: at first the best that this processor has. The first call, which is made before
-// there are threads, asks the system for what needs its permission.
+// The chosen variant: at first the one that the environment's OCTAVO_ISA names, or else the best that
+// this processor has. Throws std::invalid_argument if it has not what OCTAVO_ISA names. The first call,
+// which is made before there are threads, asks the system for what needs its permission.
 const KernelTable& kernels();
 std::vector<std::string> available_isas();  // best first
 bool set_isa(const std::string& name);  // false: not available here

@@ -14,6 +14,7 @@
 #include "philox.h"
 #include "plan.h"
 #include "pool.h"
+#include "read_memory.h"
 
 namespace nb = nanobind;
 using namespace octavo;
@@ -79,6 +80,12 @@ NB_MODULE(_native, m) {
   m.def("set_num_threads", &set_num_threads);
   m.def("num_threads", &num_threads);
   m.def("release_pages", &release_pages);
+  m.def("read_memory", [](Address data, size_t nbytes, int locality) {
+    if (nbytes % 64 != 0 || locality < -1 || locality > 3)
+      throw nb::value_error("whole cache lines and a locality of -1 to 3 are needed");
+    Release release;
+    return read_memory(at<void>(data), nbytes, locality);
+  });
 
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<>())

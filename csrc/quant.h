@@ -26,6 +26,8 @@ constexpr int kQuad = 4;  // codes in a lane
 constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once: what the registers hold
 #elif defined(__AVX512F__)
 constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
+#elif defined(__AVXVNNI__)
+constexpr int kQuantRows8 = 2, kQuantRows4 = 4;
 #else
 constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
 #endif
@@ -93,6 +95,8 @@ INLINE vi multiply_small(vi a, vi b) {
 INLINE vi dot(vi acc, vu codes, vi x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
 #elif defined(__AVX512F__) || defined(__AVX2__)
   // Bytes 0 and 2, then 1 and 3, as numbers of 16 bits: nothing can saturate
   typedef int16_t vs __attribute__((vector_size(4 * W)));

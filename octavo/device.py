@@ -258,6 +258,20 @@ def cuda_memory(device: torch.device) -> tuple[int, int]:
     return total, free
 
 
+def check_isa() -> None:
+    """Looks whether there are kernels for what the environment's OCTAVO_ISA names.
+
+    Raises:
+        ConfigError: if there are none on this processor.
+    """
+    from octavo import _native
+
+    try:
+        _native.isa()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def set_num_threads(num_threads: int | None) -> int:
     """Sizes the pool of threads that compute; returns its size.
 

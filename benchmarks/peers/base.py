@@ -92,7 +92,7 @@ class Job:
     spawned: float = 0.0
     """When the process was started, `time.perf_counter` (one clock for all processes)."""
     reader: tuple[str, ...] = ()
-    """Command that reads memory and prints lines `BLOCK GB/S`."""
+    """Command that reads memory and prints what `best_reads` takes."""
 
     def to_json(self) -> str:
         """The job as a process reads it."""
@@ -201,6 +201,20 @@ def rows_of(case: Case, iteration: int) -> tuple[list[Row], list[Row]]:
     return [], list(case.rows)
 
 
+def best_reads(output: str) -> tuple[str, dict[str, list[float]]]:
+    """Of lines `WAY BLOCK GB/S`: the way with the highest median, and its speeds by block."""
+    ways: dict[str, dict[str, list[float]]] = {}
+    for line in output.splitlines():
+        way, block, speed = line.split()
+        ways.setdefault(way, {}).setdefault(block, []).append(float(speed))
+
+    def median(way: str) -> float:
+        return statistics.median(speed for speeds in ways[way].values() for speed in speeds)
+
+    best = max(ways, key=median)
+    return best, ways[best]
+
+
 class Bandwidth:
     """What memory gives around a measurement that it bounds: one request at a time.
 
@@ -220,7 +234,8 @@ class Bandwidth:
             return 0.0
         time.sleep(0.3)  # threads that wait in a loop for more work have gone to sleep
         done = subprocess.run(self._reader, capture_output=True, text=True, check=True)
-        return statistics.median(float(line.split()[1]) for line in done.stdout.splitlines())
+        _, blocks = best_reads(done.stdout)
+        return statistics.median(speed for speeds in blocks.values() for speed in speeds)
 
     def metrics(self) -> dict[str, float]:
         """`bandwidth_gb_s` around the measurement; nothing where it is not known."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peers.base import Case, Peer, Setup
 from peers.installing import (
     TORCH,
+    CompareError,
     make_environment,
     need_tool,
     pip_install,
@@ -36,14 +38,54 @@ main()
 
 SLOTS = 16
 """Requests at once: more made it slower."""
+_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "GGML_OPENMP": "ON",
+    "GGML_LLAMAFILE": "ON",
+    "LLAMA_OPENSSL": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+}
+_AVX2 = ("SSE42", "AVX", "F16C", "FMA", "BMI2", "AVX2")
+_AVX512 = (*_AVX2, "AVX512")
+_AVX512_BF16 = (*_AVX512, "AVX512_VNNI", "AVX512_BF16")
+ISAS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": _AVX2,
+    "avx2_vnni": (*_AVX2, "AVX_VNNI"),
+    "avx512": _AVX512,
+    "avx512_vnni": (*_AVX512, "AVX512_VNNI"),
+    "avx512_bf16": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "AMX_TILE", "AMX_INT8", "AMX_BF16"),
+}
+"""Octavo's instruction sets as llama.cpp's build options."""
 
 
 class Llama(Peer):
-    """llama-server: its one engine with continuous batching."""
+    """llama-server: its one engine with continuous batching.
+
+    Args:
+        isa: one of `ISAS`, for which its kernels are built; None: this machine.
+
+    Raises:
+        CompareError: for an instruction set that it has no options for.
+    """
 
     name = "llama"
     title = "llama.cpp"
     offline = False
+
+    def __init__(self, isa: str | None = None) -> None:
+        self._isa = isa
+        if isa is not None:
+            self.name = f"llama-{isa}"
+            if isa not in ISAS:
+                raise CompareError(
+                    f"llama.cpp has no build for {isa}; choose from {', '.join(ISAS)}."
+                )
 
     def install(self, root: Path, models: Path) -> None:
         """Builds llama-server, and converts the models (tinyllama to q8_0 and q4_0 too)."""
@@ -51,23 +93,7 @@ class Llama(Peer):
         log = folder / "install.log"
         source = _download(root, log)
         build = build_folder(root)
-        options = {
-            "CMAKE_BUILD_TYPE": "Release",
-            "GGML_NATIVE": "ON",
-            "GGML_OPENMP": "ON",
-            "GGML_LLAMAFILE": "ON",
-            "LLAMA_OPENSSL": "OFF",
-            "LLAMA_USE_PREBUILT_UI": "OFF",
-            "LLAMA_BUILD_TESTS": "OFF",
-            "LLAMA_BUILD_EXAMPLES": "OFF",
-            "LLAMA_BUILD_APP": "OFF",
-        }
-        flags = [f"-D{name}={value}" for name, value in options.items()]
-        ninja = need_tool("ninja")
-        cmake = [need_tool("cmake"), "-S", source, "-B", build, "-G", "Ninja"]
-        run([*cmake, f"-DCMAKE_MAKE_PROGRAM={ninja}", *flags], log)
-        targets = ["llama-server", "llama-quantize"]
-        run([ninja, "-C", build, "-j", os.cpu_count() or 1, *targets], log)
+        _build(source, build, _OPTIONS, ["llama-server", "llama-quantize"], log)
 
         python = make_environment(folder / "env", log)  # the converter's; the server needs none
         pip_install(python, log, TORCH)
@@ -75,21 +101,39 @@ class Llama(Peer):
         pip_install(python, log, TORCH, *packages)
         (folder / "gguf").mkdir(exist_ok=True)
         for model in sorted(path.name for path in models.iterdir() if path.is_dir()):
-            plain = model_file(root, model, "bf16")
-            if not plain.exists():
-                convert(root, models / model, _part(plain), log)
-                _part(plain).rename(plain)
-            for name in ("int8", "int4") if model == "tinyllama-1.1b" else ():
-                file = model_file(root, model, name)
-                if not file.exists():
-                    quantize(root, plain, name, _part(file), log)
-                    _part(file).rename(file)
+            for weights in FORMATS if model == "tinyllama-1.1b" else ("bf16",):
+                make_model(root, models, model, weights, log)
         note = {
             "version": f"llama-cpp-python {VERSION}",
             "versions": versions(python, "torch", "transformers", "gguf"),
             "installed_mib": size_mib(build / "bin"),
         }
         write_marker(folder, note)
+
+    def build_kernels(self, root: Path) -> None:
+        """Builds the kernels for the instruction set, where they are missing; the rest of the
+        engine is the installed one.
+
+        Raises:
+            CompareError: if that fails.
+        """
+        assert self._isa is not None
+        if self._kernels(root).exists():
+            return
+        source = bindings_folder(root) / "vendor" / "llama.cpp"
+        known = dict.fromkeys(option for options in ISAS.values() for option in options)
+        options = {f"GGML_{name}": "ON" if name in ISAS[self._isa] else "OFF" for name in known}
+        build = self._kernels(root).parent.parent
+        log = root / "llama" / "install.log"
+        _build(source, build, {**_OPTIONS, **options, "GGML_NATIVE": "OFF"}, ["ggml-cpu"], log)
+
+    def _kernels(self, root: Path) -> Path:
+        """The library with the kernels for the instruction set."""
+        return root / "llama" / f"build-{self._isa}" / "bin" / "libggml-cpu.so.0"
+
+    def environment(self, root: Path, setup: Setup) -> dict[str, str]:
+        """The kernels for the instruction set, loaded in place of those of the same name."""
+        return {} if self._isa is None else {"LD_PRELOAD": str(self._kernels(root))}
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
         """All that it does goes through its server."""
@@ -141,6 +185,29 @@ def convert(root: Path, model: Path, file: Path, log: Path) -> None:
 def quantize(root: Path, plain: Path, weights: str, file: Path, log: Path) -> None:
     """Writes what `convert` wrote with int8 or int4 weights."""
     run([build_folder(root) / "bin" / "llama-quantize", plain, file, FORMATS[weights]], log)
+
+
+def make_model(root: Path, models: Path, model: str, weights: str, log: Path) -> None:
+    """Converts a model where that has not been done; int8 and int4 are made of bf16."""
+    file = model_file(root, model, weights)
+    if file.exists():
+        return
+    if weights == "bf16":
+        convert(root, models / model, _part(file), log)
+    else:
+        quantize(root, model_file(root, model, "bf16"), weights, _part(file), log)
+    _part(file).rename(file)
+
+
+def _build(
+    source: Path, build: Path, options: Mapping[str, str], targets: Sequence[str], log: Path
+) -> None:
+    """Builds targets of llama.cpp."""
+    ninja = need_tool("ninja")
+    cmake = [need_tool("cmake"), "-S", source, "-B", build, "-G", "Ninja"]
+    flags = [f"-D{name}={value}" for name, value in options.items()]
+    run([*cmake, f"-DCMAKE_MAKE_PROGRAM={ninja}", *flags], log)
+    run([ninja, "-C", build, "-j", os.cpu_count() or 1, *targets], log)
 
 
 def _part(path: Path) -> Path:

@@ -2,10 +2,11 @@
 
 `python -m peers.machine CORES FOLDER` prints one JSON line: `bandwidth_gb_s`, the median over
 repeated reads of several blocks of 256 MiB by one thread a core (C, compiled with the machine's own
-instruction set); how fast a block is depends on where it lies, so they are allocated one by one and
-all held, and `bandwidth_low_gb_s` and `bandwidth_high_gb_s` are the medians of the slowest and the
-fastest block; and `peak_gflop_s`, a 2048 x 2048 x 2048 bfloat16 linear layer of torch, which is
-oneDNN's.
+instruction set), in the best of several ways to fetch ahead, which `bandwidth_by` names; how fast a
+block is depends on where it lies, so they are allocated one by one and all held, and
+`bandwidth_low_gb_s` and `bandwidth_high_gb_s` are the medians of the slowest and the fastest block;
+and `peak_gflop_s`, a 2048 x 2048 x 2048 bfloat16 product, the better of torch's, which is oneDNN's,
+and Octavo's: `peak_by`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from peers.base import best_reads
 from peers.installing import CompareError, need_tool
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
-BLOCKS, READS, PRODUCTS, SIZE = 6, 9, 25, 2048
+BLOCKS, READS = 6, 9
 _SOURCE = r"""
 #include <omp.h>
 #include <stdint.h>
@@ -38,18 +39,27 @@ typedef uint64_t vec __attribute__((vector_size(64)));
 enum { STREAMS = 8, MOST_BLOCKS = 64 };
 static const size_t BYTES = (size_t)256 << 20, CHUNK = (size_t)1 << 20;
 
-static uint64_t read_chunk(const char* data) {
-  const vec* p = (const vec*)data;
-  vec sum[STREAMS] = {0};
-  for (size_t j = 0; j < CHUNK / sizeof(vec); j += STREAMS)
-    for (int k = 0; k < STREAMS; k++) {
-      __builtin_prefetch((const char*)(p + j + k) + 4096);
-      sum[k] ^= p[j + k];
-    }
-  uint64_t sink = 0;
-  for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7];
-  return sink;
-}
+#define READ(name, fetch)                                            \
+  static uint64_t name(const char* data) {                           \
+    vec sum[STREAMS] = {0};                                          \
+    for (const char* at = data; at < data + CHUNK;)                  \
+      for (int k = 0; k < STREAMS; k++, at += sizeof(vec)) {         \
+        fetch;                                                       \
+        sum[k] ^= *(const vec*)at;                                   \
+      }                                                              \
+    uint64_t sink = 0;                                               \
+    for (int k = 0; k < STREAMS; k++) sink ^= sum[k][0] ^ sum[k][7]; \
+    return sink;                                                     \
+  }
+READ(plain, )
+READ(nta, __builtin_prefetch(at + 2048, 0, 0))
+READ(t2, __builtin_prefetch(at + 4096, 0, 1))
+READ(t1, __builtin_prefetch(at + 4096, 0, 2))
+READ(t0, __builtin_prefetch(at + 4096, 0, 3))
+static const struct {
+  const char* name;
+  uint64_t (*read)(const char*);
+} WAYS[] = {{"plain", plain}, {"nta", nta}, {"t2", t2}, {"t1", t1}, {"t0", t0}};
 
 int main(int argc, char** argv) {
   if (argc != 4) return 2;
@@ -66,26 +76,26 @@ int main(int argc, char** argv) {
   }
   uint64_t sink = 0;
   for (int n = 0; n < reads; n++)
-    for (int i = 0; i < blocks; i++) {
-      double begin = omp_get_wtime();
+    for (int i = 0; i < blocks; i++)
+      for (int k = 0; k < sizeof WAYS / sizeof *WAYS; k++) {
+        double begin = omp_get_wtime();
 #pragma omp parallel for schedule(dynamic) reduction(^ : sink)
-      for (size_t j = 0; j < BYTES; j += CHUNK) sink ^= read_chunk(data[i] + j);
-      printf("%d %.3f\n", i, BYTES / (omp_get_wtime() - begin) / 1e9);
-    }
+        for (size_t j = 0; j < BYTES; j += CHUNK) sink ^= WAYS[k].read(data[i] + j);
+        printf("%s %d %.3f\n", WAYS[k].name, i, BYTES / (omp_get_wtime() - begin) / 1e9);
+      }
   return sink == 12345;
 }
 """
 
 
 def reader(folder: Path) -> Path:
-    """The program that measures the read bandwidth, compiled where it is not there yet.
+    """The program that measures the read bandwidth, compiled where this one is not there yet.
 
     Raises:
         CompareError: if there is no C compiler or it fails.
     """
-    program = folder / "bandwidth"
-    if not program.exists():
-        source = folder / "bandwidth.c"
+    program, source = folder / "bandwidth", folder / "bandwidth.c"
+    if not program.exists() or source.read_text() != _SOURCE:
         source.write_text(_SOURCE)
         compiler = [need_tool("gcc"), "-O3", "-march=native", "-fopenmp"]
         command = [*compiler, str(source), "-o", str(program)]
@@ -95,7 +105,7 @@ def reader(folder: Path) -> Path:
     return program
 
 
-def bandwidth(threads: int, folder: Path) -> dict[str, float]:
+def bandwidth(threads: int, folder: Path) -> dict[str, Any]:
     """Read bandwidth, GB/s: the median of all reads, of the slowest and of the fastest block.
 
     Raises:
@@ -105,36 +115,29 @@ def bandwidth(threads: int, folder: Path) -> dict[str, float]:
     return summary(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def summary(output: str) -> dict[str, float]:
-    """The figures of the C program's lines `BLOCK GB/S`."""
-    blocks: dict[str, list[float]] = {}
-    for line in output.splitlines():
-        block, speed = line.split()
-        blocks.setdefault(block, []).append(float(speed))
+def summary(output: str) -> dict[str, Any]:
+    """The figures of what the C program printed: those of the best way to read."""
+    way, blocks = best_reads(output)
     medians = [statistics.median(speeds) for speeds in blocks.values()]
     return {
         "bandwidth_gb_s": statistics.median(chain.from_iterable(blocks.values())),
         "bandwidth_low_gb_s": min(medians),
         "bandwidth_high_gb_s": max(medians),
+        "bandwidth_by": way,
     }
 
 
-def peak(threads: int) -> float:
-    """GFLOP/s of a bfloat16 linear layer: the median of some products."""
-    import torch
+def peak(threads: int) -> dict[str, Any]:
+    """GFLOP/s of a bfloat16 product, and whose it is."""
+    from octavo.bench.machine import measure_peak
+    from octavo.kernels.native import set_num_threads
 
-    torch.set_num_threads(threads)
-    x, w = (torch.randn(SIZE, SIZE).bfloat16() for _ in range(2))
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(PRODUCTS + 5):
-            begin = time.perf_counter()
-            torch.nn.functional.linear(x, w)
-            seconds.append(time.perf_counter() - begin)
-    return 2 * SIZE**3 / statistics.median(seconds[5:]) / 1e9
+    set_num_threads(threads)
+    flops, by = measure_peak("bfloat16")
+    return {"peak_gflop_s": flops / 1e9, "peak_by": by}
 
 
-def measure(threads: int, folder: Path) -> dict[str, float]:
+def measure(threads: int, folder: Path) -> dict[str, Any]:
     """Both figures, measured in a process of its own; `folder` keeps the compiled program.
 
     Raises:
@@ -144,7 +147,7 @@ def measure(threads: int, folder: Path) -> dict[str, float]:
     done = subprocess.run(command, env=environment({}), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CompareError(f"The machine could not be measured: {done.stderr[-800:]}")
-    figures: dict[str, float] = json.loads(done.stdout)
+    figures: dict[str, Any] = json.loads(done.stdout)
     return figures
 
 
@@ -177,4 +180,4 @@ def describe() -> dict[str, Any]:
 
 if __name__ == "__main__":
     cores, where = int(sys.argv[1]), Path(sys.argv[2])
-    print(json.dumps({**bandwidth(cores, where), "peak_gflop_s": peak(cores)}))
+    print(json.dumps(bandwidth(cores, where) | peak(cores)))

@@ -14,14 +14,18 @@ class Octavo(Peer):
 
     Args:
         interpreter: of the environment with the build to measure.
+        isa: the instruction set to use; None: the best of this machine.
     """
 
     name = "octavo"
     title = "Octavo"
     ready_path = "/ready"
 
-    def __init__(self, interpreter: str = sys.executable) -> None:
+    def __init__(self, interpreter: str = sys.executable, isa: str | None = None) -> None:
         self._interpreter = interpreter
+        self._isa = isa
+        if isa is not None:
+            self.name = f"octavo-{isa}"
 
     def install(self, root: Path, models: Path) -> None:
         """It is installed already."""
@@ -29,6 +33,14 @@ class Octavo(Peer):
     def python(self, root: Path) -> str:
         """The interpreter of that build."""
         return self._interpreter
+
+    def driver(self, root: Path) -> list[str]:
+        """This file."""
+        return [self._interpreter, "-m", "peers.octavo"]
+
+    def environment(self, root: Path, setup: Setup) -> dict[str, str]:
+        """The instruction set."""
+        return {} if self._isa is None else {"OCTAVO_ISA": self._isa}
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
         """`octavo serve`."""
@@ -89,10 +101,6 @@ class Before(Octavo):
 
     name = "before"
     title = "Octavo before"
-
-    def driver(self, root: Path) -> list[str]:
-        """As Octavo's."""
-        return [self.python(root), "-m", f"peers.{Octavo.name}"]
 
 
 PEER = Octavo()

@@ -157,6 +157,11 @@ def limits(data: dict[str, Any], name: str, group: str | None = None) -> Spread 
     return Spread.of([limit[name] for limit in chosen])
 
 
+def _by(data: dict[str, Any], name: str) -> str:
+    """What gave a limit: the best of several ways, which need not be the same in every turn."""
+    return ", ".join(dict.fromkeys(limit[name] for limit in data["limits"]))
+
+
 def tables(data: dict[str, Any]) -> str:
     """All tables of a results file, Markdown."""
     parts = [_preface(data)]
@@ -239,8 +244,9 @@ def _preface(data: dict[str, Any]) -> str:
     bandwidth, peak = limits(data, "bandwidth_gb_s"), limits(data, "peak_gflop_s")
     if bandwidth is not None and peak is not None:
         lines.append(
-            f"Its limits, measured in the same run: {bandwidth.show(1)} GB/s read,"
-            f" {peak.show(0)} GFLOP/s in a bfloat16 matrix product of 2048^3 (torch, oneDNN)."
+            f"Its limits, measured in the same run: {bandwidth.show(1)} GB/s read"
+            f" ({_by(data, 'bandwidth_by')}), {peak.show(0)} GFLOP/s in a bfloat16 matrix product"
+            f" of 2048^3 ({_by(data, 'peak_by')})."
         )
     shown = []
     for note in data["versions"].values():

@@ -10,15 +10,15 @@ from typing import Any
 
 from peers.installing import CompareError, write_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Results:
     """Measurements and what they were made with.
 
     A sample is `{engine, case, turn, iteration, metrics, time}`; a failure `{engine, case, turn,
-    reason}`; a limit `{group, turn, bandwidth_gb_s, peak_gflop_s}`; an absence `{engine, case,
-    reason}` says why an engine has no figure for a case.
+    reason}`; a limit `{group, turn, ...}` has what `machine.measure` found; an absence `{engine,
+    case, reason}` says why an engine has no figure for a case.
 
     Args:
         path: the file.
@@ -122,7 +122,7 @@ class Results:
             self.data["absences"].append(absence)
             self.save()
 
-    def add_limit(self, group: str, turn: int, figures: dict[str, float]) -> None:
+    def add_limit(self, group: str, turn: int, figures: dict[str, Any]) -> None:
         """Keeps what the machine could do before a group's turn."""
         self.data["limits"].append({"group": group, "turn": turn, **figures})
         self.save()

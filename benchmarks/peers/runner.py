@@ -90,7 +90,7 @@ class Runner:
         *,
         quick: bool,
         silence: float,
-        measure_machine: Callable[[int, Path], dict[str, float]] = machine.measure,
+        measure_machine: Callable[[int, Path], dict[str, Any]] = machine.measure,
     ) -> None:
         self.peers = peers
         self.root = root
@@ -386,8 +386,11 @@ def _model_of(url: str) -> str:
         raise CompareError(f"{url}/v1/models names no model: {str(answer)[:300]}") from None
 
 
-def _shown(figures: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+def _shown(figures: Mapping[str, float | str]) -> str:
+    return ", ".join(
+        f"{name} {value if isinstance(value, str) else f'{value:.4g}'}"
+        for name, value in figures.items()
+    )
 
 
 def _say(text: str) -> None:

@@ -261,8 +261,9 @@ def _print(result: dict[str, Any]) -> None:
 
     machine = breakdown["machine"]
     line(
-        f"\nRoofline: {machine['bandwidth'] / 1e9:.1f} GB/s read bandwidth, "
-        f"{machine['peak'] / 1e9:.0f} GFLOP/s {machine['dtype']} peak, measured just now."
+        f"\nRoofline, measured just now: {machine['bandwidth'] / 1e9:.1f} GB/s read bandwidth "
+        f"({machine['bandwidth_by']}), {machine['peak'] / 1e9:.0f} GFLOP/s {machine['dtype']} peak "
+        f"({machine['peak_by']}'s product)."
     )
     for name in _PHASES:
         if name in breakdown:

@@ -30,7 +30,8 @@ class Executor(ABC):
         """What steps on a CPU will take, before anything is loaded: exactly what will be reserved.
 
         Raises:
-            ConfigError: if the attention backend cannot do the model's heads or the block size.
+            ConfigError: if the attention backend cannot do the model's heads or the block size, or
+                the environment asks for an instruction set that is not there.
         """
 
     @abstractmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo import _native
 from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
 from octavo.attention.cpu import CPUAttention
-from octavo.device import num_cpus
+from octavo.device import check_isa, num_cpus
 from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
@@ -28,6 +28,7 @@ from octavo.worker.setup import WorkerSetup
 
 def measure_scratch(setup: WorkerSetup) -> Scratch:
     """See `Executor.measure_scratch`."""
+    check_isa()
     config, spec, device = setup.config, setup.spec, torch.device("cpu")
     dtype: torch.dtype = getattr(torch, setup.dtype)
     cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)

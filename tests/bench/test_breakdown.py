@@ -9,7 +9,7 @@ from octavo import SamplingParams, _native
 from octavo.bench.breakdown import KernelCall, ProfiledLLM, Step, print_steps, summarize_steps
 from octavo.bench.machine import Machine
 
-MACHINE = Machine(bandwidth=1e9, peak=1e9, dtype="bfloat16")
+MACHINE = Machine(1e9, 1e9, "bfloat16", bandwidth_by="plain read", peak_by="Octavo")
 
 
 def make_step(begin):

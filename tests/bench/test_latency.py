@@ -125,7 +125,7 @@ def test_a_breakdown_of_a_gpu_is_refused(monkeypatch):
 
 
 def test_breakdown(monkeypatch, capsys):
-    machine = Machine(bandwidth=4e10, peak=8e11, dtype="float32")
+    machine = Machine(4e10, 8e11, "float32", bandwidth_by="read t1", peak_by="torch")
     monkeypatch.setattr(machine_module, "measure_machine", lambda dtype, quantization: machine)
     result = latency.run(parse("--breakdown", "--num-iters", 2))
     breakdown = result["breakdown"]
@@ -135,14 +135,14 @@ def test_breakdown(monkeypatch, capsys):
     assert breakdown["decode"]["num_steps"] == 6
     assert breakdown["decode"]["tokens_per_step"] == 2
     out = capsys.readouterr().out
-    assert "Roofline: 40.0 GB/s read bandwidth, 800 GFLOP/s float32 peak" in out
+    assert "40.0 GB/s read bandwidth (read t1), 800 GFLOP/s float32 peak (torch's product)" in out
     assert "decode: mean of 6 steps of 2 tokens" in out
 
 
 def test_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("octavo.bench.plots")
-    machine = Machine(bandwidth=4e10, peak=8e11, dtype="float32")
+    machine = Machine(4e10, 8e11, "float32", bandwidth_by="read t1", peak_by="torch")
     monkeypatch.setattr(machine_module, "measure_machine", lambda dtype, quantization: machine)
     path = tmp_path / "roofline.svg"
     latency.run(parse("--breakdown", "--plot", path, "--num-iters", 1))

@@ -1,23 +1,130 @@
 """What the machine can do."""
 
-import pytest
+import time
+from functools import partial
 
-from octavo.bench.machine import Machine, measure_machine
+import pytest
+import torch
+
+from octavo import _native
+from octavo.bench import machine as machine_module
+from octavo.bench.machine import Machine, measure_bandwidth, measure_machine, measure_peak
+from octavo.kernels.native import NativeOps
+
+SMALL = {"size": 64, "seconds": 0.0}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `time.perf_counter` says, for tests that let it go on."""
+    now = [0.0]
+    monkeypatch.setattr(machine_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_bandwidth():
+    bandwidth, by = measure_bandwidth(2**24, 0.0)
+    assert bandwidth > 1e6  # any machine that tests run on reads more than a MB a second
+    assert by in machine_module._READS
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8")]
+    ("dtype", "quantization"),
+    [(dtype, None) for dtype in ("bfloat16", "float16", "float32")]
+    + [("bfloat16", "int8"), ("float32", "int4")],
 )
-def test_measures_with_the_models_kernels(dtype, quantization):
-    machine = measure_machine(dtype, quantization, read_nbytes=2**24, peak_size=64, repeats=2)
-    assert machine.dtype == (quantization or dtype)
-    # Any machine that tests run on reads more than a MB and computes more than a MFLOP a second.
-    assert machine.bandwidth > 1e6
-    assert machine.peak > 1e6
+def test_peak(dtype, quantization):
+    threads = torch.get_num_threads()
+    peak, by = measure_peak(dtype, quantization, **SMALL)
+    assert peak > 1e6
+    assert by in ("Octavo", "torch")
+    assert torch.get_num_threads() == threads
+
+
+def test_the_machine_is_what_was_measured(monkeypatch):
+    monkeypatch.setattr(machine_module, "measure_bandwidth", lambda: (2e10, "read t1"))
+    monkeypatch.setattr(machine_module, "measure_peak", lambda *form: (1e12, "torch"))
+    assert measure_machine("bfloat16") == Machine(2e10, 1e12, "bfloat16", "read t1", "torch")
+    assert measure_machine("bfloat16", "int8").dtype == "int8"
 
 
 def test_the_floor_is_the_tighter_limit():
-    machine = Machine(bandwidth=100.0, peak=1000.0, dtype="bfloat16")
+    machine = Machine(100.0, 1000.0, "bfloat16", bandwidth_by="plain read", peak_by="Octavo")
     assert machine.floor(100, 0) == 1.0
     assert machine.floor(100, 500) == 1.0
     assert machine.floor(100, 3000) == 3.0
+
+
+def test_a_slow_kernel_does_not_lower_the_roof(monkeypatch):
+    """Octavo's products are under the roof that they are judged by, not the roof itself."""
+    linear, slow = NativeOps.linear, 0.05
+
+    def crawl(self, *args):
+        time.sleep(slow)
+        return linear(self, *args)
+
+    monkeypatch.setattr(NativeOps, "linear", crawl)
+    monkeypatch.setattr(machine_module, "measure_bandwidth", lambda: (1e10, "plain read"))
+    monkeypatch.setattr(machine_module, "measure_peak", partial(measure_peak, **SMALL))
+    machine = measure_machine("float32")
+    assert machine.peak_by == "torch"
+    assert machine.floor(0, 2 * 64**3) / slow < 0.5
+
+
+def test_the_peak_is_at_least_octavos(clock, monkeypatch):
+    def octavo(self, x, weight):
+        clock[0] += 1e-3 * len(x)
+
+    def torchs(x, weight):
+        clock[0] += 2e-3 * len(x)
+
+    monkeypatch.setattr(NativeOps, "linear", octavo)
+    monkeypatch.setattr(torch.nn.functional, "linear", torchs)
+    assert measure_peak("float32", **SMALL) == (pytest.approx(2 * 64**3 / 0.064), "Octavo")
+
+
+def test_the_upper_quartile_of_ways_in_turn_counts(clock):
+    turns = []
+    seconds = {"even": iter([9, 4, 9, 4, 9, 4, 9, 4]), "odd": iter([9, 1, 9, 6, 9, 6, 9, 6])}
+
+    def way(name):
+        def run():
+            turns.append(name)
+            clock[0] += next(seconds[name])
+
+        return run
+
+    by, taken = machine_module._quickest({name: way(name) for name in seconds}, 80.0)
+    assert turns == ["even", "even", "odd", "odd"] * 4  # the first of two runs does not count
+    # The least would have been 1.
+    assert (by, taken) == ("even", 4.0)
+
+
+def test_a_hopeless_product_is_tried_on_a_few_rows_only(clock, monkeypatch):
+    rows = []
+
+    def torchs(x, weight):
+        rows.append(len(x))
+        clock[0] += 1.0
+
+    monkeypatch.setattr(NativeOps, "linear", lambda *args: clock.__setitem__(0, clock[0] + 0.1))
+    monkeypatch.setattr(torch.nn.functional, "linear", torchs)
+    assert measure_peak("float32", **SMALL)[1] == "Octavo"
+    assert rows == [8, 8]
+
+
+@pytest.mark.parametrize("locality", range(-1, 4))
+@pytest.mark.parametrize("lines", [0, 1, 2**14, 3 * 2**14 + 5])
+def test_memory_is_read_to_the_last_byte(locality, lines):
+    numbers = torch.randint(-(2**63), 2**63 - 1, (8 * lines,))
+    want = 0
+    for number in numbers.tolist():
+        want ^= number & (2**64 - 1)
+    assert _native.read_memory(numbers.data_ptr(), numbers.nbytes, locality) == want
+
+
+def test_reads_of_another_kind_are_refused():
+    memory = torch.zeros(64, dtype=torch.uint8)
+    for nbytes, locality in ((63, 0), (64, -2), (64, 4)):
+        with pytest.raises(ValueError, match="whole cache lines"):
+            _native.read_memory(memory.data_ptr(), nbytes, locality)

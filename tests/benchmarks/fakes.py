@@ -21,7 +21,12 @@ TINYLLAMA = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
-MACHINE = {"bandwidth_gb_s": 40.0, "peak_gflop_s": 800.0}
+MACHINE = {
+    "bandwidth_gb_s": 40.0,
+    "bandwidth_by": "t1",
+    "peak_gflop_s": 800.0,
+    "peak_by": "torch",
+}
 
 
 class FakePeer(Peer):

@@ -19,19 +19,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peers import base, machine, report, workloads
+from peers import base, llama, machine, report, workloads
 from peers.base import Answer, Case, Job, Row, Setup, metrics, rows_of, shifted, tree_peak_mib
 from peers.cases import SMALL, TINY, WORKLOADS, ModelSize, groups
 from peers.client import Stream, percentile, serving_metrics
 from peers.installing import CompareError, make_environment, read_marker, run, write_marker
 from peers.llama import Llama
 from peers.models import make_models
+from peers.octavo import Octavo
 from peers.openvino import OpenVino
 from peers.results import Results, load
 from peers.runner import Runner, interleaved, search_highest, within_limits
 from peers.transformers import Transformers
 from peers.vllm import Vllm, requirements
 
+from octavo.kernels.native import available_isas
 from tests.benchmarks.fakes import TINYLLAMA, Bench, latency_group
 
 SMOLLM2 = {
@@ -112,11 +114,13 @@ class TestStatistics:
         assert metrics(case, case.rows, answers, 0, 2)["wrong_tokens"] == 1.0
 
     def test_machine_summary(self) -> None:
-        found = machine.summary("0 40\n1 30\n0 44\n1 31\n0 42\n1 29\n")
+        slow = "nta 0 90\nnta 1 10\nnta 0 11\nnta 1 12\n"
+        found = machine.summary(slow + "t1 0 40\nt1 1 30\nt1 0 44\nt1 1 31\nt1 0 42\nt1 1 29\n")
         assert found == {
             "bandwidth_gb_s": 35.5,
             "bandwidth_low_gb_s": 30.0,
             "bandwidth_high_gb_s": 42.0,
+            "bandwidth_by": "t1",
         }
 
     @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler on this machine")
@@ -125,6 +129,7 @@ class TestStatistics:
         monkeypatch.setattr(machine, "READS", 2)
         found = machine.bandwidth(1, tmp_path)
         assert 0.1 < found["bandwidth_low_gb_s"] == found["bandwidth_high_gb_s"] < 1e4
+        assert found["bandwidth_by"] in ("plain", "nta", "t2", "t1", "t0")
 
     def test_own_memory_is_seen(self) -> None:
         assert tree_peak_mib(1 << 30) == 0.0
@@ -491,7 +496,7 @@ def data() -> dict[str, Any]:
 
     size = {"kv_bytes": 22528, "weights": 10**9, "prefill_flop": 2e9}
     return {
-        "format": 1,
+        "format": 2,
         "settings": {
             "quick": False,
             "models": {TINY: size},
@@ -533,8 +538,9 @@ def data() -> dict[str, Any]:
             ),
         ],
         "limits": [
-            {"group": "g", "turn": 0, "bandwidth_gb_s": 50.0, "peak_gflop_s": 750.0},
-            {"group": "other", "turn": 0, "bandwidth_gb_s": 10.0, "peak_gflop_s": 100.0},
+            {"group": group, "turn": 0, "bandwidth_gb_s": read, "peak_gflop_s": peak}
+            | {"bandwidth_by": way, "peak_by": "torch"}
+            for group, read, peak, way in (("g", 50.0, 750.0, "t1"), ("other", 10.0, 100.0, "nta"))
         ],
         "failures": [
             {"engine": "openvino", "case": f"W5 {TINY}", "turn": 0, "reason": "no\n  memory"}
@@ -546,7 +552,7 @@ def data() -> dict[str, Any]:
 class TestBandwidth:
     def figures(self, monkeypatch: pytest.MonkeyPatch, *speeds: float, rows: int = 1) -> Any:
         answers = iter(speeds)
-        run = lambda *_, **__: SimpleNamespace(stdout=f"0 {next(answers)}\n")  # noqa: E731
+        run = lambda *_, **__: SimpleNamespace(stdout=f"t0 0 1\nt1 0 {next(answers)}\n")  # noqa: E731
         monkeypatch.setattr(base.subprocess, "run", run)
         monkeypatch.setattr(base.time, "sleep", lambda _: None)
         case = Case("W1", "latency", "f", rows=(Row([1], 2),) * rows)
@@ -576,6 +582,11 @@ class TestReport:
         assert self.cells(text, "GFLOP/s |") == ["**600**", "480", "failed"]
         assert self.cells(text, "matrix peak") == ["**80**", "64", "failed"]
         assert self.cells(text, "requests/s |") == ["-", "2.00", "-"]
+
+    def test_limits(self, data: dict[str, Any]) -> None:
+        text = report.tables(data)
+        assert "30.0 (10.0-50.0) GB/s read (t1, nta), 425 (100-750) GFLOP/s" in text
+        assert "2048^3 (torch)." in text
 
     def test_notes(self, data: dict[str, Any]) -> None:
         text = report.tables(data)
@@ -673,9 +684,9 @@ class TestCommandLine:
             self.run(bench, *words)
 
     def test_names_once(self) -> None:
-        assert compare._names("W1, W2,W1") == ["W1", "W2"]
+        assert compare.names("W1, W2,W1") == ["W1", "W2"]
         with pytest.raises(argparse.ArgumentTypeError):
-            compare._names(" ,")
+            compare.names(" ,")
 
     def test_missing_peer_left_out(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -745,6 +756,43 @@ class TestPeers:
         command = Llama().server(Path("/peers"), setup, 1234)
         assert command[command.index("--ctx-size") + 1] == "40000"
         assert command[command.index("--threads") + 1] == "2"
+
+    def test_forced_instruction_sets(self, tmp_path: Path) -> None:
+        setup = Setup("m")
+        octavo, llama = Octavo(isa="avx2"), Llama("avx2")
+        assert (octavo.name, llama.name) == ("octavo-avx2", "llama-avx2")
+        assert octavo.environment(tmp_path, setup) == {"OCTAVO_ISA": "avx2"}
+        assert octavo.driver(tmp_path) == Octavo().driver(tmp_path)
+        library = llama.environment(tmp_path, setup)["LD_PRELOAD"]
+        assert library == str(tmp_path / "llama" / "build-avx2" / "bin" / "libggml-cpu.so.0")
+        assert Octavo().environment(tmp_path, setup) == Llama().environment(tmp_path, setup) == {}
+        with pytest.raises(CompareError, match="no build for vliw"):
+            Llama("vliw")
+
+    def test_llamas_kernels_are_built_once_for_an_instruction_set(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commands: list[list[str]] = []
+        library = Path(Llama("avx512").environment(tmp_path, Setup("m"))["LD_PRELOAD"])
+
+        def build(command: list[Any], log: Path) -> None:
+            commands.append([str(word) for word in command])
+            library.parent.mkdir(parents=True, exist_ok=True)
+            if "ggml-cpu" in command:
+                library.touch()
+
+        monkeypatch.setattr(llama, "run", build)
+        monkeypatch.setattr(llama, "need_tool", lambda name: name)
+        for _ in range(2):
+            Llama("avx512").build_kernels(tmp_path)
+        configure, make = commands
+        assert configure[:5] == ["cmake", "-S", configure[2], "-B", str(library.parent.parent)]
+        assert make[-1] == "ggml-cpu"
+        assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX512=ON"} <= {*configure}
+        assert {"-DGGML_AVX512_VNNI=OFF", "-DGGML_AVX_VNNI=OFF"} <= {*configure}
+
+    def test_every_instruction_set_has_its_counterpart(self) -> None:
+        assert {*available_isas()} <= {*llama.ISAS}
 
     def test_vllm_environment(self) -> None:
         found = Vllm().environment(Path("/peers"), Setup("m", kv_gib=4, cores=(0, 1)))

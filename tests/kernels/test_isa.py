@@ -1,0 +1,67 @@
+"""Which instruction set the kernels use: what OCTAVO_ISA names, or the best there is."""
+
+import os
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+import torch
+
+from octavo.kernels import native
+
+BASES = {"avx512_bf16": "avx512_vnni", "avx512_vnni": "avx512", "avx2_vnni": "avx2"}
+"""Instruction sets, and what a processor that has them has, too."""
+
+
+def run(code: str, isa: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    env = os.environ | {"OCTAVO_ISA": isa}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_best_is_first() -> None:
+    names = native.available_isas()
+    assert names[-1] == "portable"
+    for isa, base in BASES.items():
+        if isa in names:
+            assert base in names[names.index(isa) :]
+
+
+@pytest.mark.parametrize("isa", ["", *native.available_isas()])
+def test_forced(isa: str) -> None:
+    done = run("from octavo import _native; print(_native.isa())", isa)
+    assert done.stdout.split() == [isa or native.available_isas()[0]], done.stderr
+
+
+def test_an_unknown_one_is_refused_before_anything_is_loaded() -> None:
+    done = run("from octavo import LLM; LLM(max_model_len=64)", "vliw")
+    assert done.returncode == 1
+    *_, line = done.stderr.splitlines()
+    known = " ".join(native.available_isas())
+    assert line == (
+        f"octavo.errors.ConfigError: OCTAVO_ISA=vliw: this processor has kernels for {known}; "
+        "set it to one of these, or unset it."
+    )
+
+
+@pytest.mark.parametrize(("format", "group"), [("int8", 0), ("int4_levels", 32)])
+def test_products_of_bytes_are_the_same_bits(
+    format: Literal["int8", "int4_levels"], group: int
+) -> None:
+    """With instructions for them and without, in vectors of one width."""
+    ops = native.NativeOps()
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(130, 257, generator=generator)
+    x = torch.randn(9, 257, generator=generator)
+
+    def product(isa: str) -> torch.Tensor:
+        native.set_isa(isa)
+        return ops.linear(x, ops.quantize_weight([weight], format, group))
+
+    before = native.isa()
+    try:
+        for isa in {*BASES} & {*native.available_isas()}:
+            assert torch.equal(product(isa), product(BASES[isa])), isa
+    finally:
+        native.set_isa(before)
