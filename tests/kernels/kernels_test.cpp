@@ -813,7 +813,8 @@ void test_attention() {
     using T = decltype(t);
     for (CacheType cache : caches)
       for (const Shape& shape : shapes) {
-        const Requests<T> requests(shape, cache, {90, 1, 131, 65, 7}, {45, 1, 1, 3, 7});
+        if (cache != CacheType::same && shape.kv_heads > 1 && shape.head_size < 64) continue;  // takes long
+        const Requests<T> requests(shape, cache, {70, 1, 131, 65, 7}, {20, 1, 1, 3, 7});
         requests.check_all();
         requests.check_alone();
       }

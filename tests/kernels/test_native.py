@@ -378,9 +378,9 @@ def test_every_16_bit_number_survives_and_rounds(dtype: torch.dtype) -> None:
 
 
 def subnormal_safe(x: Tensor) -> Tensor:
-    """The bfloat16 dot product of AVX-512 takes subnormal numbers for zero."""
+    """The bfloat16 dot products of AVX-512 and ARM take subnormal numbers for zero."""
     wide = x.float()
-    if x.dtype == torch.bfloat16 and native.isa() == "avx512_bf16":
+    if x.dtype == torch.bfloat16 and native.isa() in ("avx512_bf16", "neon_bf16"):
         return torch.where(wide.abs() < 2.0**-126, torch.zeros(()), wide)
     return wide
 
