@@ -75,7 +75,7 @@ INLINE vu load_pairs(const bf16* p) {
 template <>
 struct Keys<bf16> {
   static constexpr int kDims = 2;
-#if defined(__AVX512BF16__)
+#if defined(OCTAVO_DOT_BF16)
   using Q = bf16;
 #else
   using Q = float;
@@ -85,11 +85,10 @@ struct Keys<bf16> {
                           int64_t offset) {
     vu b[V];
     UNROLL for (int j = 0; j < V; j++) b[j] = load_pairs<N>(k[j] + offset);
-#if defined(__AVX512BF16__)
+#if defined(OCTAVO_DOT_BF16)
     UNROLL for (int i = 0; i < R; i++) {
-      __m512bh a = (__m512bh)_mm512_set1_epi32(load_raw<int>(q + i * q_stride));
-      UNROLL for (int j = 0; j < V; j++)
-        acc[i][j] = (vf)_mm512_dpbf16_ps((__m512)acc[i][j], a, (__m512bh)b[j]);
+      const vu a = (vu)splat_int(load_raw<int>(q + i * q_stride));
+      UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot_bf16(acc[i][j], a, b[j]);
     }
 #else
     UNROLL for (int odd = 0; odd < 2; odd++)
@@ -101,7 +100,7 @@ struct Keys<bf16> {
   }
 };
 
-constexpr int kScoreRows = W == 16 ? 6 : 2;  // rows and key vectors at once: the registers again
+constexpr int kScoreRows = kRegisters == 32 ? 6 : 2;  // rows and key vectors at once: the registers again
 constexpr int kScoreVectors = 4;
 // scores[R][...] = q . k for V vectors of N keys, the first one at position `at` of its block or, modulo
 // block_size, beyond it. `next`: the keys that come after these, to be fetched from memory meanwhile, or
@@ -172,7 +171,8 @@ INLINE void keep(bf16* p, vf low, vf high) {
 template <class T>
 struct Values {
   using P = float;
-  static constexpr int kStep = 1, kRows = W == 16 ? 6 : 4, kVectors = W == 16 ? 4 : 2;
+  static constexpr int kStep = 1, kRows = kRegisters == 32 ? 6 : 4;
+  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 
   // acc[R][dims] += p[R][first..last) * v[first..last)[dims], V vectors, the last of `tail` lanes.
   // `next`: the values that come after these, to be fetched from memory meanwhile, or null.

@@ -14,6 +14,15 @@
 #include <new>
 #include <stdexcept>
 
+#if defined(__aarch64__)
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#else
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+#endif
+
 namespace octavo {
 
 #if defined(__x86_64__)
@@ -37,9 +46,21 @@ namespace avx2 {
 extern const KernelTable table;
 }
 #endif
+#if defined(__aarch64__)
+namespace neon_bf16 {
+extern const KernelTable table;
+}
+namespace neon_dotprod {
+extern const KernelTable table;
+}
+namespace neon {
+extern const KernelTable table;
+}
+#else
 namespace portable {
 extern const KernelTable table;
 }
+#endif
 #if defined(OCTAVO_EMULATED_TILES)
 namespace amx_emulated {
 extern const KernelTable table;
@@ -100,7 +121,26 @@ static std::vector<const KernelTable*> find_available() {
   if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&bytes2);
   if (has_avx2) found.push_back(&avx2::table);
 #endif
+#if defined(__aarch64__)
+#if defined(__APPLE__)
+  auto has = [](const char* feature) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
+  const bool has_dotprod = has("hw.optional.arm.FEAT_DotProd");
+  const bool has_bf16 = has("hw.optional.arm.FEAT_BF16") && has("hw.optional.arm.FEAT_I8MM");
+#else
+  const bool has_dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+  const unsigned long more = getauxval(AT_HWCAP2);
+  const bool has_bf16 = (more & HWCAP2_BF16) && (more & HWCAP2_I8MM);
+#endif
+  if (has_dotprod && has_bf16) found.push_back(&neon_bf16::table);
+  if (has_dotprod) found.push_back(&neon_dotprod::table);
+  found.push_back(&neon::table);
+#else
   found.push_back(&portable::table);
+#endif
 #if defined(OCTAVO_EMULATED_TILES)
   found.push_back(&amx_emulated::table);
 #endif

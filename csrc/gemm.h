@@ -2,8 +2,8 @@
 //
 // A packed weight is a list of panels of kPanel outputs (the last one padded with zeros). Within a
 // panel K runs slowest, so that a product streams through memory; bfloat16 keeps two steps of K side
-// by side, as the AVX-512 dot product wants them and as a shift and a mask can undo; there K is padded
-// with zeros to a multiple of 32, since tiles (gemm_tiles.h) read 32 at once:
+// by side, as the dot products of AVX-512 and ARM want them and as a shift and a mask can undo; there K
+// is padded with zeros to a multiple of 32, since tiles (gemm_tiles.h) read 32 at once:
 //   float32, float16: [n / kPanel][k][kPanel]      bfloat16: [n / kPanel][padded k / 2][kPanel][2]
 //
 // Every output is accumulated in float32 along K from first to last, whatever m is. K is cut into
@@ -15,7 +15,7 @@ OCTAVO_BEGIN
 
 constexpr int kVectors = 4;  // accumulators side by side
 constexpr int kPanel = kVectors * W;
-constexpr int kRows = W == 16 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
+constexpr int kRows = kRegisters == 32 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
 constexpr int kStreamed = 2;  // rows so few that weights go by as fast as memory gives them
 constexpr int kStreamAhead = 2048;  // bytes
 constexpr int kRowBlock = 96;  // rows of x that go through one panel together
@@ -37,15 +37,14 @@ struct Panel {
 template <>
 struct Panel<bf16> {
   static constexpr int kStep = 2;
-#if defined(__AVX512BF16__)
+#if defined(OCTAVO_DOT_BF16)
   using A = bf16;
   template <int R>
   static INLINE void step(vf (&acc)[R][kVectors], const bf16* x, int64_t stride, const bf16* w) {
     UNROLL for (int i = 0; i < R; i++) {
-      __m512bh a = (__m512bh)_mm512_set1_epi32(load_raw<int>(x + i * stride));
+      const vu a = (vu)splat_int(load_raw<int>(x + i * stride));
       UNROLL for (int j = 0; j < kVectors; j++)
-        acc[i][j] = (vf)_mm512_dpbf16_ps((__m512)acc[i][j], a,
-                                         (__m512bh)_mm512_loadu_si512(w + 2 * j * W));
+        acc[i][j] = dot_bf16(acc[i][j], a, load_raw<vu>(w + 2 * j * W));
     }
   }
 #else

@@ -22,14 +22,19 @@
 OCTAVO_BEGIN
 
 constexpr int kQuad = 4;  // codes in a lane
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(OCTAVO_NEON) && defined(__ARM_FEATURE_DOTPROD))
 constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once: what the registers hold
-#elif defined(__AVX512F__)
+#elif defined(__AVX512F__) || defined(OCTAVO_NEON)
 constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
 #elif defined(__AVXVNNI__)
 constexpr int kQuantRows8 = 2, kQuantRows4 = 4;
 #else
 constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
+#endif
+#if defined(OCTAVO_SIGNED_CODES)
+constexpr int kCodeOffset = 128;  // what decode() takes from int8 and int4_levels to make them signed
+#else
+constexpr int kCodeOffset = 0;
 #endif
 constexpr int64_t kQuantBlock8 = 2048;  // of K: a panel's part that stays in the cache
 constexpr int64_t kQuantChunk = 4 * kRowBlock;  // rows of x quantized together
@@ -91,7 +96,8 @@ INLINE vi multiply_small(vi a, vi b) {
 #endif
 }
 
-// acc + the products of four codes (unsigned bytes) and four signed bytes in each lane
+// acc + the products of four decoded codes (bytes, unsigned but for kCodeOffset) and four signed bytes in
+// each lane
 INLINE vi dot(vi acc, vu codes, vi x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
@@ -110,6 +116,8 @@ INLINE vi dot(vi acc, vu codes, vi x) {
            (vu)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
 #endif
   return (vi)((vu)acc + sum);  // unsigned, since it may wrap around on the way to the right result
+#elif defined(OCTAVO_NEON)
+  return neon_dot(acc, codes, x);
 #else
   UNROLL for (int i = 0; i < kQuad; i++)
     acc = (vi)((vu)acc + ((codes >> (8 * i)) & 0xffu) * (vu)((x << (24 - 8 * i)) >> 24));
@@ -119,19 +127,21 @@ INLINE vi dot(vi acc, vu codes, vi x) {
 
 typedef uint8_t vbytes __attribute__((vector_size(4 * W)));
 
-// kLevels + 128, once for each 16 bytes of a vector
+// kLevels + 128 - kCodeOffset, once for each 16 bytes of a vector
 struct LevelBytes {
   uint8_t bytes[4 * W];
   constexpr LevelBytes() : bytes() {
-    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(kLevels[i % 16] + 128);
+    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(kLevels[i % 16] + 128 - kCodeOffset);
   }
 };
 alignas(64) constexpr LevelBytes kLevelBytes;
 
-// Codes of 4 bits, one in a byte, to the bytes that dot() multiplies
+// Codes, one in a byte, to the bytes that dot() multiplies
 template <QuantFormat F>
 INLINE vu decode(vu codes) {
-  if constexpr (F != QuantFormat::int4_levels) {
+  if constexpr (F == QuantFormat::int8) {
+    return codes ^ (kCodeOffset * 0x01010101u);
+  } else if constexpr (F != QuantFormat::int4_levels) {
     return codes;
   } else {
     const vbytes t = load_raw<vbytes>(kLevelBytes.bytes);
@@ -139,6 +149,8 @@ INLINE vu decode(vu codes) {
     return (vu)_mm512_shuffle_epi8((__m512i)t, (__m512i)codes);
 #elif defined(__AVX2__)
     return (vu)_mm256_shuffle_epi8((__m256i)t, (__m256i)codes);
+#elif defined(OCTAVO_NEON)
+    return neon_lookup((vu)t, codes);
 #else
     return (vu)__builtin_shuffle(t, (vbytes)codes);
 #endif
@@ -218,7 +230,8 @@ void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int
   for (int64_t q = 0; q < quads; q++, w += kQuad * kPanel) {
     UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
     vu b[kVectors];
-    UNROLL for (int j = 0; j < kVectors; j++) b[j] = load_raw<vu>(w + j * kQuad * W);
+    UNROLL for (int j = 0; j < kVectors; j++)
+      b[j] = decode<QuantFormat::int8>(load_raw<vu>(w + j * kQuad * W));
     UNROLL for (int i = 0; i < R; i++) {
       vi a = splat_int(load_raw<int32_t>(x + i * stride + q * kQuad));
       UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = dot(acc[i][j], b[j], a);
@@ -376,7 +389,7 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
   x.group = f == QuantFormat::int8 ? padded_k8(a.k) : a.group;
   x.groups = ceil_div(a.k, x.group);
   x.stride = x.groups * x.group;
-  x.zero = f == QuantFormat::int4_zeros ? 1 : f == QuantFormat::int4 ? 8 : 128;
+  x.zero = f == QuantFormat::int4_zeros ? 1 : f == QuantFormat::int4 ? 8 : 128 - kCodeOffset;
   x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
   const int64_t q_rows = ceil_div(some, 16) * 16;  // whole tiles

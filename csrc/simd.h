@@ -9,8 +9,6 @@
 #include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
 #endif
 
 #include "kernels.h"
@@ -30,11 +28,14 @@
 #define NOINLINE __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-OCTAVO_BEGIN
-
 #if defined(__AMX_TILE__) || defined(OCTAVO_EMULATED_TILES)
 #define OCTAVO_TILES  // products of matrices are made on tiles (tile.h)
 #endif
+#if defined(__aarch64__) && !defined(OCTAVO_EMULATED_TILES)
+#define OCTAVO_NEON  // some operations are those of neon.h
+#endif
+
+OCTAVO_BEGIN
 
 #if defined(__AVX512F__) || defined(OCTAVO_TILES)
 constexpr int W = 16;
@@ -43,11 +44,22 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
+#if defined(__AVX512F__) || defined(OCTAVO_NEON)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+OCTAVO_END
+#if defined(OCTAVO_NEON)
+#include "neon.h"
+#endif
+OCTAVO_BEGIN
 
 template <class T>
 INLINE T min(T a, T b) {
@@ -68,8 +80,8 @@ INLINE vf fma(vf a, vf b, vf c) {
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON) && !defined(OCTAVO_EMULATED_TILES)
-  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(OCTAVO_NEON)
+  return neon_fma(a, b, c);
 #else
   return a * b + c;
 #endif
@@ -155,6 +167,8 @@ INLINE vf widen(vh h, f16) {
   return (vf)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__)
   return (vf)_mm256_cvtph_ps((__m128i)h);
+#elif defined(OCTAVO_NEON)
+  return neon_widen(h, f16{});
 #else
   vu u = widen_bits(h);
   vu sign = (u & 0x8000u) << 16, body = (u & 0x7fffu) << 13;
@@ -169,6 +183,8 @@ INLINE vh narrow(vf v, f16) {
   return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
   return (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(OCTAVO_NEON)
+  return neon_narrow(v, f16{});
 #else
   vu u = (vu)v, sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
   // Normal results: round the mantissa in place. Subnormal ones: adding 0.5 puts the result's last
@@ -181,6 +197,16 @@ INLINE vh narrow(vf v, f16) {
   return __builtin_convertvector(r | sign, vh);
 #endif
 }
+
+// acc + the products of two pairs of bfloat16 numbers in each lane, where the processor has that
+#if defined(__AVX512BF16__)
+#define OCTAVO_DOT_BF16
+INLINE vf dot_bf16(vf acc, vu a, vu b) {
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
+#elif defined(OCTAVO_DOT_BF16)
+INLINE vf dot_bf16(vf acc, vu a, vu b) { return neon_dot_bf16(acc, a, b); }
+#endif
 
 // ---- loads and stores: T is float, bf16 or f16; n < W lanes for a tail, the others read as zero ----
 

@@ -378,9 +378,10 @@ def test_every_16_bit_number_survives_and_rounds(dtype: torch.dtype) -> None:
 
 
 def subnormal_safe(x: Tensor) -> Tensor:
-    """The bfloat16 dot products of AVX-512 and AMX take subnormal numbers for zero."""
+    """The bfloat16 dot products of AVX-512, AMX and ARM take subnormal numbers for zero."""
     wide = x.float()
-    if x.dtype == torch.bfloat16 and native.isa() in ("amx", "avx512_bf16", "amx_emulated"):
+    flushing = ("amx", "avx512_bf16", "neon_bf16", "amx_emulated")
+    if x.dtype == torch.bfloat16 and native.isa() in flushing:
         return torch.where(wide.abs() < 2.0**-126, torch.zeros(()), wide)
     return wide
 
