@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from octavo import _native
 from octavo.config import EngineConfig
 from octavo.device import resident_memory
 from octavo.errors import ConfigError
+from octavo.kernels import native
 from octavo.models.spec import ModelSpec
 from octavo.worker.memory import Scratch
 from octavo.worker.scratch import measure_scratch
@@ -120,6 +122,12 @@ def test_heads_that_attention_cannot_do_are_refused_before_loading(tmp_path: Pat
 
 def test_the_kernels_own_memory_grows_with_threads_and_context(tmp_path: Path) -> None:
     spec = save_config(tmp_path, *CASES["llama"])
-    one = measure(spec, "float32", 8, 2, num_threads=1).kernels
-    assert measure(spec, "float32", 8, 2, num_threads=2).kernels == 2 * one
-    assert one >= 14 * spec.vocab_size
+
+    def kernels(threads: int) -> int:
+        """Without what products take: nothing unless they are made on tiles."""
+        products = _native.linear_scratch(8, CASES["llama"][1]["intermediate_size"], threads)
+        assert (products > 0) == native.isa().startswith("amx")
+        return measure(spec, "float32", 8, 2, num_threads=threads).kernels - products
+
+    assert kernels(2) == 2 * kernels(1)
+    assert kernels(1) >= 14 * spec.vocab_size
