@@ -31,7 +31,7 @@ import octavo
 from octavo import _native
 from octavo.config import EngineConfig, cache_folder
 from octavo.device import cpu_memory
-from octavo.errors import ModelError
+from octavo.errors import ModelError, OctavoError
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import model_weights, weight_files
 
@@ -112,6 +112,10 @@ class WeightCache:
     def file(self, key: bytes) -> Path:
         """Where the weights of a key are, if they are there."""
         return self._folder / (hashlib.sha256(key).hexdigest() + _SUFFIX)
+
+    def files(self) -> list[Path]:
+        """What it holds, whoever wrote it."""
+        return sorted(self._folder.glob("*" + _SUFFIX))
 
     def read(self, key: bytes, memory: Bytes, num_threads: int) -> bool:
         """Reads the weights of a key into [nbytes], by some threads; False if it cannot be done.
@@ -213,7 +217,7 @@ class WeightCache:
 
     def _make_room(self, nbytes: int) -> bool:
         """Deletes what was used longest ago until so much more fits; False: it never will."""
-        files = [(file, file.lstat()) for file in self._folder.glob("*" + _SUFFIX)]
+        files = [(file, file.lstat()) for file in self.files()]
         held = sum(info.st_size for _, info in files)
         disk = os.statvfs(self._folder)
         free = disk.f_bavail * disk.f_frsize
@@ -231,7 +235,7 @@ class WeightCache:
         for file, info in sorted(files, key=lambda item: item[1].st_mtime_ns):
             if held + nbytes <= most:
                 break
-            file.unlink()
+            file.unlink(missing_ok=True)
             held -= info.st_size
         return True
 
@@ -301,8 +305,8 @@ def read_ahead(config: EngineConfig, spec: ModelSpec, folder: Path, dtype: str) 
     cache = WeightCache.from_config(config)
 
     def read() -> None:
-        left = cpu_memory(config.device.numa_node)[1] // 2
-        with contextlib.suppress(Exception):  # loading finds it, too, and says so
+        with contextlib.suppress(OctavoError, OSError):  # loading finds it, too, and says so
+            left = cpu_memory(config.device.numa_node)[1] // 2
             files = weight_files(folder, config.load.load_format)
             key = weights_key(
                 spec,
