@@ -39,7 +39,6 @@ Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) after each tensor."""
 _Loaded = Tensor | PackedWeight | QuantizedWeight
 
-_ALIGNMENT = 64  # a cache line
 _SAFETENSORS_DTYPES = {"F64", "F32", "F16", "BF16"}
 _TORCH_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # Standard deviation 0.02, as models are initialised.
@@ -141,10 +140,10 @@ class _Memory:
         self._dtype = dtype
         self._places: dict[str, slice] = {}
         self._nbytes = 0
-        for weight in weights:
-            end = self._nbytes + self._nbytes_of(weight)
-            self._places[weight.name] = slice(self._nbytes, end)
-            self._nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        # Packed weights are whole cache lines; behind them the others need no gaps either.
+        for weight in sorted(weights, key=lambda weight: weight.kind != "linear"):
+            begin, self._nbytes = self._nbytes, self._nbytes + self._nbytes_of(weight)
+            self._places[weight.name] = slice(begin, self._nbytes)
         self._memory = map_memory(self._nbytes) if ops.name == "native" else None
 
     def _nbytes_of(self, weight: Weight) -> int:

@@ -285,7 +285,9 @@ def _read_checked(descriptor: int, key: bytes, memory: Bytes, num_threads: int) 
 
 
 def _sum(chunk: Bytes) -> int:
-    return int(chunk.view("<u8").sum(dtype=np.uint64))
+    whole = len(chunk) // 8 * 8
+    words = int(chunk[:whole].view("<u8").sum(dtype=np.uint64))
+    return (words + int.from_bytes(chunk[whole:].tobytes(), "little")) % 2**64
 
 
 def _trailer(key: bytes, sums: list[int]) -> bytes:

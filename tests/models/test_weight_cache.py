@@ -82,17 +82,17 @@ def logits(folder: Path, cache: WeightCache, **options: Any) -> Tensor:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    eights=st.integers(1, 3 * 2**18 + 5),
+    nbytes=st.integers(1, 3 * 2**21 + 5),
     place=st.floats(0, 1, exclude_max=True),
     bit=st.integers(0, 7),
     cut=st.integers(1, 100),
 )
 def test_whatever_is_damaged_is_not_read(
-    tmp_path_factory: pytest.TempPathFactory, eights: int, place: float, bit: int, cut: int
+    tmp_path_factory: pytest.TempPathFactory, nbytes: int, place: float, bit: int, cut: int
 ) -> None:
     """Any bit that has changed anywhere, and any length but the right one, is found out."""
     cache = WeightCache(tmp_path_factory.mktemp("cache") / "cache", 2**30)
-    data = memory(8 * eights)
+    data = memory(nbytes)
     keep(cache, KEY, data)
     file = cache.file(KEY)
     whole = bytearray(file.read_bytes())
