@@ -275,9 +275,14 @@ void linear(const LinearArgs& a) {
   });
 }
 
+// Through a tile of 128 steps of K, which the first cache holds: rows come in whole lines and leave in
+// whole lines.
 template <class S, class T>
 INLINE void pack_typed(const PackArgs& a, S, T) {
-  constexpr int step = Panel<T>::kStep, run = 64;
+  constexpr int step = Panel<T>::kStep, run = 128;
+  struct Group {
+    T values[step];  // what stays side by side
+  };
   const int64_t panel_k = padded_k<T>(a.k);
   const int64_t end = a.row0 + a.rows;
   const int64_t first = a.row0 / kPanel, panels = ceil_div(end, kPanel) - first;
@@ -286,21 +291,22 @@ INLINE void pack_typed(const PackArgs& a, S, T) {
     T* panel = static_cast<T*>(a.dst) + col * panel_k;
     const int64_t from = max(col, a.row0), to = min(col + kPanel, end);
     const int64_t zeros = to == a.n ? col + kPanel : to;  // padding goes with the last row
-    for (int64_t k0 = 0; k0 < panel_k; k0 += run)
-      for (int64_t n = from; n < zeros; n++) {
-        T values[run] = {};
-        if (n < to) {
-          const S* row = static_cast<const S*>(a.src) + (n - a.row0) * a.src_stride + k0;
-          const int64_t depth = min<int64_t>(run, a.k - k0);
-          if constexpr (std::is_same_v<S, T>)
-            memcpy(values, row, max<int64_t>(depth, 0) * sizeof(T));
-          else
-            for_lanes(depth, [&](int64_t i, int m) { store(values + i, load(row + i, m), m); });
-        }
-        T* to_panel = panel + k0 * kPanel + (n - col) * step;
-        const int64_t depth = min<int64_t>(run, panel_k - k0);
-        for (int64_t k = 0; k < depth; k++) to_panel[k / step * step * kPanel + k % step] = values[k];
+    alignas(64) Group tile[kPanel][run / step] = {};
+    for (int64_t k0 = 0; k0 < panel_k; k0 += run) {
+      const int64_t depth = min<int64_t>(run, a.k - k0);
+      for (int64_t n = from; n < to; n++) {
+        const S* row = static_cast<const S*>(a.src) + (n - a.row0) * a.src_stride + k0;
+        T* values = tile[n - col][0].values;
+        if constexpr (std::is_same_v<S, T>)
+          memcpy(values, row, depth * sizeof(T));
+        else
+          for_lanes(depth, [&](int64_t i, int m) { store(values + i, load(row + i, m), m); });
+        if (depth % step) values[depth] = T{};
       }
+      Group* out = reinterpret_cast<Group*>(panel + k0 * kPanel);
+      for (int64_t g = 0; g < ceil_div(depth, step); g++)
+        for (int64_t n = from - col; n < zeros - col; n++) out[g * kPanel + n] = tile[n][g];
+    }
   });
 }
 

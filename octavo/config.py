@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -106,6 +107,20 @@ class LoadConfig(_Section, frozen=True):
     ] = "auto"
     download_dir: Annotated[
         str | None, Meta(description="Folder for downloads; default: the hub client's cache.")
+    ] = None
+    weight_cache: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Folder for packed weights, which the next start reads as they are;"
+            " default: octavo/weights in the user's cache folder; off: none are kept."
+        ),
+    ] = None
+    weight_cache_bytes: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="Bytes that folder may take (16G ...); default: a quarter of what the disk"
+            " has free."
+        ),
     ] = None
 
 
@@ -482,6 +497,15 @@ def optional_type(hint: Any) -> tuple[Any, bool]:
 def hub_offline() -> bool:
     """Whether the hub must not be asked (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def cache_folder() -> Path | None:
+    """Octavo's folder in the user's cache folder (XDG_CACHE_HOME); None if the user has none."""
+    # As the XDG specification wants it, a relative path counts as none.
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(folder):
+            return Path(folder) / "octavo"
+    return None
 
 
 def api_keys_from_environment() -> dict[str, str]:

@@ -1,7 +1,10 @@
 """Fixtures for all tests."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Before any test imports Triton: its kernels run in the interpreter.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# Weights that engines keep for their next start, tests' processes of their own included.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="octavo-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # A background job, or one under nohup, ignores signals, and what it starts inherits that: tests
 # send them to processes of their own.

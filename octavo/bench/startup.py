@@ -26,6 +26,7 @@ from octavo.bench.start_child import resident_nbytes
 from octavo.config import API_KEY_VARIABLES, EngineConfig
 from octavo.errors import BenchError, ConfigError
 from octavo.models.hub import resolve_folders
+from octavo.models.weight_cache import WeightCache
 
 _POLL = 0.005
 _READ_CHUNK = 2**24
@@ -63,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the benchmark, prints its figures, and saves them if asked to.
 
+    Starts read packed weights from the weight cache; the first one may have to fill it.
+
     Ctrl-C ends it early: the starts that have ended are counted, `interrupted` is true.
 
     Returns:
@@ -92,11 +95,9 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if args.cold and not hasattr(os, "posix_fadvise"):
         raise ConfigError("--cold is not possible: this system cannot forget a file's contents.")
     kwargs = engine_kwargs(args)
-    files = sorted(
-        path
-        for path in resolve_folders(EngineConfig.from_kwargs(**kwargs))[0].iterdir()
-        if path.is_file()
-    )
+    config = EngineConfig.from_kwargs(**kwargs)
+    files = sorted(path for path in resolve_folders(config)[0].iterdir() if path.is_file())
+    kept = WeightCache.from_config(config)
     results.check_writable(args.output_json)
     measures: dict[str, Callable[[Mapping[str, Any], float], dict[str, Any]]] = {
         "offline": measure_offline
@@ -113,7 +114,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(args.repeats):
                 for kind, measure in measures.items():
                     for cache, prepare in caches.items():
-                        prepare(files)
+                        prepare([*files, *(kept.files() if kept is not None else ())])
                         start = measure(kwargs, args.timeout)
                         starts.append({"kind": kind, "cache": cache, **start})
                         bar.update()

@@ -32,6 +32,7 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.models.spec import ModelSpec
+from octavo.models.weight_cache import read_ahead
 from octavo.profiler import Profiler, span
 from octavo.request import RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
@@ -85,6 +86,8 @@ class EngineCore:
         started = time.monotonic()
         executor_class = get_executor_class(config)
         plan = partial(make_memory_plan, config, self.spec, max_num_batched_tokens=budget)
+        # While torch is imported, below.
+        read_ahead(config, self.spec, model_path, setup.dtype)
         on_cpu = resolve_device(config.device.device) == "cpu"
         if on_cpu:  # what does not fit is refused before anything is loaded
             scratch = executor_class.measure_scratch(setup)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,18 +20,25 @@ from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory
 from octavo.kernels.ops import get_ops
-from octavo.models.config_json import ConfigJson, require_file
+from octavo.models.config_json import require_file
 from octavo.models.decoder import DecoderModel
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec, read_safetensors_header
-from octavo.models.weights import Source, Weight, model_weights
+from octavo.models.weight_cache import WeightCache, weights_key
+from octavo.models.weights import (
+    Source,
+    Weight,
+    model_weights,
+    shorten_names,
+    weight_files,
+)
 from octavo.quantization.base import MOST_INPUTS, Quantization, get_quantization, linear_nbytes
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) after each tensor."""
+_Loaded = Tensor | PackedWeight | QuantizedWeight
 
-_MOST_NAMES = 6  # listed in an error message
 _SAFETENSORS_DTYPES = {"F64", "F32", "F16", "BF16"}
 _TORCH_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # Standard deviation 0.02, as models are initialised.
@@ -48,11 +57,13 @@ def load_model(
     quantization: str | None = None,
     ops: Ops | None = None,
     progress: Progress | None = None,
+    cache: WeightCache | None = None,
 ) -> DecoderModel:
     """Loads a model folder.
 
     Names and shapes of all tensors are checked before the first is read. Files are mapped, and
     each tensor is packed straight from the map, so that memory stays near one copy of the model.
+    Weights that are in the cache are read from there as they are.
 
     Args:
         spec: what the folder holds.
@@ -67,6 +78,7 @@ def load_model(
             are read.
         ops: table of operations; default: the device's.
         progress: called as loading goes on.
+        cache: where weights that were packed are kept from one start to the next.
 
     Raises:
         ModelError: for missing, unexpected or wrong-shaped tensors, damaged files, and weights that
@@ -81,29 +93,41 @@ def load_model(
                 f"{weight.name} has {weight.shape[1]} inputs, and quantization={form.name} takes "
                 f"{MOST_INPUTS} at most; leave quantization out."
             )
-    checkpoint = _open_checkpoint(spec, Path(path), load_format, seed, device)
-    checkpoint.check(weights)
-    total = sum(weight.shape[0] * _columns(weight.shape) for weight in weights)
-    done = 0
-    loaded: dict[str, Tensor | PackedWeight | QuantizedWeight] = {}
-    memory = _PackedMemory(weights, dtype, ops, form)
+    key = partial(
+        weights_key,
+        spec,
+        Path(path),
+        dtype=str(dtype).removeprefix("torch."),
+        load_format=load_format,
+        quantization=quantization,
+    )
+    made_of = key() if cache is not None and ops.name == "native" else None
+    memory = _Memory(weights, dtype, ops, form)
+    loaded: dict[str, _Loaded] = {}
+    total = sum(math.prod(weight.shape) for weight in weights)
     with torch.inference_mode():
-        for weight in weights:
-            loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory, form)
-            done += weight.shape[0] * _columns(weight.shape)
+        if cache is not None and made_of is not None and memory.read(cache, made_of):
+            loaded = {weight.name: memory.wrap(weight) for weight in weights}
             if progress is not None:
-                progress(done, total)
+                progress(total, total)
+        else:
+            checkpoint = _open_checkpoint(spec, Path(path), load_format, seed, device)
+            checkpoint.check(weights)
+            done = 0
+            for weight in weights:
+                loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory, form)
+                done += math.prod(weight.shape)
+                if progress is not None:
+                    progress(done, total)
+            if cache is not None and made_of is not None:
+                memory.keep(cache, made_of, lambda: key() == made_of)
         return DecoderModel(
             spec, loaded, ops, device=device, max_model_len=max_model_len or spec.max_model_len
         )
 
 
-def _columns(shape: tuple[int, ...]) -> int:
-    return shape[1] if len(shape) == 2 else 1
-
-
-class _PackedMemory:
-    """The memory of a model's packed weights: one mapping, so that huge pages are well filled."""
+class _Memory:
+    """The memory of a model's weights: one mapping, so that huge pages are well filled."""
 
     def __init__(
         self,
@@ -113,21 +137,48 @@ class _PackedMemory:
         form: Quantization | None,
     ) -> None:
         self._form = form
-        self._dtype = str(dtype).removeprefix("torch.")
-        sizes = [self._nbytes(weight) for weight in weights if weight.kind == "linear"]
-        self._left = map_memory(sum(sizes)) if ops.name == "native" else None
+        self._dtype = dtype
+        self._places: dict[str, slice] = {}
+        self._nbytes = 0
+        # Packed weights are whole cache lines; behind them the others need no gaps either.
+        for weight in sorted(weights, key=lambda weight: weight.kind != "linear"):
+            begin, self._nbytes = self._nbytes, self._nbytes + self._nbytes_of(weight)
+            self._places[weight.name] = slice(begin, self._nbytes)
+        self._memory = map_memory(self._nbytes) if ops.name == "native" else None
 
-    def _nbytes(self, weight: Weight) -> int:
+    def _nbytes_of(self, weight: Weight) -> int:
+        if weight.kind != "linear":
+            return math.prod(weight.shape) * self._dtype.itemsize
         n, k = weight.shape
-        return linear_nbytes(n, k, self._dtype, self._form)
+        return linear_nbytes(n, k, str(self._dtype).removeprefix("torch."), self._form)
 
-    def take(self, weight: Weight) -> Tensor | None:
-        """The next weight's share; None for operations that keep weights as they are."""
-        if self._left is None:
-            return None
-        nbytes = self._nbytes(weight)
-        share, self._left = self._left[:nbytes], self._left[nbytes:]
-        return share
+    def place(self, weight: Weight) -> Tensor | None:
+        """A weight's share, uint8; None for operations that keep weights as they are."""
+        return None if self._memory is None else self._memory[self._places[weight.name]]
+
+    def wrap(self, weight: Weight) -> _Loaded:
+        """A weight whose share has been filled."""
+        place = self.place(weight)
+        assert place is not None
+        if weight.kind != "linear":
+            return place.view(self._dtype).view(weight.shape)
+        n, k = weight.shape
+        if self._form is not None:
+            return self._form.wrap(place, n, k, _native.panel())
+        return PackedWeight(place, n, k, self._dtype, _native.panel())
+
+    def read(self, cache: WeightCache, key: bytes) -> bool:
+        """Fills all from a cache; False if that does not have it."""
+        assert self._memory is not None
+        found = cache.read(key, self._memory.numpy(), _native.num_threads())
+        if not found:  # there may be anything in it now
+            self._memory = map_memory(self._nbytes)
+        return found
+
+    def keep(self, cache: WeightCache, key: bytes, still: Callable[[], bool]) -> None:
+        """Puts all into a cache, in the background."""
+        assert self._memory is not None
+        cache.keep(key, self._memory.numpy(), still)
 
 
 def _load(
@@ -136,21 +187,24 @@ def _load(
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
-    memory: _PackedMemory,
+    memory: _Memory,
     form: Quantization | None,
-) -> Tensor | PackedWeight | QuantizedWeight:
+) -> _Loaded:
     parts = [_rows(s, checkpoint, weight) for s in weight.sources]
-    result: Tensor | PackedWeight | QuantizedWeight
+    out = memory.place(weight)
+    result: _Loaded
     if weight.kind == "linear":
         # A list, so that no table of operations keeps the mapped file itself.
         rows = [_narrow(part.to(device), dtype, form).contiguous() for part in parts]
-        out = memory.take(weight)
         if form is None:
             result = ops.pack_weight(rows, dtype, out)
         else:
             result = form.pack(ops, rows, out)
     else:
-        result = torch.empty(weight.shape, dtype=dtype, device=device)
+        if out is None:
+            result = torch.empty(weight.shape, dtype=dtype, device=device)
+        else:
+            result = out.view(dtype).view(weight.shape)
         torch.cat([part.to(device, dtype) for part in parts], out=result)
     for part in parts:
         checkpoint.done(part)
@@ -251,8 +305,8 @@ class _FileCheckpoint:
         if missing:
             raise ModelError(
                 f"{self.folder} lacks {len(missing)} tensors of {self.spec.architecture}: "
-                f"{_some(missing)}. The download may be incomplete, or config.json belongs to "
-                "another checkpoint."
+                f"{shorten_names(missing)}. The download may be incomplete, or config.json belongs "
+                "to another checkpoint."
             )
         used = {self.stored_name(s.name) for s in sources}
         ignored = list(self.family.ignored)
@@ -266,7 +320,7 @@ class _FileCheckpoint:
         if extra:
             raise ModelError(
                 f"{self.folder} holds {len(extra)} tensors that {self.spec.architecture} with this "
-                f"config.json does not have: {_some(extra)}."
+                f"config.json does not have: {shorten_names(extra)}."
             )
         for source in sources:
             name = self.stored_name(source.name)
@@ -289,7 +343,7 @@ class _SafetensorsCheckpoint(_FileCheckpoint):
         super().__init__(spec, folder)
         self.headers: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.open_files: dict[Path, Any] = {}
-        files = _list_files(folder, "model.safetensors.index.json", "*.safetensors")
+        files = weight_files(folder, "safetensors")
         if not files:
             if any(folder.glob("*.bin")):
                 raise ModelError(
@@ -326,7 +380,7 @@ class _TorchCheckpoint(_FileCheckpoint):
     def __init__(self, spec: ModelSpec, folder: Path) -> None:
         super().__init__(spec, folder)
         self.tensors: dict[str, Tensor] = {}
-        files = _list_files(folder, "pytorch_model.bin.index.json", "pytorch_model*.bin")
+        files = weight_files(folder, "pt")
         if not files:
             raise ModelError(f"{folder} holds no pytorch_model*.bin files.")
         for file in files:
@@ -374,30 +428,3 @@ def _open_checkpoint(
             return _TorchCheckpoint(spec, folder)
         case "auto" | "safetensors":
             return _SafetensorsCheckpoint(spec, folder)
-
-
-def _list_files(folder: Path, index: str, pattern: str) -> list[Path]:
-    """The weight files that the index names, or without one all that fit the pattern."""
-    if not (folder / index).exists():
-        return [
-            file
-            for file in sorted(folder.glob(pattern))
-            if not file.name.startswith(("consolidated", "adapter_"))
-        ]
-    weight_map = ConfigJson.load(folder / index).section("weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
-    if outside:
-        raise ModelError(f"{folder / index} names files outside the folder: {_some(outside)}.")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ModelError(
-            f"{folder / index} names files that are not there: {_some(missing)}. "
-            "Fetch the model again."
-        )
-    return [folder / name for name in names]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

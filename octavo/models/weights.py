@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from octavo.errors import ModelError
+from octavo.models.config_json import ConfigJson
 from octavo.models.registry import FAMILIES, Family
 from octavo.models.spec import ModelSpec
+
+_MOST_NAMES = 6  # listed in an error message
 
 
 @dataclass(frozen=True)
@@ -141,3 +146,47 @@ class _Weights:
         yield Weight(f"{to}{module}.weight", "linear", shape, tuple(weights))
         if bias:
             yield Weight(f"{to}{module}.bias", "vector", shape[:1], tuple(biases))
+
+
+def weight_files(folder: Path, load_format: str) -> list[Path]:
+    """The files of a folder that hold the weights: `load_format` as in `LoadConfig`; dummy: none.
+
+    Raises:
+        ModelError: for an index that is damaged, or names files elsewhere or that are not there.
+    """
+    match load_format:
+        case "dummy":
+            return []
+        case "pt":
+            return _list_files(folder, "pytorch_model.bin.index.json", "pytorch_model*.bin")
+    return _list_files(folder, "model.safetensors.index.json", "*.safetensors")
+
+
+def _list_files(folder: Path, index: str, pattern: str) -> list[Path]:
+    """The weight files that the index names, or without one all that fit the pattern."""
+    if not (folder / index).exists():
+        return [
+            file
+            for file in sorted(folder.glob(pattern))
+            if not file.name.startswith(("consolidated", "adapter_"))
+        ]
+    weight_map = ConfigJson.load(folder / index).section("weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise ModelError(
+            f"{folder / index} names files outside the folder: {shorten_names(outside)}."
+        )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder / index} names files that are not there: {shorten_names(missing)}. "
+            "Fetch the model again."
+        )
+    return [folder / name for name in names]
+
+
+def shorten_names(names: list[str]) -> str:
+    """The first of some names, for an error message, and how many there are besides."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -30,6 +30,10 @@ class Quantization(Protocol):
         """Bytes of a packed weight with n outputs and k inputs."""
         ...
 
+    def wrap(self, data: Tensor, n: int, k: int, panel: int) -> QuantizedWeight:
+        """A weight that was packed before, in panels of `panel`, from its bytes [`nbytes`]."""
+        ...
+
     def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
         """Quantizes and packs a weight.
 

@@ -31,6 +31,12 @@ class Int4:
         """As in `pack`."""
         return quantized_nbytes(n, k, *_format(n, k))
 
+    def wrap(self, data: Tensor, n: int, k: int, panel: int) -> QuantizedWeight:
+        """As `pack` made it."""
+        from octavo.kernels.base import QuantizedWeight
+
+        return QuantizedWeight(data, n, k, *_format(n, k), panel)
+
     def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
         """Of some scales for a group the one with the smallest squared error."""
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]

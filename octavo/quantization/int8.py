@@ -22,6 +22,12 @@ class Int8:
         """A byte a weight, and the scales."""
         return quantized_nbytes(n, k, "int8", 0)
 
+    def wrap(self, data: Tensor, n: int, k: int, panel: int) -> QuantizedWeight:
+        """As `pack` made it."""
+        from octavo.kernels.base import QuantizedWeight
+
+        return QuantizedWeight(data, n, k, "int8", 0, panel)
+
     def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
         """The largest magnitude of each output becomes 127."""
         return ops.quantize_weight(parts, "int8", 0, out)

@@ -332,5 +332,6 @@ async def _disconnected(receive: Receive) -> None:
 
 def _fingerprint(config: EngineConfig) -> str:
     """Changes when the answers of the same request may change."""
-    settings = [__version__, config.model, config.load, config.cache.kv_cache_dtype, config.device]
+    load, cache = config.load.load_format, config.cache.kv_cache_dtype
+    settings = [__version__, config.model, load, cache, config.device]
     return "fp_" + hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]

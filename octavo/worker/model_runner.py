@@ -22,6 +22,7 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.models.loader import load_model
+from octavo.models.weight_cache import WeightCache
 from octavo.profiler import span
 from octavo.sampling.metadata import SamplingMetadata
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
@@ -139,6 +140,7 @@ class ModelRunner:
             max_model_len=setup.max_model_len,
             quantization=config.model.quantization,
             ops=ops,
+            cache=WeightCache.from_config(config),
         )
         self.ops, self.setup = ops, setup
         self.sampler = Sampler(ops)

@@ -71,6 +71,18 @@ def test_order(fakes, capsys):
     assert "cold file cache" in capsys.readouterr().out
 
 
+def test_packed_weights_are_dropped_from_the_file_cache_too(fakes, tmp_path, monkeypatch):
+    seen = {}
+    for name in ("read_files", "forget_files"):
+        monkeypatch.setattr(startup, name, lambda files, name=name: seen.update({name: files}))
+    (tmp_path / "some.weights").touch()
+    startup.run(parse("--repeats", 1, "--cold", "--weight-cache", tmp_path))
+    assert tmp_path / "some.weights" in seen["read_files"]
+    assert seen["read_files"] == seen["forget_files"]
+    startup.run(parse("--repeats", 1, "--weight-cache", "off"))
+    assert tmp_path / "some.weights" not in seen["read_files"]
+
+
 def test_ctrl_c_keeps_what_there_is(fakes, tmp_path, capsys):
     fakes.stop = 3
     path = tmp_path / "result.json"

@@ -1,0 +1,340 @@
+"""Loaded weights kept on disk, so that the next start reads them as they are and packs nothing.
+
+A file is the memory of a loaded model (`octavo.models.loader`), a sum for each chunk of it, and a
+digest of the sums and of all that the memory was made from. What does not add up, to the byte, is
+deleted and made again. Reading copies: mapped files lie in small pages, or in huge ones of the
+system's choice, and every decode step would be slower for it.
+
+Imports no torch: files are read ahead while torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import octavo
+from octavo import _native
+from octavo.config import EngineConfig, cache_folder
+from octavo.device import cpu_memory
+from octavo.errors import ModelError, OctavoError
+from octavo.models.spec import ModelSpec
+from octavo.models.weights import model_weights, weight_files
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1  # of what the loader puts where
+_CHUNK = 2 * 2**20
+_SUFFIX, _UNFINISHED, _LOCK = ".weights", ".unfinished", "lock"
+# Of the disk, and at least: what is left to others, whatever the cache may hold.
+_MARGIN_SHARE, _MARGIN_NBYTES = 0.05, 2**30
+
+Bytes = NDArray[np.uint8]
+
+
+def weights_key(
+    spec: ModelSpec, folder: Path, *, dtype: str, load_format: str, quantization: str | None
+) -> bytes | None:
+    """All that a model's loaded weights depend on; None if they come from no file.
+
+    Files count as unchanged while path, inode, size and the times of their last changes are: the
+    time of the inode's, too, which nobody can set back.
+
+    Raises:
+        ModelError: the folder cannot be used.
+        OSError: a file is gone.
+    """
+    files = weight_files(folder, load_format)
+    if not files:
+        return None
+    native = os.stat(_native.__file__)
+    weights = model_weights(spec, quantized=quantization is not None)
+    return msgspec.json.encode(
+        [
+            [_VERSION, octavo.__version__],
+            # Another build may have another layout.
+            [_native.isa(), _native.panel(), native.st_size, native.st_mtime_ns],
+            [dtype, quantization, load_format],
+            [_identity(file) for file in files],
+            [spec.architecture, spec.num_attention_heads, weights],
+        ]
+    )
+
+
+def _identity(file: Path) -> list[object]:
+    path = file.resolve()
+    info = path.stat()
+    return [str(path), info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns]
+
+
+class WeightCache:
+    """A folder of loaded weights; the user's own, shared by all engines that name it.
+
+    Whatever is wrong with it costs a warning and the time to pack, never the start.
+
+    Args:
+        folder: made when it is needed.
+        most_nbytes: what it may hold; those used longest ago go first. Default: a quarter of
+            what the disk has free, with what is in the folder.
+    """
+
+    def __init__(self, folder: Path, most_nbytes: int | None = None) -> None:
+        self._folder = folder
+        self._most_nbytes = most_nbytes
+        self.writer: threading.Thread | None = None
+        """What `keep` has started."""
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> WeightCache | None:
+        """The one that the settings name; None: there is to be none."""
+        asked = config.load.weight_cache
+        if asked == "off":
+            return None
+        folder = cache_folder() if asked is None else Path(asked).expanduser()
+        if folder is None:
+            return None
+        return cls(folder / "weights" if asked is None else folder, config.load.weight_cache_bytes)
+
+    def file(self, key: bytes) -> Path:
+        """Where the weights of a key are, if they are there."""
+        return self._folder / (hashlib.sha256(key).hexdigest() + _SUFFIX)
+
+    def files(self) -> list[Path]:
+        """What it holds, whoever wrote it."""
+        return sorted(self._folder.glob("*" + _SUFFIX))
+
+    def read(self, key: bytes, memory: Bytes, num_threads: int) -> bool:
+        """Reads the weights of a key into [nbytes], by some threads; False if it cannot be done.
+
+        What `memory` holds then is undefined.
+        """
+        file = self.file(key)
+        try:
+            self._check_folder()
+            # Neither a link nor a pipe is of ours.
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            return self._drop(file, f"cannot be opened ({error.strerror or error})")
+        try:
+            _read_checked(descriptor, key, memory, num_threads)
+            os.utime(descriptor)  # used now
+        except _DamagedError as error:
+            return self._drop(file, str(error))
+        except OSError as error:
+            return self._drop(file, f"cannot be read ({error.strerror})")
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _drop(self, file: Path, reason: str) -> bool:
+        logger.warning("%s %s; the weights are packed anew", file, reason)
+        with contextlib.suppress(OSError):
+            file.unlink()
+        return False
+
+    def keep(self, key: bytes, memory: Bytes, still: Callable[[], bool]) -> None:
+        """Writes loaded weights [nbytes] on a thread of least priority, for `read`.
+
+        The interpreter ends when that is done.
+
+        Args:
+            key: what they depend on.
+            memory: must not change any more.
+            still: whether the key is that of the files now, which may have changed while they were
+                read.
+        """
+
+        def write() -> None:
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            try:
+                if still():
+                    self._write(key, memory)
+            except (OSError, ModelError) as error:
+                logger.warning(
+                    "packed weights cannot be kept in %s, so the next start packs them again (%s);"
+                    " set weight_cache to another folder, or to off",
+                    self._folder,
+                    error,
+                )
+
+        self.writer = threading.Thread(target=write, name="octavo-weight-cache")
+        self.writer.start()
+
+    def _write(self, key: bytes, memory: Bytes) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_folder()
+        with self._locked():
+            if self.file(key).exists():  # another process was faster
+                return
+            for left in self._folder.glob("*" + _UNFINISHED):  # by a process that died
+                left.unlink()
+            if not self._make_room(len(memory) + _trailer_nbytes(len(memory))):
+                return
+            descriptor, name = tempfile.mkstemp(_UNFINISHED, dir=self._folder)
+            try:
+                with open(descriptor, "wb") as stream:
+                    sums = []
+                    for begin in range(0, len(memory), _CHUNK):
+                        chunk = memory[begin : begin + _CHUNK]
+                        sums.append(_sum(chunk))
+                        stream.write(chunk.data)
+                    stream.write(_trailer(key, sums))
+                    stream.flush()
+                    os.fsync(descriptor)
+                os.rename(name, self.file(key))
+            except BaseException:
+                os.unlink(name)
+                raise
+        logger.info("packed weights are kept in %s for the next start", self._folder)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone among the processes that write; the system unlocks what a dead one had locked."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self._folder / _LOCK, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Deletes what was used longest ago until so much more fits; False: it never will."""
+        files = [(file, file.lstat()) for file in self.files()]
+        held = sum(info.st_size for _, info in files)
+        disk = os.statvfs(self._folder)
+        free = disk.f_bavail * disk.f_frsize
+        margin = max(int(disk.f_blocks * disk.f_frsize * _MARGIN_SHARE), _MARGIN_NBYTES)
+        most = (free + held) // 4 if self._most_nbytes is None else self._most_nbytes
+        most = min(most, free + held - margin)
+        if nbytes > most:
+            logger.info(
+                "packed weights are not kept: they take %d MiB, and %s may hold %d MiB",
+                nbytes // 2**20,
+                self._folder,
+                max(most, 0) // 2**20,
+            )
+            return False
+        for file, info in sorted(files, key=lambda item: item[1].st_mtime_ns):
+            if held + nbytes <= most:
+                break
+            file.unlink(missing_ok=True)
+            held -= info.st_size
+        return True
+
+    def _check_folder(self) -> None:
+        """Refuses a folder in which others could put weights.
+
+        Raises:
+            PermissionError: saying why.
+        """
+        info = self._folder.lstat()
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            raise PermissionError(
+                f"{self._folder} must be a folder of this user's that nobody else can write to"
+            )
+
+
+class _DamagedError(Exception):
+    """A file is not what was written, or was never written by this user."""
+
+
+def _read_checked(descriptor: int, key: bytes, memory: Bytes, num_threads: int) -> None:
+    """Fills `memory`.
+
+    Raises:
+        _DamagedError: the file does not hold the weights of `key`, whole.
+    """
+    info, nbytes = os.fstat(descriptor), len(memory)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise _DamagedError("is no file that only this user can write")
+    size = _trailer_nbytes(nbytes)
+    if info.st_size != nbytes + size:
+        raise _DamagedError(f"has {info.st_size} bytes instead of {nbytes + size}")
+    trailer = os.pread(descriptor, size, nbytes)
+    sums = np.frombuffer(trailer[:-32], dtype="<u8").tolist()
+    if trailer != _trailer(key, sums):
+        raise _DamagedError("belongs to other weights or is damaged")
+
+    def read(index: int) -> bool:
+        chunk = memory[index * _CHUNK : (index + 1) * _CHUNK]
+        return os.preadv(descriptor, [chunk.data], index * _CHUNK) == len(chunk) and (
+            _sum(chunk) == sums[index]
+        )
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        if not all(threads.map(read, range(len(sums)))):
+            raise _DamagedError("is damaged")
+
+
+def _sum(chunk: Bytes) -> int:
+    whole = len(chunk) // 8 * 8
+    words = int(chunk[:whole].view("<u8").sum(dtype=np.uint64))
+    return (words + int.from_bytes(chunk[whole:].tobytes(), "little")) % 2**64
+
+
+def _trailer(key: bytes, sums: list[int]) -> bytes:
+    written = np.array(sums, dtype="<u8").tobytes()
+    return written + hashlib.sha256(key + written).digest()
+
+
+def _trailer_nbytes(nbytes: int) -> int:
+    return -(-nbytes // _CHUNK) * 8 + 32
+
+
+def read_ahead(config: EngineConfig, spec: ModelSpec, folder: Path, dtype: str) -> None:
+    """Has the system read what loading will need into its file cache, on a thread.
+
+    No more than half of the memory that is free: the rest is for the weights themselves.
+    """
+    cache = WeightCache.from_config(config)
+
+    def read() -> None:
+        with contextlib.suppress(OctavoError, OSError):  # loading finds it, too, and says so
+            left = cpu_memory(config.device.numa_node)[1] // 2
+            files = weight_files(folder, config.load.load_format)
+            key = weights_key(
+                spec,
+                folder,
+                dtype=dtype,
+                load_format=config.load.load_format,
+                quantization=config.model.quantization,
+            )
+            if cache is not None and key is not None and cache.file(key).is_file():
+                files = [cache.file(key)]
+            for file in files:
+                left -= _read_file(file, left)
+
+    if sys.platform == "linux":
+        threading.Thread(target=read, name="octavo-read-ahead", daemon=True).start()
+
+
+def _read_file(file: Path, most: int) -> int:
+    """Reads a file's first bytes, but for chunks whose first byte is in memory already."""
+    buffer = bytearray(_CHUNK)
+    first = memoryview(buffer)[:1]
+    with file.open("rb", buffering=0) as stream:
+        size = min(os.fstat(stream.fileno()).st_size, most)
+        for begin in range(0, size, _CHUNK):
+            try:
+                os.preadv(stream.fileno(), [first], begin, os.RWF_NOWAIT)
+            except OSError:  # it would have to wait
+                os.preadv(stream.fileno(), [buffer], begin)
+    return size
