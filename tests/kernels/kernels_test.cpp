@@ -133,8 +133,10 @@ std::vector<T> random(int64_t n, double scale = 1, double shift = 0) {
 template <class T>
 struct Buffer {
   T* data;
-  explicit Buffer(int64_t n) : data(static_cast<T*>(std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64))) {
-    std::memset(data, 0xff, (n * sizeof(T) + 127) / 64 * 64);
+  explicit Buffer(int64_t n) {
+    const size_t nbytes = (n * sizeof(T) + 127) / 64 * 64;
+    data = static_cast<T*>(std::aligned_alloc(64, nbytes));
+    std::memset(data, 0xff, nbytes);
   }
   ~Buffer() { std::free(data); }
   Buffer(const Buffer&) = delete;
@@ -303,7 +305,8 @@ void test_conversions() {
   std::vector<float> wide = {INFINITY, -INFINITY, 0.0f, -0.0f, 65519.9f, 65520.0f, -65520.0f, 3e38f, 3.4e38f};
   for (int e = -12; e < 12; e++)
     for (int i = 0; i < 300; i++) wide.push_back(normal() * float(std::pow(10.0, e)));
-  for (int i = 0; i < format.largest; i += 7) wide.push_back(float((value_of(i, format) + value_of(i + 1, format)) / 2));
+  for (int i = 0; i < format.largest; i += 7)
+    wide.push_back(float((value_of(i, format) + value_of(i + 1, format)) / 2));
   const int64_t n = int64_t(wide.size());
   Buffer<uint8_t> one(64 * 2 * sizeof(float));
   const float unit = 1;
@@ -336,8 +339,8 @@ struct QuantLinear {
     for (uint8_t& code : codes) code = uint8_t(below(format == QuantFormat::int8 ? 256 : 16));
     for (uint8_t& zero : zeros) zero = uint8_t(below(16));
     for (float& scale : scales) scale = rounded<f16>(normal());
-    kernels().pack_quant({codes.data(), scales.data(), format == QuantFormat::int4_zeros ? zeros.data() : nullptr,
-                          packed.data, 0, n, n, k, group, format});
+    kernels().pack_quant({codes.data(), scales.data(),
+                          format == QuantFormat::int4_zeros ? zeros.data() : nullptr, packed.data, 0, n, n, k, group, format});
   }
 
   int64_t nbytes() const {
@@ -357,7 +360,8 @@ struct QuantLinear {
       for (int64_t p = from; p < to; p++) most = std::max(most, float(std::fabs(get(x[p]))));
       const float inverse = most < 1e-35f ? 0.0f : 127.0f / most;
       for (int64_t p = from; p < to; p++) q[p] = int(std::nearbyint(float(get(x[p])) * inverse));
-      x_scales[g] = (most < 1e-35f ? 0.0f : most / 127.0f) * (format == QuantFormat::int4_levels ? 0.0625f : 1.0f);
+      x_scales[g] = most < 1e-35f ? 0.0f : most / 127.0f;
+      if (format == QuantFormat::int4_levels) x_scales[g] *= 0.0625f;
     }
     for (int64_t j = 0; j < n; j++)
       for (int64_t g = 0; g < groups; g++) {
@@ -421,7 +425,8 @@ void test_quantized() {
       check_rows_alone<T>(form.name, 61, [&](int64_t first, int64_t count) {
         return linear.run(x.data() + first * 203, count, static_cast<const T*>(nullptr));
       });
-      const std::vector<T> apart = gated(linear.run(x.data(), 9, static_cast<const T*>(nullptr)), 9, 64, Gated::silu);
+      const std::vector<T> apart = gated(linear.run(x.data(), 9, static_cast<const T*>(nullptr)), 9, 64,
+          Gated::silu);
       check(same(linear.run(x.data(), 9, static_cast<const T*>(nullptr), Gated::silu), apart),
             "gate and up in one go, %s", form.name);
     });
@@ -436,7 +441,8 @@ void test_quantize_weight() {
     std::vector<T> unit(k * (k + 3));
     for (int64_t i = 0; i < k; i++) unit[i * (k + 3) + i] = make<T>(1);
     for (const auto& [format, group, name, most] :
-         {std::tuple{QuantFormat::int8, 0, "int8", 0.02}, {QuantFormat::int4_levels, 32, "int4_levels", 0.11}}) {
+         {std::tuple{QuantFormat::int8, 0, "int8", 0.02},
+          {QuantFormat::int4_levels, 32, "int4_levels", 0.11}}) {
       QuantLinear linear(format, n, k, group);
       kernels().quantize_weight({w.data(), k, linear.packed.data, 0, n, n, k, group, format, Type<T>::dtype});
       const std::vector<T> back = linear.run(unit.data(), k, static_cast<const T*>(nullptr));
@@ -474,10 +480,13 @@ void test_norms() {
           double squares = 0, plain_squares = 0, mean = 0, variance = 0;
           for (int64_t j = 0; j < dim; j++) {
             const double v = get(x[i * stride + j]), total = get(sum[i * dim + j]);
-            check(total == rounded<T>(float(v) + float(get(residual[i * dim + j]))), "residual sum %s", Type<T>::name);
-            squares += total * total / double(dim), plain_squares += v * v / double(dim), mean += v / double(dim);
+            check(total == rounded<T>(float(v) + float(get(residual[i * dim + j]))), "residual sum %s",
+                Type<T>::name);
+            squares += total * total / double(dim), plain_squares += v * v / double(dim),
+                mean += v / double(dim);
           }
-          for (int64_t j = 0; j < dim; j++) variance += std::pow(get(x[i * stride + j]) - mean, 2) / double(dim);
+          for (int64_t j = 0; j < dim; j++)
+            variance += std::pow(get(x[i * stride + j]) - mean, 2) / double(dim);
           for (int64_t j = 0; j < dim; j++) {
             const double v = get(x[i * stride + j]), weight = get(w[j]) + offset;
             check(near(out[i * dim + j], get(sum[i * dim + j]) / std::sqrt(squares + 1e-5) * weight, 2e-6, 2),
@@ -494,7 +503,9 @@ void test_norms() {
 }
 
 double gelu(double x) { return 0.5 * x * (1 + std::erf(x * M_SQRT1_2)); }
-double gelu_tanh(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
+double gelu_tanh(double x) {
+  return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
 
 void test_elementwise() {
   const std::pair<Unary, double (*)(double)> functions[] = {
@@ -520,8 +531,10 @@ void test_elementwise() {
           check(near(out[i], f(get(x[i])), 1e-6), "unary %d of %s %g is %g, not %g", int(kind), Type<T>::name,
                 get(x[i]), get(out[i]), f(get(x[i])));
         // The same at another place
-        kernels().unary({x.data() + count / 3, some.data(), 1, int64_t(some.size()), 1.5f, kind, Type<T>::dtype});
-        check(same(some, std::vector<T>(out.begin() + count / 3, out.end())), "unary %d %s", int(kind), Type<T>::name);
+        kernels().unary({x.data() + count / 3, some.data(), 1, int64_t(some.size()), 1.5f, kind,
+            Type<T>::dtype});
+        check(same(some, std::vector<T>(out.begin() + count / 3, out.end())), "unary %d %s", int(kind),
+            Type<T>::name);
       }
     for (int64_t dim : {1, 17, 1030}) {
       const std::vector<T> x = random<T>(3 * 2 * dim, 3);
@@ -530,18 +543,22 @@ void test_elementwise() {
       std::vector<T> sum(3 * dim);
       kernels().add({x.data(), x.data() + 3 * dim, sum.data(), 3, dim, Type<T>::dtype});
       for (int64_t i = 0; i < 3 * dim; i++) {
-        const double gate = get(x[i / dim * 2 * dim + i % dim]), up = get(x[i / dim * 2 * dim + dim + i % dim]);
-        check(near(silu[i], gate / (1 + std::exp(-gate)) * up, 4e-6, 3) && near(plain[i], gelu(gate) * up, 4e-6, 3) &&
+        const double gate = get(x[i / dim * 2 * dim + i % dim]),
+            up = get(x[i / dim * 2 * dim + dim + i % dim]);
+        check(near(silu[i], gate / (1 + std::exp(-gate)) * up, 4e-6, 3) &&
+                  near(plain[i], gelu(gate) * up, 4e-6, 3) &&
                   near(tanh[i], gelu_tanh(gate) * up, 4e-6, 3),
               "gated %s", Type<T>::name);
-        check(get(sum[i]) == rounded<T>(float(get(x[i])) + float(get(x[3 * dim + i]))), "add %s", Type<T>::name);
+        check(get(sum[i]) == rounded<T>(float(get(x[i])) + float(get(x[3 * dim + i]))), "add %s",
+            Type<T>::name);
       }
     }
   });
   const float special[] = {-INFINITY, INFINITY, NAN, 88.8f, -104.1f, -0.0f};
   float out[6];
   kernels().unary({special, out, 1, 6, 0, Unary::exp, DType::f32});
-  check(out[0] == 0 && out[1] == INFINITY && out[2] != out[2] && out[3] == INFINITY && out[4] == 0 && out[5] == 1,
+  check(out[0] == 0 && out[1] == INFINITY && out[2] != out[2] && out[3] == INFINITY &&
+            out[4] == 0 && out[5] == 1,
         "exp of special numbers");
 }
 
@@ -555,8 +572,8 @@ void test_rotary() {
         const std::vector<int64_t> positions = {0, 8, 3, 3, 7};
         const std::vector<T> before = random<T>(tokens * heads * head);
         std::vector<T> x = before;  // two heads of queries, one of keys
-        kernels().rotary({positions.data(), x.data(), heads * head, head, 2, x.data() + 2 * head, heads * head, head,
-                          1, table.data(), tokens, dim, is_neox, Type<T>::dtype});
+        kernels().rotary({positions.data(), x.data(), heads * head, head, 2, x.data() + 2 * head,
+                          heads * head, head, 1, table.data(), tokens, dim, is_neox, Type<T>::dtype});
         for (int64_t i = 0; i < tokens * heads; i++)
           for (int64_t d = 0; d < head; d++) {
             const T *from = before.data() + i * head, got = x[i * head + d];
@@ -597,7 +614,8 @@ void test_softmax() {
       for (int64_t j = 0; j < dim; j++) sum += std::exp(double(row[j]) - *top);
       for (int64_t j = 0; j < dim; j++) {
         const double v = double(row[j]) - *top - std::log(sum);
-        check(std::fabs(out[i * dim + j] - std::exp(v)) <= 2e-6 * std::exp(v) + 1e-38, "softmax %d", int(dim));
+        check(std::fabs(out[i * dim + j] - std::exp(v)) <= 2e-6 * std::exp(v) + 1e-38, "softmax %d",
+            int(dim));
         check(near(log[i * dim + j], v, 1e-6), "log_softmax %d", int(dim));
       }
     }
@@ -682,7 +700,8 @@ struct Requests {
         slots.push_back(blocks[r].back() * s.block_size + i % s.block_size);
       }
       kernels().write_kv({keys[r].data(), width, s.head_size, values[r].data(), width, s.head_size, kv.data,
-                          slots.data(), lengths[r], s.kv_heads, s.head_size, s.block_size, Type<T>::dtype, cache});
+                          slots.data(), lengths[r], s.kv_heads, s.head_size, s.block_size, Type<T>::dtype,
+                          cache});
       const std::vector<T> q = random<T>(queries[r] * s.heads * s.head_size);
       query.insert(query.end(), q.begin(), q.end());
       for (auto* cached : {&keys[r], &values[r]})  // as the cache holds them
@@ -747,7 +766,8 @@ struct Requests {
     int64_t at = 0, scales_before = 0;
     for (size_t r = 0; r < lengths.size(); r++) {
       for (int64_t i = 0; i < queries[r]; i++)
-        for (int64_t h = 0; h < s.heads; h++, at += s.head_size) check_row(r, i, h, scales_before, out.data() + at, at);
+        for (int64_t h = 0; h < s.heads; h++, at += s.head_size)
+          check_row(r, i, h, scales_before, out.data() + at, at);
       scales_before += 2 * lengths[r] * s.kv_heads;
     }
   }
@@ -783,9 +803,10 @@ struct Requests {
     for (int64_t d = 0; d < s.head_size; d++) {
       const double want = sum[d] / total;
       check(std::fabs(get(out[d]) - want) <= error + 2 * rounding<T>() * std::fabs(want),
-            "attention %s, cache %d, head size %d, block %d, window %d, request %d, query %d, head %d: %g, not %g",
-            Type<T>::name, int(cache), int(s.head_size), int(s.block_size), int(s.window), int(r), int(i), int(h),
-            get(out[d]), want);
+            "attention %s, cache %d, head size %d, block %d, window %d, request %d, query %d, head %d: "
+            "%g, not %g",
+            Type<T>::name, int(cache), int(s.head_size), int(s.block_size), int(s.window), int(r), int(i),
+            int(h), get(out[d]), want);
     }
   }
 
@@ -806,8 +827,11 @@ struct Requests {
 };
 
 void test_attention() {
-  const Shape shapes[] = {{4, 2, 64, 16, 0, 0, false},   {3, 1, 33, 8, 0, 0, true},  {2, 2, 40, 32, 70, 0, false},
-                          {6, 2, 16, 64, 0, 2.5f, false}, {2, 1, 80, 128, 9, 0, true}};
+  const Shape shapes[] = {{4, 2, 64, 16, 0, 0, false},
+                          {3, 1, 33, 8, 0, 0, true},
+                          {2, 2, 40, 32, 70, 0, false},
+                          {6, 2, 16, 64, 0, 2.5f, false},
+                          {2, 1, 80, 128, 9, 0, true}};
   const CacheType caches[] = {CacheType::same, CacheType::e4m3, CacheType::e5m2, CacheType::int8};
   for_types([&](auto t) {
     using T = decltype(t);
