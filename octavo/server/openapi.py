@@ -53,8 +53,8 @@ class Operation:
                 }
             }
         error = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
-        found = {s: _response(s, error) for s in sorted(self.errors)}
-        return {**{s: _response(s, content) for s in self.states}, **found}
+        found: dict[int | str, dict[str, Any]] = {s: _response(s, content) for s in self.states}
+        return found | {s: _response(s, error) for s in sorted(self.errors)}
 
     def extra(self, path: str) -> dict[str, Any] | None:
         """The rest of the documentation, for the route's `openapi_extra`."""

@@ -312,8 +312,8 @@ def test_refusals_in_full(monkeypatch):
     before = needed.total - needed.kv_cache
     assert refusal(max_num_seqs=1, max_model_len=16, gpu_memory_utilization=0.5) == (
         f"{BUILTIN_MODEL} needs {before / MIB:,.0f} MiB before the KV cache, and 50 MiB may be "
-        "used (50% of what is free). Take a smaller model or dtype, or lower max_num_batched_tokens, "
-        "max_num_seqs or request_memory_bytes."
+        "used (50% of what is free). Take a smaller model or dtype, or lower "
+        "max_num_batched_tokens, max_num_seqs or request_memory_bytes."
     )
     monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, before + 10 * MIB))
     settings = {"max_num_seqs": 1, "max_model_len": 16, "gpu_memory_utilization": 1.0}

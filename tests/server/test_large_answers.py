@@ -70,13 +70,16 @@ def test_streams_are_the_same(monkeypatch):
     assert [len(rows) for rows in answers[0].values()] == [5, 5]
 
 
-@pytest.mark.parametrize(("max_tokens", "at_once"), [(100, True), (101, False)])
-def test_how_many_logprobs_are_many(max_tokens, at_once):
-    async def scenario(served):  # 20 candidates for each token: those asked for and itself
+@pytest.mark.parametrize(("n", "max_tokens", "at_once"), [(20, 100, True), (23, 87, False)])
+def test_how_many_logprobs_are_many(n, max_tokens, at_once):
+    """More than 2000 candidates in all; here there is one for each token."""
+
+    async def scenario(served):
         served.engine.answer = "x" * 200
-        response = await served.complete(logprobs=19, max_tokens=max_tokens)
+        response = await served.complete(logprobs=0, n=n, max_tokens=max_tokens)
         assert ("content-length" in response.headers) == at_once
-        assert len(response.json()["choices"][0]["logprobs"]["tokens"]) == max_tokens
+        tokens = [choice["logprobs"]["tokens"] for choice in response.json()["choices"]]
+        assert [len(found) for found in tokens] == [max_tokens] * n
 
     with_server(scenario)
 

@@ -147,6 +147,7 @@ def test_the_largest_step(
     assert work.total_num_scheduled_tokens == 20 // num_reqs * num_reqs
     for request in work.scheduled_new_reqs:
         assert len(request.token_ids) == request.num_prompt_tokens == 20 // num_reqs
+        assert request.num_computed_tokens == 0
         assert request.block_ids == [list(range(1, blocks + 1))]
         assert request.sampling_params.logprobs is not None
         assert request.sampling_params.logit_bias is not None
