@@ -293,7 +293,7 @@ INLINE void pack_typed(const PackArgs& a, S, T) {
     const int64_t zeros = to == a.n ? col + kPanel : to;  // padding goes with the last row
     alignas(64) Group tile[kPanel][run / step] = {};
     for (int64_t k0 = 0; k0 < panel_k; k0 += run) {
-      const int64_t depth = min<int64_t>(run, a.k - k0);
+      const int64_t depth = min<int64_t>(run, a.k - k0), whole = min<int64_t>(run, panel_k - k0);
       for (int64_t n = from; n < to; n++) {
         const S* row = static_cast<const S*>(a.src) + (n - a.row0) * a.src_stride + k0;
         T* values = tile[n - col][0].values;
@@ -301,10 +301,10 @@ INLINE void pack_typed(const PackArgs& a, S, T) {
           memcpy(values, row, depth * sizeof(T));
         else
           for_lanes(depth, [&](int64_t i, int m) { store(values + i, load(row + i, m), m); });
-        if (depth % step) values[depth] = T{};
+        for (int64_t k = depth; k < whole; k++) values[k] = T{};
       }
       Group* out = reinterpret_cast<Group*>(panel + k0 * kPanel);
-      for (int64_t g = 0; g < ceil_div(depth, step); g++)
+      for (int64_t g = 0; g < whole / step; g++)
         for (int64_t n = from - col; n < zeros - col; n++) out[g * kPanel + n] = tile[n][g];
     }
   });
