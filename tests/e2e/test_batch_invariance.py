@@ -155,7 +155,7 @@ def test_after_forced_preemptions(dtype, expected):
 def test_plainest_kernels_agree_with_themselves(expected, dtype):
     """The same promise on the plainest instruction set."""
     best = native.isa()
-    native.set_isa(native.available_isas()[-1])
+    native.set_isa("neon" if "neon" in native.available_isas() else "portable")
     try:
         with LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=512) as llm:
             reference = alone(llm)

@@ -33,7 +33,7 @@ void check(bool right, const char* format, Args... args) {
 
 bool is_isa(const char* name) { return !std::strcmp(kernels().isa, name); }
 // Products of bfloat16 numbers by an instruction that rounds in its own way
-bool has_dot_bf16() { return is_isa("avx512_bf16") || is_isa("neon_bf16"); }
+bool has_dot_bf16() { return is_isa("avx512_bf16") || is_isa("amx") || is_isa("amx_emulated") || is_isa("neon_bf16"); }
 
 // ---- numbers: mantissa bits, exponent bias, the largest finite code ----
 
@@ -159,7 +159,7 @@ struct Linear {
   Buffer<uint8_t> packed;
 
   Linear(int64_t n, int64_t k)
-      : n(n), k(k), w(random<T>(n * k)), bias(random<T>(n)), packed(padded(n, 64) * (k + 1) * sizeof(T)) {
+      : n(n), k(k), w(random<T>(n * k)), bias(random<T>(n)), packed(padded(n, 64) * padded(k, 32) * sizeof(T)) {
     const int64_t some = std::min<int64_t>(n, 37);  // in two parts
     kernels().pack_weight({w.data(), k, packed.data, 0, some, n, k, Type<T>::dtype, Type<T>::dtype});
     if (some < n)
@@ -344,7 +344,7 @@ struct QuantLinear {
   }
 
   int64_t nbytes() const {
-    if (format == QuantFormat::int8) return padded(n, 64) * (padded(k, 4) + 4);
+    if (format == QuantFormat::int8) return padded(n, 64) * (padded(k, 64) + 4);
     return padded(n, 64) * groups * (group / 2 + 3);
   }
 

@@ -257,7 +257,7 @@ def test_quantize_weight(n: int, k: int, dtype: torch.dtype, format: Any, group:
 def test_quantize_weight_is_the_same_on_every_instruction_set(format: Any, group: int, isa: str):
     weight = [random(70, 172, dtype=torch.bfloat16)]
     got = dequantize(ops, ops.quantize_weight(weight, format, group))
-    native.set_isa(native.available_isas()[-1])
+    native.set_isa("neon" if "neon" in native.available_isas() else "portable")
     assert torch.equal(got, dequantize(ops, ops.quantize_weight(weight, format, group)))
 
 
