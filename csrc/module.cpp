@@ -70,7 +70,7 @@ void release_pages(Address address, size_t nbytes) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  kernels();
+  available_isas();  // asks for permission to use tiles, before there are threads
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("panel", [] { return kernels().panel; });
   m.def("available_isas", &available_isas);

@@ -10,7 +10,12 @@ import torch
 
 from octavo.kernels import native
 
-BASES = {"avx512_bf16": "avx512_vnni", "avx512_vnni": "avx512", "avx2_vnni": "avx2"}
+BASES = {
+    "amx": "avx512_bf16",
+    "avx512_bf16": "avx512_vnni",
+    "avx512_vnni": "avx512",
+    "avx2_vnni": "avx2",
+}
 """Instruction sets, and what a processor that has them has, too."""
 
 
@@ -21,8 +26,8 @@ def run(code: str, isa: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_best_is_first() -> None:
-    names = native.available_isas()
-    assert names[-1] == "portable"
+    names = [name for name in native.available_isas() if name != "amx_emulated"]
+    assert names[-1] in ("portable", "neon")
     for isa, base in BASES.items():
         if isa in names:
             assert base in names[names.index(isa) :]
