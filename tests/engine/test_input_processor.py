@@ -154,6 +154,8 @@ def test_stop_token_ids():
     # The tokenizer's own end of sequence counts too; ids beyond the vocabulary cannot come.
     processor = make(spec=Spec(eos_token_ids=(3, 9999)))
     assert params_of(processor=processor).all_stop_token_ids == {3, EOS}
+    processor = make(spec=Spec(eos_token_ids=(0, -1)))
+    assert params_of(processor=processor).all_stop_token_ids == {0, EOS}
 
 
 def test_max_tokens():

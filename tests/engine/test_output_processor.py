@@ -662,3 +662,17 @@ def test_all_of_what_two_answers_bring(kind):
             FINAL_ONLY: [True],
         }[kind]
     )
+
+
+def test_deltas_of_one_request_that_come_together_are_one():
+    bench = Bench()
+    bench.add(output_kind=DELTA, logprobs=0)
+    rows = [pack_logprobs([[i]], [[-float(i)]], [1]) for i in (104, 101)]
+    made = [
+        EngineCoreOutput("r", [104], new_logprobs=rows[0]),
+        EngineCoreOutput("r", [101], new_logprobs=rows[1], finish_reason=FinishReason.LENGTH),
+    ]
+    [completion] = only(bench.step(*made)).outputs
+    assert (completion.text, completion.token_ids) == ("he", [104, 101])
+    assert completion.finish_reason == "length"
+    assert [sorted(row) for row in completion.logprobs] == [[104], [101]]

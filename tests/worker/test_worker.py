@@ -32,9 +32,8 @@ def make_worker(folder: Path, **settings: object) -> tuple[Worker, WorkerSetup]:
     setup = WorkerSetup(
         config=EngineConfig.from_kwargs(
             model=str(folder),
-            attention_backend="triton",
             block_size=8,
-            **{"max_num_seqs": 3} | settings,
+            **{"max_num_seqs": 3, "attention_backend": "triton"} | settings,
         ),
         spec=ModelSpec.from_folder(folder),
         model_path=folder,
@@ -160,6 +159,8 @@ def test_nothing_is_planned_for_captured_steps_that_are_switched_off(
     kv_nbytes, captured = worker.runner.run_largest_step()
     assert captured == 0
     assert worker.measure_memory().step == 50 * MIB - kv_nbytes
+    worker, _ = make_worker(tmp_path, attention_backend="reference")  # which is never captured
+    assert worker.runner.run_largest_step()[1] == 0
 
 
 def test_what_the_process_had_on_the_card_before_is_not_the_model_s(
@@ -194,6 +195,11 @@ def test_a_model_that_cannot_fit_is_not_loaded(
     _, setup = make_worker(tmp_path)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (MIB // 8, 1000 * MIB))
     with pytest.raises(ConfigError, match="a card has 0 MiB free of 1,000 MiB"):
+        under_test._check_weights(setup, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1000 * MIB, 1000 * MIB))
+    under_test._check_weights(setup, torch.device("cuda"))
+    _, setup = make_worker(tmp_path, gpu_memory_utilization=1e-4)
+    with pytest.raises(ConfigError, match="a card has 1,000 MiB free of 1,000 MiB"):
         under_test._check_weights(setup, torch.device("cuda"))
     _, setup = make_worker(tmp_path, quantization="int8")
     with pytest.raises(ConfigError, match="quantization=int8 is not supported on CUDA"):
