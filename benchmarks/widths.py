@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     from octavo.kernels.native import available_isas
 
-    isas = args.isas or available_isas()
+    isas = args.isas or [isa for isa in available_isas() if isa != "amx_emulated"]
     for isa in isas:
         if isa not in available_isas():
             raise CompareError(f"This machine has no {isa}; it has {', '.join(available_isas())}.")

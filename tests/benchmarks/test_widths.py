@@ -67,7 +67,8 @@ def test_all_instruction_sets_in_turn(bench: Bench, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Runner, "run", fail)
     assert run(bench) == 1
-    assert ran == [f"{e}-{isa}" for isa in available_isas() for e in ("octavo", "llama")]
+    isas = [isa for isa in available_isas() if isa != "amx_emulated"]
+    assert ran == [f"{e}-{isa}" for isa in isas for e in ("octavo", "llama")]
 
 
 @pytest.mark.parametrize(
