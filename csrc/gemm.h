@@ -17,7 +17,7 @@ constexpr int kVectors = 4;  // accumulators side by side
 constexpr int kPanel = kVectors * W;
 constexpr int kRows = kRegisters == 32 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
 constexpr int kStreamed = 2;  // rows so few that weights go by as fast as memory gives them
-constexpr int kStreamAhead = 2048;  // bytes
+constexpr int kPastCachesAhead = 2048, kStreamAhead = 4096;  // bytes
 constexpr int kRowBlock = 96;  // rows of x that go through one panel together
 
 // How a panel of storage type T meets x. `A`: what x is read as; `kStep`: the steps of K in one go.
@@ -120,8 +120,8 @@ INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t strid
 // c[rows][kPanel] = x[rows][k] * w[k][kPanel], block after block of K. A block stays in the first cache
 // for all rows; while they meet it, the next one is fetched, at the end `after`, if not null. So reading
 // a weight and computing with it go on at the same time, which matters most for 8 to 64 rows, where they
-// take about equally long. One or two rows use a weight once: it passes through the caches without
-// driving out what the rest of the engine has there.
+// take about equally long. One or two rows use a weight once: where the processor can, it passes through
+// the caches without driving out what the rest of the engine has there.
 template <class T>
 INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
                           int64_t k, float* c, const T* after) {
@@ -139,8 +139,11 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
       };
       constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
       if (rows <= kStreamed) {
-        ahead = block + kStreamAhead / sizeof(T);
-        pass(Fetch<kLines<T>, 0>{});
+        ahead = block + (streams_past_caches ? kPastCachesAhead : kStreamAhead) / sizeof(T);
+        if (streams_past_caches)
+          pass(Fetch<kLines<T>, 0>{});
+        else
+          pass(Fetch<kLines<T>, 2>{});
       } else if (ahead && passes == 1) {
         pass(Fetch<kLines<T>, 2>{});
       } else if (ahead && i < kLines<T> / half * some) {

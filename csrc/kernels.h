@@ -350,6 +350,10 @@ struct KernelTable {
 constexpr int kMaxHeadSize = 512;
 
 // Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
+
+// Whether memory is read at full speed with fetches that leave the caches alone (prefetchnta).
+extern const bool streams_past_caches;
+
 // A buffer of the calling thread, 64-byte aligned, kept for the next call; there are three of them.
 void* scratch(size_t bytes, int which = 0);
 
