@@ -18,10 +18,10 @@ from octavo.server import answers
 from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _SCHEMA_REF = "#/components/schemas/{model}"
-# Host header; key, and draining, where keys are asked for; what a body can get.
-_ALWAYS = (421, 500)
+# No HTTP, and the Host header; key, and draining, where keys are asked for; what a body can get.
+_ALWAYS = (400, 421, 500)
 _GUARDED = (*_ALWAYS, 401, 503)
-_WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415, 429)
+_WITH_BODY = (*_GUARDED, 404, 408, 413, 415, 429)
 _ADMIN = (*_GUARDED, 403, 415)
 
 

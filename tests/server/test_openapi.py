@@ -51,7 +51,7 @@ def test_every_address_is_described():
                     assert response["content"] == ERRORS
                 else:
                     assert response["content"]
-            assert {"421", "500"} <= set(answers_)
+            assert {"400", "421", "500"} <= set(answers_)
             if method == "post":
                 assert {"401", "415", "503"} <= set(answers_)
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -61,15 +61,15 @@ def test_every_address_is_described():
     with_server(scenario)
 
 
-KEYED = {401, 421, 500, 503}
-POSTED = {*KEYED, 200, 400, 404, 408, 413, 415, 429}
+KEYED = {400, 401, 421, 500, 503}
+POSTED = {*KEYED, 200, 404, 408, 413, 415, 429}
 OPERATORS = {*KEYED, 200, 403, 415}
 STATUSES = {
     "/": {*KEYED, 200},
-    "/health": {200, 421, 500, 503},
-    "/ready": {200, 421, 500, 503},
-    "/version": {200, 421, 500},
-    "/metrics": {200, 421, 500},
+    "/health": {200, 400, 421, 500, 503},
+    "/ready": {200, 400, 421, 500, 503},
+    "/version": {200, 400, 421, 500},
+    "/metrics": {200, 400, 421, 500},
     "/v1/models": {*KEYED, 200},
     "/v1/models/{model}": {*KEYED, 200, 404},
     "/v1/completions": POSTED,
