@@ -202,7 +202,7 @@ class WeightCache:
             except BaseException:
                 os.unlink(name)
                 raise
-        logger.info("packed weights are kept in %s for the next start", self._folder)
+        logger.debug("packed weights are kept in %s for the next start", self._folder)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
