@@ -364,3 +364,21 @@ def test_shapes_it_cannot_do() -> None:
     for head_size in (0, 513):
         with pytest.raises(ConfigError, match="head_size="):
             backend.kv_cache_shape(3, 16, 2, head_size)
+
+
+def test_what_each_thread_takes_is_planned() -> None:
+    """One segment, so nothing is shared; each has a query and two sums for 36 rows at least."""
+
+    def planned(threads: int, head_size: int) -> int:
+        return CPUAttention().scratch_nbytes(
+            num_tokens=64,
+            max_model_len=512,
+            num_heads=8,
+            num_kv_heads=2,
+            head_size=head_size,
+            num_threads=threads,
+        )
+
+    assert planned(2, 64) == 2 * planned(1, 64)
+    assert planned(1, 64) >= 36 * 64 * (2 + 4 + 4) + 36 * 64 * (4 + 2)
+    assert planned(1, 512) > planned(1, 64)
