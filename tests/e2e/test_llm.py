@@ -176,7 +176,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(llm, streamed):
 
     for _ in range(40):
         interrupted_after(rng.uniform(0, 0.06), work)
-        llm._core.check_integrity()
+        llm._client.core.check_integrity()
     assert signal.getsignal(signal.SIGINT) is before
     assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
     assert llm.stats().num_used_blocks == 0
@@ -184,7 +184,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(llm, streamed):
 
 @pytest.mark.parametrize("method", ["schedule", "update_from_output"])
 def test_ctrl_c_in_the_middle_of_a_step(llm, method, monkeypatch):
-    scheduler = llm._core.scheduler
+    scheduler = llm._client.core.scheduler
     original = getattr(scheduler, method)
 
     def interrupted(*args):
@@ -197,7 +197,7 @@ def test_ctrl_c_in_the_middle_of_a_step(llm, method, monkeypatch):
         llm.generate([STORY] * 8, SamplingParams(max_tokens=900), use_tqdm=False)
     monkeypatch.undo()
     assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
-    llm._core.check_integrity()
+    llm._client.core.check_integrity()
     assert llm.stats().num_used_blocks == 0
 
 
@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(llm._core, "step", hang)
+    monkeypatch.setattr(llm._client.core, "step", hang)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(STORY, use_tqdm=False)
     monkeypatch.undo()

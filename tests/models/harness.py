@@ -8,10 +8,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.attention.base import AttentionMetadata
+from octavo.kernels.native import NativeOps
 from octavo.models.decoder import DecoderModel
 from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
+from tests.attention.backends import make_backend
 
 CPU = torch.device("cpu")
 
@@ -28,7 +30,7 @@ class Runner:
         block_size: int = 16,
     ) -> None:
         self.model = model
-        self.backend = get_attention_backend(backend, CPU, 1024)
+        self.backend = make_backend(backend)
         spec = model.spec
         per_req = -(-max_len // block_size)
         shape = self.backend.kv_cache_shape(
@@ -176,7 +178,7 @@ def save_and_load(
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
     """Loads a folder."""
     spec = ModelSpec.from_folder(folder)
-    return load_model(spec, folder, dtype=dtype, device=CPU, **options)
+    return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

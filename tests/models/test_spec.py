@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.errors import ModelError
+from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
@@ -214,7 +215,13 @@ def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
 def load_dummy(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Any:
     spec = ModelSpec.from_folder(folder)
     return load_model(
-        spec, folder, dtype=dtype, device=CPU, load_format="dummy", quantization=quantization
+        spec,
+        folder,
+        dtype=dtype,
+        device=CPU,
+        load_format="dummy",
+        quantization=quantization,
+        ops=NativeOps(),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.attention.base import get_attention_backend
+from octavo.attention.triton import TritonAttention
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData
@@ -63,7 +63,7 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     )
     groups, group_size = make_kv_cache_groups(spec.layer_windows)
     kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
-    backend = get_attention_backend("triton", CPU, MAX_LEN)
+    backend = TritonAttention(CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
     )

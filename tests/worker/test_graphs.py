@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from octavo import _native
-from octavo.attention.base import get_attention_backend
+from octavo.attention.cpu import CPUAttention
 from octavo.config import EngineConfig
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
-from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData
 from octavo.models.loader import load_model
@@ -35,10 +34,11 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         device=CPU,
         load_format="dummy",
         max_model_len=MAX_LEN,
+        ops=NativeOps(),
     )
     groups, group_size = make_kv_cache_groups(spec.layer_windows)
     kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups, group_size, 1)
-    backend = get_attention_backend("cpu", CPU, MAX_LEN)
+    backend = CPUAttention()
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
     )
@@ -55,7 +55,7 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
 
 
 def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
-    ops = get_ops(CPU)
+    ops = NativeOps()
     assert isinstance(ops, NativeOps)
     setup = WorkerSetup(
         config=EngineConfig.from_kwargs(max_num_seqs=MAX_REQS, block_size=BLOCK_SIZE),

@@ -23,6 +23,7 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.models.spec import ModelSpec
+from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling.sampler import NOT_FINITE
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
@@ -52,8 +53,10 @@ class Runner:
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
         spec = ModelSpec.from_folder(folder)
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
-        setup = replace(setup, scratch=measure_scratch(setup))
-        self.runner = ModelRunner(setup, CPU)
+        platform = CPUPlatform()
+        backend = platform.make_attention_backend(setup, CPU)
+        setup = replace(setup, scratch=measure_scratch(setup, backend))
+        self.runner = ModelRunner(setup, platform, CPU)
         groups, group_size = make_kv_cache_groups(spec.layer_windows)
         with torch.inference_mode():
             self.runner.initialize_kv_cache(
@@ -299,28 +302,3 @@ def test_steps_are_captured_unless_eager_is_enforced(folder: Path) -> None:
     assert isinstance(captured.runner.steps, CapturedSteps)
     assert isinstance(eager.runner.steps, EagerSteps)
     assert captured.generate(captured.new("a", LONG), 4) == eager.generate(eager.new("a", LONG), 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "slopes", "dtype", "refused"),
-    [
-        ("flashinfer", (), "bfloat16", False),
-        ("flashinfer", (0.5, 0.25), "bfloat16", True),
-        ("flashinfer", (), "float32", True),
-        ("cpu", (0.5, 0.25), "float32", False),
-    ],
-)
-def test_what_flashinfer_cannot_do_is_refused_before_loading(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name, slopes, dtype, refused
-) -> None:
-    def load(*args: object, **kwargs: object) -> None:
-        raise InterruptedError
-
-    backend = type("Backend", (), {"name": name})()
-    monkeypatch.setattr(model_runner, "get_attention_backend", lambda *_, **__: backend)
-    monkeypatch.setattr(model_runner, "load_model", load)
-    spec = replace(ModelSpec.from_folder(folder), alibi_slopes=slopes)
-    setup = WorkerSetup(EngineConfig.from_kwargs(), spec, folder, dtype, MAX_LEN, MAX_LEN)
-    with pytest.raises(ConfigError if refused else InterruptedError) as caught:
-        ModelRunner(setup, CPU)
-    assert not refused or "attention_backend=triton" in str(caught.value)
