@@ -29,7 +29,6 @@ from octavo.attention.base import AttentionMetadata, Rotary
 from octavo.attention.triton import TritonAttention
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.triton.ops import TritonOps
-from octavo.kernels.triton.ops import TritonOps
 from octavo.outputs import CompletionOutput
 
 LAST_START, LIMIT = 420.0, 455.0

@@ -13,7 +13,7 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM, Health
 from octavo.engine.wire import CoreReady
-from octavo.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from octavo.errors import EngineDeadError, QueueFullError, RequestError
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 

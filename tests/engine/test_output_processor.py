@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.config import ModelConfig
 from octavo import clock
+from octavo.config import ModelConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.errors import (

@@ -1,7 +1,6 @@
 """The sampler on the CPU's operations."""
 
 import pytest
-import torch
 
 from octavo.kernels.base import Ops
 from octavo.kernels.native import NativeOps

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     BadWordsTokenIds,
