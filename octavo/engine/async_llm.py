@@ -24,7 +24,7 @@ from octavo.errors import EngineDeadError
 from octavo.messages import SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.offload import offload
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ class AsyncLLM:
     ) -> None:
         model = config.model
         self.config = config
-        self.spec = ModelSpec.from_folder(path, trust_remote_code=model.trust_remote_code)
+        self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None

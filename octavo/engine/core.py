@@ -31,7 +31,7 @@ from octavo.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.models.weight_cache import read_ahead
 from octavo.profiler import Profiler, span
 from octavo.request import RequestStatus, fan_out
@@ -69,9 +69,7 @@ class EngineCore:
         self.config = config
         directory = config.observability.profiler_dir
         self._profiler = None if directory is None else Profiler(directory)
-        self.spec = ModelSpec.from_folder(
-            model_path, trust_remote_code=config.model.trust_remote_code
-        )
+        self.spec = read_spec(model_path, trust_remote_code=config.model.trust_remote_code)
         budget = resolve_max_num_batched_tokens(
             config, default_batched_tokens, self.spec.max_model_len
         )

@@ -27,7 +27,8 @@ class Attention:
         logits_soft_cap: of the attention scores, or None.
         alibi_slopes: float32 [num_heads], or None.
         cos_sin_cache: see `octavo.layers.rotary`, or None without rotary positions.
-        q_norm, k_norm: norms over each head of queries and keys, or None.
+        is_neox: which elements of a head are pairs: see `Ops.rotary_embedding`.
+        q_norm, k_norm: norms over each head of queries and keys, or over all of them, or None.
         clip: queries, keys and values are cut to [-clip, clip]; None: not.
     """
 
@@ -39,6 +40,7 @@ class Attention:
         "cos_sin_cache",
         "empty",
         "head_size",
+        "is_neox",
         "k_norm",
         "logits_soft_cap",
         "num_heads",
@@ -66,6 +68,7 @@ class Attention:
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
         cos_sin_cache: Tensor | None = None,
+        is_neox: bool = True,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         clip: float | None = None,
@@ -84,6 +87,7 @@ class Attention:
         self.logits_soft_cap = logits_soft_cap
         self.alibi_slopes = alibi_slopes
         self.cos_sin_cache = cos_sin_cache
+        self.is_neox = is_neox
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.clip = clip
@@ -102,7 +106,7 @@ class Attention:
             self.k_norm.heads_(key)
         rotary = None
         if self.cos_sin_cache is not None:
-            rotary = Rotary(self.rotary, step.positions, query, self.cos_sin_cache)
+            rotary = Rotary(self.rotary, step.positions, query, self.cos_sin_cache, self.is_neox)
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
         out = self.empty(tokens, self.num_heads, self.head_size, like=x)
         backend.forward(

@@ -125,7 +125,7 @@ class ModelRunner:
         self.backend = get_attention_backend(
             backend, device, setup.max_model_len, batch_invariant=invariant
         )
-        unsupported = setup.spec.alibi_slopes or dtype == torch.float32
+        unsupported = setup.spec.uses_alibi or dtype == torch.float32
         if self.backend.name == "flashinfer" and unsupported:
             raise ConfigError(
                 "attention_backend=flashinfer does neither ALiBi biases nor float32; use "

@@ -17,9 +17,10 @@ from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.models.blocks.base import Parts
 from octavo.models.cache import AttentionCache
-from octavo.models.decoder import DecoderModel
-from octavo.models.weights import Weight, model_weights
+from octavo.models.loader import build_model
+from octavo.models.weights import Weight
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import StepBuffers, StepLayout
@@ -35,27 +36,32 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
     cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
     tokens, threads = setup.max_num_batched_tokens, config.device.num_threads or num_cpus()
     asked = get_attention_backend(config.device.attention_backend, device, setup.max_model_len)
-    kernels, kv_caches = 0, []
+    kernels = max(
+        layer.mixer.scratch_nbytes(asked, tokens, setup.max_model_len, threads)
+        for layer in set(spec.layers)
+    )
+    kv_caches = []
     for cache in spec.caches:
         assert isinstance(cache, AttentionCache)
         heads = cache.num_kv_heads, cache.head_size
         asked.kv_cache_shape(1, config.cache.block_size, *heads, cache_dtype)  # or refuses it
-        taken = asked.scratch_nbytes(
-            tokens, setup.max_model_len, spec.num_attention_heads, *heads, threads
-        )
-        kernels = max(kernels, taken)
         kv_caches.append(placeholder(1, 2, heads[0], 16, heads[1], dtype=dtype))
 
     ops, backend = NativeOps(), CPUAttention()  # others compute in the same buffers
-    quantized = config.model.quantization is not None
-    weights = {w.name: _weight(w, dtype) for w in model_weights(spec, quantized=quantized)}
+    weights = spec.weights(quantized=config.model.quantization is not None)
+    parts = Parts(
+        {weight.name: _weight(weight, dtype) for weight in weights},
+        ops,
+        device=device,
+        max_model_len=1,
+    )
     kv = KVCacheConfig(1, config.cache.block_size, make_kv_cache_groups(spec.caches))
     layout = StepLayout(tokens, config.scheduler.max_num_seqs, 1, len(kv.groups))
     activations, logits = Arena(), Arena()
     with torch.inference_mode():
         CapturedSteps(
             EagerSteps(
-                DecoderModel(spec, weights, ops, device=device, max_model_len=1),
+                build_model(spec, parts),
                 backend,
                 kv_caches,
                 kv.layer_to_group,
@@ -66,7 +72,7 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
             logits=logits,
         )
     kernels += kernel_nbytes(threads, spec.vocab_size)
-    inputs = max(w.shape[1] for w in model_weights(spec, quantized=quantized) if w.kind == "linear")
+    inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, config.scheduler.max_num_seqs)
     kernels += _native.linear_scratch(rows, inputs, threads)
     return Scratch(activations.peak, logits.peak, kernels)

@@ -17,13 +17,13 @@ from octavo.engine.memory_plan import (
 )
 from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.sampling.sizes import state_nbytes
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import DeviceMemory, Scratch
 from tests.triton import needs_triton
 
-SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
+SPEC = read_spec(resolve_model(BUILTIN_MODEL))
 
 
 SCRATCH = Scratch(activations=7_000_000, logits=5_000_000, kernels=300_000)
@@ -39,7 +39,7 @@ def test_parts_add_up_and_stay_below_the_limit():
     result, kv_cache = plan()
     assert result.total <= result.limit
     assert result.kv_cache == kv_cache.num_blocks * result.block_nbytes
-    per_token = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_size * 2
+    per_token = 2 * len(SPEC.layers) * SPEC.caches[0].num_kv_heads * SPEC.caches[0].head_size * 2
     assert result.block_nbytes == 16 * per_token
     for word in ("weights", "KV cache", "logits", f"{result.num_blocks:,} blocks"):
         assert word in result.report()
@@ -132,7 +132,7 @@ def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
     if (backend, name) == ("triton", "int8"):
         pytest.skip("refused by Triton attention")
     shape = get_attention_backend(backend, torch.device("cpu"), 64).kv_cache_shape(
-        3, 16, SPEC.num_key_value_heads, SPEC.head_size, dtype
+        3, 16, SPEC.caches[0].num_kv_heads, SPEC.caches[0].head_size, dtype
     )
     assert 3 * result.block_nbytes == kv_cache.group_size * math.prod(shape) * dtype.itemsize
     assert result.num_blocks > 1.85 * plan(kv_cache_memory_bytes="8M")[0].num_blocks

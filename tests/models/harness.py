@@ -12,6 +12,7 @@ from octavo.attention.base import AttentionMetadata, get_attention_backend
 from octavo.layers.step import StepContext
 from octavo.models.decoder import DecoderModel
 from octavo.models.loader import load_model
+from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -33,7 +34,10 @@ class Runner:
         spec = model.spec
         per_req = -(-max_len // block_size)
         shape = self.backend.kv_cache_shape(
-            num_reqs * per_req + 1, block_size, spec.num_key_value_heads, spec.head_size
+            num_reqs * per_req + 1,
+            block_size,
+            spec.caches[0].num_kv_heads,
+            spec.caches[0].head_size,
         )
         # What was never written must never be read.
         self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in model.layers]
@@ -151,6 +155,7 @@ _CONFIGS = {
     "MistralForCausalLM": "MistralConfig",
     "Qwen2ForCausalLM": "Qwen2Config",
     "Qwen3ForCausalLM": "Qwen3Config",
+    "GemmaForCausalLM": "GemmaConfig",
     "Gemma2ForCausalLM": "Gemma2Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "Phi3ForCausalLM": "Phi3Config",
@@ -166,7 +171,7 @@ def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> Mode
     hf_config = getattr(transformers, _CONFIGS[architecture])(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def save_and_load(
@@ -179,7 +184,7 @@ def save_and_load(
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
     """Loads a folder."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     return load_model(spec, folder, dtype=dtype, device=CPU, **options)
 
 

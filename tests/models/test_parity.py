@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.models.loader import load_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from tests.models.harness import (
     CPU,
     Runner,
@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 24, "attention_bias": True}),
+    "gemma": ("GemmaForCausalLM", SIZES | {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": (
         "Gemma2ForCausalLM",
         SIZES
@@ -268,12 +269,12 @@ def old_form(folder: Path) -> None:
 def test_old_and_new_config_read_alike(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    new = ModelSpec.from_folder(tmp_path)
+    new = read_spec(tmp_path)
     old_form(tmp_path)
     if case == "gemma3":
         data = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(data | {"sliding_window_pattern": 2}))
-    assert ModelSpec.from_folder(tmp_path) == new
+    assert read_spec(tmp_path) == new
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama"])
@@ -295,7 +296,7 @@ def test_real_gpt2(shared_data: Path) -> None:
 
 def test_dummy_weights_run(shared_data: Path) -> None:
     folder = shared_data / "models" / "stories260K"
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     models = [
         load_model(
             spec, Path("nowhere"), dtype=torch.float32, device=CPU, load_format="dummy", seed=seed

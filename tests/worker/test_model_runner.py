@@ -22,7 +22,8 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
-from octavo.models.spec import ModelSpec
+from octavo.models.blocks.attention import Alibi
+from octavo.models.registry import read_spec
 from octavo.sampling.sampler import NOT_FINITE
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
@@ -50,7 +51,7 @@ class Runner:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
         setup = replace(setup, scratch=measure_scratch(setup))
         self.runner = ModelRunner(setup, CPU)
@@ -317,7 +318,11 @@ def test_what_flashinfer_cannot_do_is_refused_before_loading(
     backend = type("Backend", (), {"name": name})()
     monkeypatch.setattr(model_runner, "get_attention_backend", lambda *_, **__: backend)
     monkeypatch.setattr(model_runner, "load_model", load)
-    spec = replace(ModelSpec.from_folder(folder), alibi_slopes=slopes)
+    spec = read_spec(folder)
+    layer = spec.layers[0]
+    if slopes:
+        mixer = replace(layer.mixer, positions=Alibi(slopes))
+        spec = replace(spec, layers=(replace(layer, mixer=mixer),))
     setup = WorkerSetup(EngineConfig.from_kwargs(), spec, folder, dtype, MAX_LEN, MAX_LEN)
     with pytest.raises(ConfigError if refused else InterruptedError) as caught:
         ModelRunner(setup, CPU)
