@@ -126,11 +126,10 @@ def generate(
 
 def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     """A tiny transformers model with random weights large enough for lively greedy tokens."""
-    config_class = getattr(transformers, _CONFIGS[architecture])
-    hf_config = config_class(**config)
+    hf_config = _config_class(architecture)(**config)
     hf_config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture)(hf_config).eval()
+    model = _model_class(architecture)(hf_config).eval()
     gemma = architecture.startswith("Gemma")
     linear_std = 0.45 if architecture.startswith(("OPT", "GPT2", "Bloom")) else 0.25
     with torch.no_grad():
@@ -150,25 +149,22 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     return model
 
 
-_CONFIGS = {
-    "LlamaForCausalLM": "LlamaConfig",
-    "MistralForCausalLM": "MistralConfig",
-    "Qwen2ForCausalLM": "Qwen2Config",
-    "Qwen3ForCausalLM": "Qwen3Config",
-    "GemmaForCausalLM": "GemmaConfig",
-    "Gemma2ForCausalLM": "Gemma2Config",
-    "Gemma3ForCausalLM": "Gemma3TextConfig",
-    "Phi3ForCausalLM": "Phi3Config",
-    "OPTForCausalLM": "OPTConfig",
-    "GPT2LMHeadModel": "GPT2Config",
-    "BloomForCausalLM": "BloomConfig",
-    "MptForCausalLM": "MptConfig",
-}
+def _model_class(architecture: str) -> Any:
+    if architecture == "InternLM3ForCausalLM":  # which transformers has no class for
+        return type(architecture, (transformers.LlamaForCausalLM,), {})
+    return getattr(transformers, architecture)
+
+
+def _config_class(architecture: str) -> Any:
+    names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
+    names["InternLM3ForCausalLM"] = "Llama"
+    name = names.get(architecture, architecture.removesuffix("ForCausalLM"))
+    return getattr(transformers, f"{name}Config")
 
 
 def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> ModelSpec:
     """Saves a config.json as transformers writes it, and reads it."""
-    hf_config = getattr(transformers, _CONFIGS[architecture])(**config)
+    hf_config = _config_class(architecture)(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
     return read_spec(folder)

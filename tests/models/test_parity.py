@@ -44,6 +44,7 @@ BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6, "seq
 MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 128}
 OPT = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
 OPT |= {"ffn_dim": 72, "num_attention_heads": 2}
+FALCON = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN["original_max_position_embeddings"] = 32
@@ -124,6 +125,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "partial_rotary_factor": 0.5,
             }
         },
+    ),
+    "qwen1.5": (
+        "Qwen2ForCausalLM",
+        SIZES
+        | {"num_key_value_heads": 4, "use_sliding_window": False}
+        | {"sliding_window": 9, "max_window_layers": 1},
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        WIDE_HEADS
+        | {"sliding_window": 9}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "internlm3": (  # held against Llama
+        "InternLM3ForCausalLM",
+        WIDE_HEADS | {"attention_bias": True, "mlp_bias": True, "qkv_bias": True, "bias": True},
+    ),
+    "glm": ("GlmForCausalLM", WIDE_HEADS),
+    "glm4": ("Glm4ForCausalLM", WIDE_HEADS | {"attention_bias": False}),
+    "olmo2": ("Olmo2ForCausalLM", SIZES | {"attention_bias": True}),
+    "granite": (
+        "GraniteForCausalLM",
+        SIZES
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
+        | {"attention_multiplier": 0.2, "logits_scaling": 2.5},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", SIZES | {"no_rope_layer_interval": 2}),
+    "smollm3-windows": (
+        "SmolLM3ForCausalLM",
+        SIZES
+        | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9}
+        | {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", SIZES | {"sliding_window": 14}),
+    "starcoder2-no-bias": (
+        "Starcoder2ForCausalLM",
+        SIZES | {"use_bias": False, "tie_word_embeddings": False},
+    ),
+    "phi": ("PhiForCausalLM", SIZES | {"num_key_value_heads": None}),
+    "falcon-7b": ("FalconForCausalLM", FALCON),
+    "falcon-40b": (
+        "FalconForCausalLM",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon-11b": (
+        "FalconForCausalLM",
+        FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
+        | {"tie_word_embeddings": False},
+    ),
+    "falcon-sequential": (
+        "FalconForCausalLM",
+        FALCON | {"multi_query": False, "parallel_attn": False},
+    ),
+    "cohere": ("CohereForCausalLM", SIZES | {"logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        SIZES | {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2},
     ),
     "opt": ("OPTForCausalLM", OPT),
     "opt-350m": (

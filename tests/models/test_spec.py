@@ -121,6 +121,25 @@ def test_windows(tmp_path: Path) -> None:
     assert windows(tmp_path, some) == (None, 100)
 
 
+def test_internlm3_names_its_biases(tmp_path: Path) -> None:
+    config = LLAMA | {"architectures": ["InternLM3ForCausalLM"]}
+
+    def biases(**fields: bool) -> list[str]:
+        names = [weight.name.split(".") for weight in read(tmp_path, config | fields).weights()]
+        return [name[2] for name in names if name[0::3] == ["layers", "bias"] and name[1] == "0"]
+
+    assert biases() == []
+    assert biases(qkv_bias=True) == ["qkv_proj"]
+    assert biases(bias=True) == ["o_proj", "gate_up_proj", "down_proj"]
+
+
+def test_first_gemmas_say_gelu_and_mean_its_approximation(tmp_path: Path) -> None:
+    config = LLAMA | {"architectures": ["GemmaForCausalLM"], "head_dim": 8}
+    first = read(tmp_path, config | {"hidden_act": "gelu"})
+    assert first == read(tmp_path, config | {"hidden_act": "gelu_pytorch_tanh"})
+    assert first.layers[0].feed_forward.activation == "gelu_tanh"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -187,6 +206,20 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, r"residuals"),
         ("MptForCausalLM", {"attn_config": {"alibi": False}}, r"attn_config: alibi=False.*ALiBi"),
         ("MptForCausalLM", {"logit_scale": "inv_sqrt_d_model"}, r"logit_scale="),
+        ("FalconForCausalLM", {"alibi": True}, r"alibi=True.*rotary"),
+        ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, r"num_ln_in_parallel_attn=2"),
+        (
+            "FalconForCausalLM",
+            {"new_decoder_architecture": True, "parallel_attn": False},
+            r"parallel_attn=False",
+        ),
+        ("PhiForCausalLM", {"qk_layernorm": True}, r"qk_layernorm=True"),
+        ("PhiForCausalLM", {"tie_word_embeddings": True}, r"tie_word_embeddings=True"),
+        ("CohereForCausalLM", {"use_qk_norm": True}, r"use_qk_norm=True"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, r"logits_scaling=0.*more than 0"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"no_rope_layers=.*each layer"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, r"no_rope_layers=.*each layer"),
+        ("GlmForCausalLM", {"rope_scaling": {"rope_type": "mrope"}}, r"rope_type='mrope'"),
     ],
 )
 def test_refused_by_family(

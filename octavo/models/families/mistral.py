@@ -1,4 +1,4 @@
-"""Mistral and Ministral: sliding windows, on all layers or on those that layer_types names."""
+"""Mistral: sliding windows, on all layers or on those that layer_types names."""
 
 from __future__ import annotations
 
