@@ -64,12 +64,17 @@ class ModelSpec:
         return tuple(cache for cache in caches if cache is not None)
 
     @property
+    def distinct_layers(self) -> list[LayerSpec]:
+        """Each spec that layers share once."""
+        return list({id(layer): layer for layer in self.layers}.values())
+
+    @property
     def uses_alibi(self) -> bool:
         """Whether attention has a bias for positions."""
         return any(isinstance(table, Alibi) for table in self._tables())
 
     def _tables(self) -> set[Table]:
-        return {table for layer in set(self.layers) for table in layer.mixer.tables()}
+        return {table for layer in self.distinct_layers for table in layer.mixer.tables()}
 
     def weights(self, *, quantized: bool = False) -> list[Weight]:
         """All weights, in the order in which the forward pass uses them.

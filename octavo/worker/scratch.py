@@ -38,7 +38,7 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
     asked = get_attention_backend(config.device.attention_backend, device, setup.max_model_len)
     kernels = max(
         layer.mixer.scratch_nbytes(asked, tokens, setup.max_model_len, threads)
-        for layer in set(spec.layers)
+        for layer in spec.distinct_layers
     )
     kv_caches = []
     for cache in spec.caches:

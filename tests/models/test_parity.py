@@ -219,7 +219,7 @@ def test_parity(case: str, tmp_path: Path) -> None:
     assert_same_as_hf(hf_model, prompts, reference)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "opt-350m"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "opt-350m", "granite", "falcon-40b"])
 def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     hf_model = make_hf(architecture, **config)
@@ -234,7 +234,7 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(hidden, expected[layer + 1][0], atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "olmo2", "cohere2", "falcon-40b"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunked_prefill_changes_no_bit(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     architecture, config = CASES[case]

@@ -136,13 +136,12 @@ class LlamaLike:
             hidden,
             scale=self.embed_scale,
         )
+        kinds = list(zip(ropes, self.windows or (None,) * num_layers, strict=True))
+        layers = {kind: layer(*kind) for kind in set(kinds)}
         return model_spec(
             config,
             embed=embed,
-            layers=[
-                layer(*kind)
-                for kind in zip(ropes, self.windows or (None,) * num_layers, strict=True)
-            ],
+            layers=[layers[kind] for kind in kinds],
             head=HeadSpec(
                 norm("model.norm"),
                 read_lm_head(config, embed, tied=self.tied),
