@@ -26,7 +26,7 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError, Unsupporte
 from octavo.logs import setup_default_logging
 from octavo.messages import SchedulerStats
 from octavo.models.hub import resolve_folders
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.profiler import span
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -61,7 +61,7 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._spec = ModelSpec.from_folder(path, trust_remote_code=settings.trust_remote_code)
+        self._spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
         core, self._plan = make_engine_core(
             self.config, self._spec, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS
         )

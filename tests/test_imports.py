@@ -101,7 +101,7 @@ CONTROL_PLANE = [
     "octavo.cli",
     "octavo.server.app",
     "octavo.engine.async_llm",
-    "octavo.engine.core_client",
+    "octavo.engine.mp_client",
     "octavo.engine.memory_plan",
     "octavo.scheduler.scheduler",
     "octavo.kv_cache.manager",

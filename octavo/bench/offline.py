@@ -14,6 +14,7 @@ from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.models.hub import resolve_folders
+from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.outputs import RequestOutput
 
@@ -57,9 +58,7 @@ def check_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ModelSpec,
     """
     kwargs = engine_kwargs(args)
     config = EngineConfig.from_kwargs(**kwargs)
-    spec = ModelSpec.from_folder(
-        resolve_folders(config)[0], trust_remote_code=config.model.trust_remote_code
-    )
+    spec = read_spec(resolve_folders(config)[0], trust_remote_code=config.model.trust_remote_code)
     return kwargs, spec, resolve_max_model_len(config, spec)
 
 

@@ -16,17 +16,17 @@ import msgspec
 from octavo import clock
 from octavo.config import EngineConfig
 from octavo.device import trim_memory
-from octavo.engine.core_client import AsyncMPClient
 from octavo.engine.core_launcher import CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt, processing_time
 from octavo.engine.memory_plan import resolve_max_model_len
+from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory, request_nbytes
 from octavo.errors import EngineDeadError
 from octavo.messages import SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.offload import offload
 from octavo.outputs import RequestOutput
 from octavo.platforms.registry import get_platform
@@ -68,7 +68,7 @@ class AsyncLLM:
     ) -> None:
         model = config.model
         self.config = config
-        self.spec = ModelSpec.from_folder(path, trust_remote_code=model.trust_remote_code)
+        self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None

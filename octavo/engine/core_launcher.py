@@ -1,4 +1,4 @@
-"""Starting and ending an engine-core process; talking to it is `core_client.py`'s."""
+"""Starting and ending an engine-core process; talking to it is `mp_client.py`'s."""
 
 from __future__ import annotations
 

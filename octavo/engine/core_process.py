@@ -41,7 +41,7 @@ from octavo.engine.wire import (
 from octavo.errors import OctavoError
 from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.profiler import span
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def main() -> None:
     status = 0
     try:
         path = Path(setup.model_path)
-        spec = ModelSpec.from_folder(path, trust_remote_code=setup.config.model.trust_remote_code)
+        spec = read_spec(path, trust_remote_code=setup.config.model.trust_remote_code)
         core, plan = make_engine_core(
             setup.config,
             spec,

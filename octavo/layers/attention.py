@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata, Rotary
+from octavo.attention.base import Rotary
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
+from octavo.layers.step import StepContext
 
 
 class Attention:
@@ -15,6 +16,7 @@ class Attention:
 
     Args:
         ops: table of operations.
+        cache: index of its cache in `StepContext.caches`.
         qkv_proj: to queries, keys and values, stacked.
         o_proj: from the heads' results to the hidden size.
         num_heads: query heads.
@@ -25,17 +27,20 @@ class Attention:
         logits_soft_cap: of the attention scores, or None.
         alibi_slopes: float32 [num_heads], or None.
         cos_sin_cache: see `octavo.layers.rotary`, or None without rotary positions.
-        q_norm, k_norm: norms over each head of queries and keys, or None.
+        is_neox: which elements of a head are pairs: see `Ops.rotary_embedding`.
+        q_norm, k_norm: norms over each head of queries and keys, or over all of them, or None.
         clip: queries, keys and values are cut to [-clip, clip]; None: not.
     """
 
     __slots__ = (
         "alibi_slopes",
+        "cache",
         "clamp_",
         "clip",
         "cos_sin_cache",
         "empty",
         "head_size",
+        "is_neox",
         "k_norm",
         "logits_soft_cap",
         "num_heads",
@@ -51,6 +56,7 @@ class Attention:
     def __init__(
         self,
         ops: Ops,
+        cache: int,
         qkv_proj: Linear,
         o_proj: Linear,
         *,
@@ -62,6 +68,7 @@ class Attention:
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
         cos_sin_cache: Tensor | None = None,
+        is_neox: bool = True,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         clip: float | None = None,
@@ -69,6 +76,7 @@ class Attention:
         self.rotary = ops.rotary_embedding
         self.clamp_ = ops.clamp_
         self.empty = ops.empty
+        self.cache = cache
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.num_heads = num_heads
@@ -79,20 +87,15 @@ class Attention:
         self.logits_soft_cap = logits_soft_cap
         self.alibi_slopes = alibi_slopes
         self.cos_sin_cache = cos_sin_cache
+        self.is_neox = is_neox
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.clip = clip
 
-    def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        backend: AttentionBackend,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; writes this step's keys and values."""
-        tokens = x.shape[0]
+        tokens, backend = x.shape[0], step.backend
+        kv_cache, metadata = step.caches[self.cache], step.metadata[self.cache]
         qkv = self.qkv_proj(x)
         if self.clip is not None:
             self.clamp_(qkv, self.clip)
@@ -103,7 +106,7 @@ class Attention:
             self.k_norm.heads_(key)
         rotary = None
         if self.cos_sin_cache is not None:
-            rotary = Rotary(self.rotary, positions, query, self.cos_sin_cache)
+            rotary = Rotary(self.rotary, step.positions, query, self.cos_sin_cache, self.is_neox)
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
         out = self.empty(tokens, self.num_heads, self.head_size, like=x)
         backend.forward(

@@ -36,11 +36,11 @@ class MLP:
 
 
 def get_activation(ops: Ops, name: str, gated: bool) -> ActivatedLinear:
-    """The activation called "silu", "gelu", "gelu_tanh" or "relu" in a `ModelSpec`."""
+    """The activation called "silu", "gelu", "gelu_tanh" or "relu" in an `MLPSpec`."""
     if gated:
         gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
         gate = gates[name]
-        return lambda up, x: ops.linear_act_and_mul(x, up.weight, up.bias, gate)
+        return lambda up, x: up.act_and_mul(x, gate)
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "relu": ops.relu,
         "gelu": partial(ops.gelu, approximate="none"),

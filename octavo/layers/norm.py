@@ -21,6 +21,24 @@ class Norm(Protocol):
         ...
 
 
+class NoNorm:
+    """Changes nothing, where others have a norm."""
+
+    __slots__ = ("add_tensors",)
+
+    def __init__(self, ops: Ops) -> None:
+        self.add_tensors = ops.add
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, sum), the same tensor, with sum = x + residual; both [T, D]."""
+        total = self.add_tensors(x, residual)
+        return total, total
+
+
 class RMSNorm:
     """Root-mean-square norm.
 
@@ -49,7 +67,12 @@ class RMSNorm:
         return self.fused_add(x, residual, self.weight, self.eps, self.weight_offset)
 
     def heads_(self, x: Tensor) -> None:
-        """Norms each head of x [T, H, D] in place, whatever its strides."""
+        """Norms each head of x [T, H, D] in place, whatever its strides.
+
+        If the weight is of that size, it norms the H * D elements of a token as one.
+        """
+        if self.weight.shape[0] != x.shape[2]:
+            x = x.flatten(1)
         self.rms_norm(x, self.weight, self.eps, self.weight_offset, out=x)
 
 

@@ -28,3 +28,12 @@ class RopeSpec:
     """yarn: whether the bounds of the ramp are rounded to whole dimensions."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    is_neox: bool = True
+    """Pairs are (i, i + rotary_dim / 2); otherwise (2 i, 2 i + 1) (GLM, Cohere)."""
+
+    def nbytes(self, max_model_len: int) -> int:
+        """Bytes of the table for a context of so many tokens: float32 [max_model_len, rotary_dim].
+
+        One row for each position: cosines, then sines.
+        """
+        return 4 * max_model_len * self.rotary_dim

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import ModelError
 
 # A real index of the largest models has half of it.
 MOST_JSON_NBYTES = 32 * 2**20
 _MOST = 2**31 - 1
+_Choice = TypeVar("_Choice", bound=str)
 _MOST_SHOWN = 100  # characters of a value in an error message
 
 
@@ -123,7 +124,7 @@ class ConfigJson:
             raise self.error(name, "it must be true or false")
         return value
 
-    def choice(self, name: str, allowed: dict[str, str], default: str | None = None) -> str:
+    def choice(self, name: str, allowed: dict[str, _Choice], default: str | None = None) -> _Choice:
         """A text that is one of the keys of `allowed`; returns what it stands for."""
         value = self._required((name,), default)
         if not isinstance(value, str) or value not in allowed:

@@ -1,8 +1,9 @@
-"""From a checkpoint to a `DecoderModel`: read one tensor at a time, pack it, let it go."""
+"""From a checkpoint to a `Model`: read one tensor at a time, pack it, let it go."""
 
 from __future__ import annotations
 
 import math
+import pkgutil
 import re
 import zipfile
 import zlib
@@ -19,15 +20,14 @@ from octavo import _native
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory
+from octavo.models.base import Model
+from octavo.models.blocks.base import Parts
 from octavo.models.config_json import require_file
-from octavo.models.decoder import DecoderModel
-from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.models.weights import (
     Source,
     Weight,
-    model_weights,
     shorten_names,
     weight_files,
 )
@@ -57,7 +57,7 @@ def load_model(
     ops: Ops,
     progress: Progress | None = None,
     cache: WeightCache | None = None,
-) -> DecoderModel:
+) -> Model:
     """Loads a model folder.
 
     Names and shapes of all tensors are checked before the first is read. Files are mapped, and
@@ -84,7 +84,7 @@ def load_model(
             cannot be quantized.
     """
     form = get_quantization(quantization)
-    weights = model_weights(spec, quantized=form is not None)
+    weights = spec.weights(quantized=form is not None)
     for weight in weights:
         if form is not None and weight.kind == "linear" and weight.shape[1] > MOST_INPUTS:
             raise ModelError(
@@ -119,9 +119,14 @@ def load_model(
                     progress(done, total)
             if cache is not None and made_of is not None:
                 memory.keep(cache, made_of, lambda: key() == made_of)
-        return DecoderModel(
-            spec, loaded, ops, device=device, max_model_len=max_model_len or spec.max_model_len
-        )
+        parts = Parts(loaded, ops, device=device, max_model_len=max_model_len or spec.max_model_len)
+        return build_model(spec, parts)
+
+
+def build_model(spec: ModelSpec, parts: Parts) -> Model:
+    """The model of weights that are loaded: all that `spec.weights()` lists."""
+    model: Model = pkgutil.resolve_name(spec.model_class)(spec, parts)
+    return model
 
 
 class _Memory:
@@ -226,15 +231,15 @@ def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> Tensor:
             return tensor.T
         case "skip_rows":
             return tensor[source.shape[0] - weight.shape[0] :]
-        case "by_head":
-            heads = tensor.view(checkpoint.spec.num_attention_heads, 3, -1, *tensor.shape[1:])
-            return heads.transpose(0, 1).reshape(tensor.shape)
+        case "by_group":
+            queries = source.group_queries
+            heads = tensor.view(source.groups, queries + 2, -1, *tensor.shape[1:])
+            parts = heads.split_with_sizes((queries, 1, 1), dim=1)
+            return torch.cat([part.flatten(0, 2) for part in parts])
 
 
 class _Checkpoint(Protocol):
     """Where tensors come from."""
-
-    spec: ModelSpec
 
     def check(self, weights: list[Weight]) -> None:
         """Compares names, shapes and dtypes with what the model needs."""
@@ -250,8 +255,7 @@ class _Checkpoint(Protocol):
 class _DummyCheckpoint:
     """Random weights, made on the device: of the seed and a tensor's name, so ties stay tied."""
 
-    def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
-        self.spec = spec
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.device = device
 
@@ -259,9 +263,9 @@ class _DummyCheckpoint:
         """Nothing can be wrong."""
 
     def read(self, source: Source, weight: Weight) -> Tensor:
-        """Norms are 1, the rest is uniform with standard deviation 0.02."""
-        if weight.kind == "norm":
-            return torch.full(source.shape, 1.0 - self.spec.norm_weight_offset)
+        """What norms have, or uniform numbers with standard deviation 0.02."""
+        if weight.dummy is not None:
+            return torch.full(source.shape, weight.dummy)
         generator = torch.Generator(self.device)
         generator.manual_seed(zlib.crc32(source.name.encode(), self.seed & 0xFFFFFFFF))
         tensor = torch.empty(source.shape, device=self.device)
@@ -277,7 +281,6 @@ class _FileCheckpoint:
     def __init__(self, spec: ModelSpec, folder: Path) -> None:
         self.spec = spec
         self.folder = folder
-        self.family = FAMILIES[spec.architecture]
         self.files: dict[str, Path] = {}
         """Tensor name -> file."""
 
@@ -286,8 +289,8 @@ class _FileCheckpoint:
         raise NotImplementedError
 
     def stored_name(self, name: str) -> str | None:
-        """The name under which a tensor is stored; bare models lack the family's prefix."""
-        for candidate in (name, name.removeprefix(self.family.prefix)):
+        """The name under which a tensor is stored; bare models lack a prefix."""
+        for candidate in (name, name.removeprefix(self.spec.bare_prefix)):
             if candidate in self.files:
                 return candidate
         return None
@@ -307,13 +310,11 @@ class _FileCheckpoint:
                 "to another checkpoint."
             )
         used = {self.stored_name(s.name) for s in sources}
-        ignored = list(self.family.ignored)
-        if self.spec.tie_word_embeddings:
-            ignored.append(re.escape(f"{self.family.names['lm_head']}.weight"))
         extra = [
             name
             for name in self.files
-            if name not in used and not any(re.fullmatch(pattern, name) for pattern in ignored)
+            if name not in used
+            and not any(re.fullmatch(pattern, name) for pattern in self.spec.ignored)
         ]
         if extra:
             raise ModelError(
@@ -421,7 +422,7 @@ def _open_checkpoint(
 ) -> _Checkpoint:
     match load_format:
         case "dummy":
-            return _DummyCheckpoint(spec, seed, device)
+            return _DummyCheckpoint(seed, device)
         case "pt":
             return _TorchCheckpoint(spec, folder)
         case "auto" | "safetensors":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from octavo.errors import ModelError
 from octavo.layers.rope_spec import RopeSpec
@@ -22,7 +23,8 @@ def read_rope(
     theta: float = 10000.0,
     aliases: dict[str, str] | None = None,
     default_original: int | None = None,
-    partial: bool = False,
+    partial: float | None = None,
+    is_neox: bool = True,
 ) -> RopeSpec:
     """Reads rotary parameters in the newer (`rope_parameters`) or older form (`rope_scaling`).
 
@@ -37,8 +39,10 @@ def read_rope(
         aliases: old names of rope types.
         default_original: original context length where the config names none; otherwise
             `max_position`.
-        partial: whether partial_rotary_factor says how much of a head is rotated; elsewhere
-            transformers rotates all of it with default positions, and fails with others.
+        partial: how much of a head is rotated where partial_rotary_factor does not say; None: the
+            family has no such field, and transformers rotates all of a head with default positions
+            and fails with others.
+        is_neox: see `RopeSpec`.
 
     Raises:
         ModelError: for an unknown type, or parameters that are missing or wrong.
@@ -59,10 +63,11 @@ def read_rope(
     rope_type = params.choice(name, known, default="default")
     theta = params.number("rope_theta", default=config.number(theta_field, default=theta))
     part = params.number(
-        "partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0)
+        "partial_rotary_factor",
+        default=config.number("partial_rotary_factor", default=partial or 1.0),
     )
     rotary_dim = int(head_size * part)
-    if not partial and rotary_dim != head_size:
+    if partial is None and rotary_dim != head_size:
         if rope_type != "default":
             raise ModelError(
                 f"{config.where}: partial_rotary_factor={part} is not supported with rope_type="
@@ -84,7 +89,7 @@ def read_rope(
         original = config.integer(key, default=original)
         if original == 1 and rope_type == "longrope":
             raise config.error(key, "longrope needs at least 2")
-    spec = RopeSpec(rope_type, theta, rotary_dim, original)
+    spec = RopeSpec(rope_type, theta, rotary_dim, original, is_neox=is_neox)
     if rope_type == "default":
         return spec
     if rope_type in ("yarn", "longrope") and not params.has("factor"):
@@ -97,14 +102,14 @@ def read_rope(
 
 
 def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
-    base = (spec.rope_type, spec.theta, spec.rotary_dim, spec.original_max_position, factor)
+    spec = replace(spec, factor=factor)
     attention_factor = params.optional_number("attention_factor")
     match spec.rope_type:
         case "llama3":
             low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
             if not 0 < low < high:
                 raise params.error("low_freq_factor", "it must be > 0 and < high_freq_factor")
-            return RopeSpec(*base, low_freq_factor=low, high_freq_factor=high)
+            return replace(spec, low_freq_factor=low, high_freq_factor=high)
         case "yarn":
             if attention_factor is None:
                 mscale = params.optional_number("mscale")
@@ -118,8 +123,8 @@ def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
             slow = params.optional_number("beta_slow") or 1.0
             if min(fast, slow) <= 0:
                 raise params.error("beta_slow", "it and beta_fast must be more than 0")
-            return RopeSpec(
-                *base,
+            return replace(
+                spec,
                 attention_factor=attention_factor,
                 beta_fast=fast,
                 beta_slow=slow,
@@ -132,13 +137,13 @@ def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
                     if factor > 1.0
                     else 1.0
                 )
-            return RopeSpec(
-                *base,
+            return replace(
+                spec,
                 attention_factor=attention_factor,
                 short_factor=params.numbers("short_factor", spec.rotary_dim // 2),
                 long_factor=params.numbers("long_factor", spec.rotary_dim // 2),
             )
-    return RopeSpec(*base)
+    return spec
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -1,39 +1,34 @@
-"""What a model folder holds, read without torch: architecture, sizes, positions, memory."""
+"""What a model folder holds: what the model is made of, and its memory. No torch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
+from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ModelError
-from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import Alibi
+from octavo.models.blocks.base import Table
+from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.head import HeadSpec
+from octavo.models.blocks.layer import LayerSpec
+from octavo.models.cache import CacheSpec
 from octavo.models.config_json import MOST_JSON_NBYTES, require_file
-
-DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+from octavo.models.weights import Names, Weight
+from octavo.quantization.base import get_quantization, linear_nbytes
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only model, complete: what drives the decoder and what the engine plans with.
-
-    The defaults are Llama's.
-    """
+    """A decoder-only model, complete: what it is made of, and what the engine plans with."""
 
     architecture: str
     """Name in config.json's `architectures`, e.g. LlamaForCausalLM."""
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_size: int
-    intermediate_size: int
-    layer_windows: tuple[int | None, ...]
-    """For each layer how many positions a token sees, itself included; None: all."""
     max_model_len: int
     """Longest context in tokens, rope scaling considered."""
     eos_token_ids: tuple[int, ...]
@@ -42,90 +37,74 @@ class ModelSpec:
     dtype: str
     """Type of the checkpoint: "float32", "float16", "bfloat16", or "float64", which no model is
     computed in."""
-    generation_config: dict[str, float | int] = field(default_factory=dict)
+    generation_config: dict[str, float | int]
     """The model's default sampling parameters: temperature, top_p, top_k, min_p,
     repetition_penalty, max_tokens, where generation_config.json has them."""
+    embed: EmbedSpec
+    layers: tuple[LayerSpec, ...]
+    head: HeadSpec
+    layer_names: str
+    """How the checkpoint's names of layer {} begin, e.g. model.layers.{}."""
+    bare_prefix: str
+    """Beginning of the names that checkpoints saved from the bare model lack, e.g. model."""
+    ignored: tuple[str, ...] = ()
+    """Regular expressions of names in a checkpoint that hold no weights."""
+    model_class: str = "octavo.models.decoder:DecoderModel"
+    """Module and name of the `Model` that it is computed by."""
 
-    embed_size: int = 0
-    """Width of the embedding; projected to hidden_size where it differs (OPT-350m)."""
-    embed_scale: float | None = None
-    """Factor on the embedding (Gemma)."""
-    embed_norm: bool = False
-    """LayerNorm after the embedding (BLOOM)."""
-    tie_word_embeddings: bool = False
-    positions: Literal["rope", "learned", "alibi"] = "rope"
-    ropes: tuple[RopeSpec, ...] = ()
-    layer_ropes: tuple[int, ...] = ()
-    """For each layer its index in `ropes`; empty without rotary positions."""
-    num_learned_positions: int = 0
-    learned_position_offset: int = 0
-    """Row of the position table that belongs to position 0 (OPT)."""
-    alibi_slopes: tuple[float, ...] = ()
-    """One for each head; empty without ALiBi."""
+    @property
+    def tied(self) -> bool:
+        """Whether the LM head is the embedding's table."""
+        return self.head.lm_head.modules[0][0] == self.embed.module
 
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-6
-    norm_weight_offset: float = 0.0
-    """Added to the weights of the RMS norms (Gemma: 1)."""
-    norm_bias: bool = False
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norm before each block, after the residual is added, or before and after the block."""
-    final_norm: bool = True
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps that keeps something, in the order of the layers."""
+        caches = [layer.mixer.cache() for layer in self.layers]
+        return tuple(cache for cache in caches if cache is not None)
 
-    layer_scales: tuple[float, ...] = ()
-    """Factor on the attention scores of each layer."""
-    qkv_bias: bool = False
-    qkv_clip: float | None = None
-    """Queries, keys and values are cut to [-qkv_clip, qkv_clip] (MPT)."""
-    qk_norm: bool = False
-    """RMS norm over each head of queries and keys (Qwen3, Gemma 3)."""
-    o_bias: bool = False
-    attn_logit_softcap: float | None = None
-    final_logit_softcap: float | None = None
+    @property
+    def distinct_layers(self) -> list[LayerSpec]:
+        """Each spec that layers share once."""
+        return list({id(layer): layer for layer in self.layers}.values())
 
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    gated_mlp: bool = True
-    mlp_bias: bool = False
+    @property
+    def uses_alibi(self) -> bool:
+        """Whether attention has a bias for positions."""
+        return any(isinstance(table, Alibi) for table in self._tables())
 
-    @classmethod
-    def from_folder(cls, path: Path | str, *, trust_remote_code: bool = False) -> ModelSpec:
-        """Reads config.json and generation_config.json of a Hugging Face model folder.
+    def _tables(self) -> set[Table]:
+        return {table for layer in self.distinct_layers for table in layer.mixer.tables()}
+
+    def weights(self, *, quantized: bool = False) -> list[Weight]:
+        """All weights, in the order in which the forward pass uses them.
 
         Args:
-            path: the folder.
-            trust_remote_code: accept a config that names code of its own (`auto_map`). The code
-                is never run: the model is computed by Octavo's own decoder.
-
-        Raises:
-            ModelError: naming file, field, value and what is supported.
+            quantized: the LM head will be, so that it cannot serve as embedding table, too.
         """
-        from octavo.models.registry import read_spec
-
-        return read_spec(Path(path), trust_remote_code=trust_remote_code)
+        weights = list(self.embed.weights(Names("embed."), shared=self.tied and not quantized))
+        for i, layer in enumerate(self.layers):
+            weights += layer.weights(Names(f"layers.{i}.", self.layer_names.format(i)))
+        return weights + list(self.head.weights(Names()))
 
     def weight_nbytes(
         self, dtype: str, max_model_len: int | None = None, quantization: str | None = None
     ) -> int:
-        """Bytes of the loaded model: packed weights, embeddings, vectors, position tables.
+        """Bytes of the loaded model: packed weights, embeddings, vectors, tables of positions.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
-            max_model_len: rows of the rotary tables; default: the model's.
+            max_model_len: longest context; default: the model's.
             quantization: form of the linear weights, as in `ModelConfig`.
         """
-        from octavo.models.weights import Weight, model_weights
-        from octavo.quantization.base import get_quantization, linear_nbytes
-
         form = get_quantization(quantization)
-
-        def nbytes(weight: Weight) -> int:
+        total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
+        for weight in self.weights(quantized=form is not None):
             if weight.kind == "linear":
-                return linear_nbytes(weight.shape[0], weight.shape[1], dtype, form)
-            return math.prod(weight.shape) * DTYPE_NBYTES[dtype]
-
-        tables = sum(4 * (max_model_len or self.max_model_len) * r.rotary_dim for r in self.ropes)
-        weights = model_weights(self, quantized=form is not None)
-        return sum(nbytes(w) for w in weights) + tables + 4 * len(self.alibi_slopes)
+                total += linear_nbytes(weight.shape[0], weight.shape[1], dtype, form)
+            else:
+                total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
+        return total
 
     def loading_nbytes(self, dtype: str) -> int:
         """Upper bound of what loading holds beside the loaded weights.
@@ -136,10 +115,8 @@ class ModelSpec:
         Args:
             dtype: "float32", "float16" or "bfloat16".
         """
-        from octavo.models.weights import model_weights
-
         source = 8 if self.dtype == "float64" else 4
-        return (source + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in model_weights(self))
+        return (source + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in self.weights())
 
 
 def checkpoint_dtype(folder: Path) -> str:

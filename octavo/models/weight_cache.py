@@ -33,11 +33,11 @@ from octavo.config import EngineConfig, cache_folder
 from octavo.device import cpu_memory
 from octavo.errors import ModelError, OctavoError
 from octavo.models.spec import ModelSpec
-from octavo.models.weights import model_weights, weight_files
+from octavo.models.weights import weight_files
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of what the loader puts where
+_VERSION = 2  # of what the loader puts where
 _CHUNK = 2 * 2**20
 _SUFFIX, _UNFINISHED, _LOCK = ".weights", ".unfinished", "lock"
 # Of the disk, and at least: what is left to others, whatever the cache may hold.
@@ -62,7 +62,7 @@ def weights_key(
     if not files:
         return None
     native = os.stat(_native.__file__)
-    weights = model_weights(spec, quantized=quantization is not None)
+    weights = spec.weights(quantized=quantization is not None)
     return msgspec.json.encode(
         [
             [_VERSION, octavo.__version__],
@@ -70,7 +70,7 @@ def weights_key(
             [_native.isa(), _native.panel(), native.st_size, native.st_mtime_ns],
             [dtype, quantization, load_format],
             [_identity(file) for file in files],
-            [spec.architecture, spec.num_attention_heads, weights],
+            [spec.architecture, weights],
         ]
     )
 

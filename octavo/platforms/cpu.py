@@ -157,7 +157,7 @@ def memory_budget(setup: WorkerSetup, scratch: Scratch) -> MemoryBudget:
 
     config, spec = setup.config, setup.spec
     max_num_seqs = config.scheduler.max_num_seqs
-    groups, _ = make_kv_cache_groups(spec.layer_windows)
+    groups = make_kv_cache_groups(spec.caches)
     rows = InputBatch.nbytes(
         max_num_seqs,
         setup.max_model_len,

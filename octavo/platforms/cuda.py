@@ -82,7 +82,7 @@ class CUDAPlatform(Platform):
                     device, setup.max_model_len, batch_invariant=config.batch_invariant
                 )
             case "flashinfer":
-                if setup.spec.alibi_slopes or setup.dtype == "float32":
+                if setup.spec.uses_alibi or setup.dtype == "float32":
                     raise ConfigError(
                         "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
                         "attention_backend=triton."

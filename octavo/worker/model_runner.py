@@ -18,6 +18,7 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
+from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.platforms.base import Platform
@@ -146,23 +147,26 @@ class ModelRunner:
         setup, device, ops = self.setup, self.device, self.ops
         config, dtype = setup.config, self.model.dtype
         cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
-        shape = self.backend.kv_cache_shape(
-            kv.num_blocks,
-            kv.block_size,
-            setup.spec.num_key_value_heads,
-            setup.spec.head_size,
-            cache_dtype,
-        )
+        shapes = []
+        for cache in setup.spec.caches:
+            assert isinstance(cache, AttentionCache)
+            heads = cache.num_kv_heads, cache.head_size
+            shapes.append(
+                self.backend.kv_cache_shape(kv.num_blocks, kv.block_size, *heads, cache_dtype)
+            )
         self.kv_tensors = [
-            self.platform.allocate_cache(shape, cache_dtype, device) for _ in range(kv.group_size)
+            self.platform.allocate_cache(shapes[0], cache_dtype, device)
+            for _ in range(kv.group_size)
         ]
-        self.kv_caches = [self.kv_tensors[kv.layer_to_tensor[i]] for i in range(kv.num_layers)]
-        layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
+        self.kv_caches = [
+            self.kv_tensors[tensor].view(shape)
+            for tensor, shape in zip(kv.layer_to_tensor, shapes, strict=True)
+        ]
         tokens, max_num_seqs = setup.max_num_batched_tokens, config.scheduler.max_num_seqs
         self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
         self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
         buffers = StepBuffers(self.batch.layout(tokens, max_num_seqs))
-        eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups, buffers)
+        eager = EagerSteps(self.model, self.backend, self.kv_caches, kv.layer_to_group, buffers)
         self.steps = self.platform.make_steps(setup, ops, eager, self.batch, capture=capture)
 
     def run_largest_step(self) -> int:
@@ -177,8 +181,8 @@ class ModelRunner:
         num_reqs = min(scheduler.max_num_seqs, tokens)
         count = min(setup.max_model_len, tokens // num_reqs)
         blocks = -(-count // cache.block_size)
-        groups, group_size = make_kv_cache_groups(setup.spec.layer_windows)
-        kv = KVCacheConfig(blocks + 1, cache.block_size, groups, group_size, 0)
+        groups = make_kv_cache_groups(setup.spec.caches)
+        kv = KVCacheConfig(blocks + 1, cache.block_size, groups)
         self.initialize_kv_cache(kv, capture=False)
         # What takes most: logits that are changed beside a copy of them, and more candidates than
         # can be found without sorting.
@@ -328,7 +332,7 @@ class ModelRunner:
             parts: list[LogprobsLists] = []
             for at in range(0, count, self._prompt_logprobs_rows):
                 n = min(self._prompt_logprobs_rows, count - at)
-                logits = self.model.compute_logits(hidden[begin + at : begin + at + n])
+                logits = self.model.head(hidden[begin + at : begin + at + n])
                 targets = self.batch.token_ids[row, first + at + 1 : first + at + 1 + n]
                 ids = to_device(targets.astype(np.int64), self.device)
                 parts.append(prompt_logprobs(self.sampler.ops, logits, ids, k))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.worker.graphs import graph_sizes
 
@@ -272,7 +272,7 @@ def test_bytes_that_a_step_reads(shape: dict[str, int], tied: bool, tmp_path: Pa
     full = gpu_check.LLAMA | shape | {"tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(full))
     rotary = 4 * shape["hidden_size"] // shape["num_attention_heads"]
-    held = ModelSpec.from_folder(tmp_path).weight_nbytes("bfloat16", max_model_len=1) - rotary
+    held = read_spec(tmp_path).weight_nbytes("bfloat16", max_model_len=1) - rotary
     embeddings = 0 if tied else 2 * shape["vocab_size"] * shape["hidden_size"]
     assert gpu_check.read_nbytes(full) == held - embeddings
 

@@ -28,10 +28,19 @@ from tests.models.harness import make_hf, save_config
 COMPARED = 4
 """One of so many models is held against transformers, or against the plain torch backend."""
 _SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
-_ROPE = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3")
-_NAMES = {"GPT2": "GPT2LMHeadModel"} | {
-    name: f"{name}ForCausalLM" for name in (*_ROPE, "OPT", "Bloom", "Mpt")
-}
+_GEMMA = ("Gemma", "Gemma2", "Gemma3")
+_BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
+_BIAS = (*_BIAS, "Cohere", "Cohere2")
+"""Whose attention may have a bias."""
+_ROPE = (*_BIAS, "Mistral", "Ministral", "Qwen2", "Phi3", "Phi", "Starcoder2", "InternLM3")
+_PLAIN = ("OPT", "Bloom", "Mpt", "Falcon")
+_NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
+# Whose heads transformers makes as large as they fit into the hidden size, or may be of any size.
+_FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
+_EITHER = ("Llama", "Qwen2", "InternLM3")
+# Which transformers can scale the context of.
+_SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
+_SCALED = (*_SCALED, "Gemma", "Gemma2")
 
 
 def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -45,7 +54,12 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
     inner = rng.choice((*_SIZES, 2000, rng.randint(1, 500)))
     ids = {"vocab_size": vocab_size, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     tied = {"tie_word_embeddings": rng.random() < 0.5}
-    if family not in _ROPE:
+    if family in ("Glm", "Glm4", "Phi"):
+        head = max(4, head // 4 * 4)  # half of it is rotated, in pairs
+    if family == "Falcon":
+        head += head % 2
+        hidden = heads * head
+    elif family not in _ROPE:
         head = rng.choice((head, rng.randint(1, 40)))  # odd ones, too
         hidden = heads * head
     if family == "GPT2":
@@ -57,6 +71,15 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
         config |= {"num_attention_heads": heads, "max_position_embeddings": positions}
         config |= {"do_layer_norm_before": rng.random() < 0.5, "enable_bias": rng.random() < 0.7}
         config |= {"word_embed_proj_dim": rng.choice((hidden, rng.randint(1, 300)))}
+    elif family == "Falcon":
+        config = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+        config |= {"max_position_embeddings": positions, "ffn_hidden_size": inner}
+        config |= {"bias": rng.random() < 0.5, "multi_query": rng.random() < 0.5}
+        if rng.random() < 0.5:
+            config |= {"new_decoder_architecture": True, "num_kv_heads": kv_heads}
+            config |= {"num_ln_in_parallel_attn": rng.choice((None, 1, 2))}
+        else:
+            config |= {"parallel_attn": rng.random() < 0.5}
     elif family == "Bloom":
         config = {"hidden_size": hidden, "n_layer": layers, "n_head": heads}
         config |= {"seq_length": positions}
@@ -78,20 +101,37 @@ def _rope_model(
     rng: random.Random, family: str, head: int, heads: int, positions: int
 ) -> dict[str, Any]:
     config: dict[str, Any] = {"max_position_embeddings": positions}
-    if family == "Phi3" or (family in ("Llama", "Qwen2") and rng.random() < 0.5):
+    if family in _FITTED or (family in _EITHER and rng.random() < 0.5):
         config["hidden_size"] = heads * head
     else:
         config["head_dim"] = head
     window = rng.choice((1, 7, 20, 64))
-    if family in ("Mistral", "Phi3"):
+    if family in ("Mistral", "Phi3", "Ministral", "Starcoder2"):
         config["sliding_window"] = rng.choice((None, window))
     if family in ("Qwen2", "Qwen3"):
         config |= {"use_sliding_window": rng.random() < 0.5, "sliding_window": window}
         config["max_window_layers"] = rng.randint(0, 4)
-    if family in ("Llama", "Qwen3", "Gemma2", "Gemma3"):
+    if family in _BIAS:
         config["attention_bias"] = rng.random() < 0.3
-    if family == "Llama":
+    if family in ("Llama", "Granite", "SmolLM3"):
         config["mlp_bias"] = rng.random() < 0.3
+    if family == "InternLM3":
+        config |= dict.fromkeys(("attention_bias", "mlp_bias"), rng.random() < 0.5)
+    if family == "Granite":
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            config[name] = rng.choice((0.3, 1.0, 6.0))
+        config["attention_multiplier"] = rng.choice((0.1, 0.5))
+    if family == "SmolLM3":
+        config |= {"no_rope_layer_interval": rng.randint(1, 4), "sliding_window": window}
+        config["use_sliding_window"] = rng.random() < 0.5
+    if family == "Starcoder2":
+        config["use_bias"] = rng.random() < 0.5
+    if family in ("Cohere", "Cohere2"):
+        config["logit_scale"] = rng.choice((0.0625, 1.0))
+    if family == "Cohere2":
+        config |= {"sliding_window": window, "sliding_window_pattern": rng.randint(1, 3)}
+    if family == "Phi":
+        config["tie_word_embeddings"] = False
     if family in ("Gemma2", "Gemma3"):
         config |= {"sliding_window": window, "query_pre_attn_scalar": rng.choice((16, 100))}
         config["final_logit_softcapping"] = rng.choice((None, 30.0))
@@ -99,11 +139,14 @@ def _rope_model(
         config["attn_logit_softcapping"] = rng.choice((None, 50.0))
     if family == "Gemma3":
         config["sliding_window_pattern"] = rng.randint(1, 3)
-        return config
+    if family in ("Gemma3", "Glm", "Glm4", "Phi"):
+        return config  # their positions have defaults of their own
     kinds = (
         ("default", "longrope")
         if family == "Phi3"
-        else (("default", "linear", "dynamic", "yarn", "llama3"))
+        else ("default", "linear", "dynamic", "yarn", "llama3")
+        if family in _SCALED
+        else ("default",)
     )
     kind, original = rng.choice(kinds), positions // 2
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice((1e4, 5e5))}

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
@@ -350,3 +351,35 @@ def test_dummy_weights_need_no_weight_file(tmp_path):
 def test_examples_run():
     for script in sorted((Path(__file__).parents[2] / "examples").glob("offline*.py")):
         subprocess.run([sys.executable, script], check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.7, "min_tokens": 9, "logprobs": 2},
+    ],
+)
+def test_a_request_goes_on_behind_the_output_that_it_has(llm, params):
+    """The same bits as if it had been here all along."""
+    core = llm._client.core
+
+    def run(request):
+        core.add_request(request)
+        outputs = []
+        while core.has_unfinished_requests():
+            outputs += core.step().outputs
+        tokens = [t for output in outputs for t in output.new_token_ids]
+        logprobs = [o.new_logprobs.logprobs for o in outputs if o.new_logprobs is not None]
+        return tokens, b"".join(logprobs), outputs[-1].finish_reason
+
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
+    request, _ = llm._input_processor.process("whole", "Once upon", sampling, arrival_time=0.0)
+    tokens, logprobs, reason = run(request)
+    for k in (1, 7, 23):
+        resumed = msgspec.structs.replace(
+            request, request_id=f"from {k}", output_token_ids=tokens[:k]
+        )
+        assert run(resumed) == (tokens[k:], logprobs[len(logprobs) // 24 * k :], reason)

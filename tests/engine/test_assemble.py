@@ -12,14 +12,14 @@ from octavo.engine.assemble import make_engine_core
 from octavo.executor.uniproc import UniProcExecutor
 from octavo.messages import EngineCoreRequest
 from octavo.models.hub import resolve_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.platforms.cpu import CPUPlatform
 from octavo.worker.memory import MemoryBudget, Scratch
 from tests.fakes import FakeExecutor
 from tests.params import core_params
 
 PATH = resolve_model(BUILTIN_MODEL)
-SPEC = ModelSpec.from_folder(PATH)
+SPEC = read_spec(PATH)
 BUDGET = MemoryBudget(
     source="a test",
     available=2**31,

@@ -11,6 +11,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, ProfilerError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import EngineCoreRequest, FinishReason
+from octavo.models.cache import AttentionCache
 from octavo.profiler import Profiler
 from octavo.request import RequestStatus
 from octavo.scheduler.scheduler import Scheduler
@@ -27,8 +28,7 @@ class Clock:
 
 def make_core(depth=1, caching=True, profiler=None, observer=None, **settings):
     """A core on fakes; its clock is `core.clock`."""
-    groups, size = make_kv_cache_groups((None,))
-    kv_cache = KVCacheConfig(20, 16, groups, size, 1)
+    kv_cache = KVCacheConfig(20, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
     clock = Clock()
     scheduler = Scheduler(
         msgspec.convert({"max_num_seqs": 4} | settings, SchedulerConfig),

@@ -20,13 +20,13 @@ import zmq
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.core_client import AsyncMPClient
 from octavo.engine.core_launcher import CoreProcess
 from octavo.engine.core_process import _BusyLoop
+from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, CoreReady
 from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
 from octavo.models.hub import resolve_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
@@ -387,7 +387,7 @@ class Core:
 def make_engine_core(config, spec, path, **settings):
     signals = [signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
     facts = {"path": str(path), "settings": settings, "interval": sys.getswitchinterval()}
-    print(json.dumps({**facts, "ignored": signals, "layers": spec.num_layers}), flush=True)
+    print(json.dumps({**facts, "ignored": signals, "layers": len(spec.layers)}), flush=True)
     return Core(), SimpleNamespace(max_model_len=5, num_blocks=7)
 
 core_process.make_engine_core = make_engine_core
@@ -430,7 +430,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
     started, ended = map(json.loads, said.splitlines())
     assert started == {
         "path": str(model),
-        "layers": ModelSpec.from_folder(model).num_layers,
+        "layers": len(read_spec(model).layers),
         "settings": {"default_batched_tokens": 512, "request_memory": 1000, "engine_index": 2},
         "interval": pytest.approx(SWITCH_INTERVAL),
         "ignored": [True, True],  # a Ctrl-C in the terminal is the parent's

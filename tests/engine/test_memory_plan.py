@@ -16,7 +16,7 @@ from octavo.engine.memory_plan import (
 )
 from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.platforms import cpu
 from octavo.sampling.sizes import state_nbytes
 from octavo.worker.input_batch import InputBatch
@@ -25,7 +25,7 @@ from octavo.worker.setup import WorkerSetup
 from tests.attention.backends import make_backend
 from tests.triton import needs_triton
 
-SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
+SPEC = read_spec(resolve_model(BUILTIN_MODEL))
 
 
 SCRATCH = Scratch(activations=7_000_000, logits=5_000_000, kernels=300_000)
@@ -53,9 +53,9 @@ def plan(scratch=SCRATCH, request_memory=None, **kwargs):
 def test_parts_add_up_and_stay_below_the_limit():
     result, kv_cache = plan()
     assert result.total <= result.limit
-    assert result.kv_cache == kv_cache.num_blocks * kv_cache.bytes_per_block
-    per_token = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_size * 2
-    assert kv_cache.bytes_per_block == 16 * per_token
+    assert result.kv_cache == kv_cache.num_blocks * result.block_nbytes
+    per_token = 2 * len(SPEC.layers) * SPEC.caches[0].num_kv_heads * SPEC.caches[0].head_size * 2
+    assert result.block_nbytes == 16 * per_token
     for word in ("weights", "KV cache", "logits", f"{result.num_blocks:,} blocks"):
         assert word in result.report()
 
@@ -87,7 +87,7 @@ def test_every_part_is_what_is_taken():
             result.activations,
             result.logits,
             result.rows,
-            result.num_blocks * kv_cache.bytes_per_block,
+            result.num_blocks * result.block_nbytes,
         )
     )
     assert result.total == result.steady  # loading is over when steps begin
@@ -147,7 +147,7 @@ def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
     if (backend, name) == ("triton", "int8"):
         pytest.skip("refused by Triton attention")
     shape = make_backend(backend, 64).kv_cache_shape(
-        3, 16, SPEC.num_key_value_heads, SPEC.head_size, dtype
+        3, 16, SPEC.caches[0].num_kv_heads, SPEC.caches[0].head_size, dtype
     )
     assert 3 * result.block_nbytes == kv_cache.group_size * math.prod(shape) * dtype.itemsize
     assert result.num_blocks > 1.85 * plan(kv_cache_memory_bytes="8M")[0].num_blocks

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata
 from octavo.kernels.native import NativeOps
+from octavo.layers.step import StepContext
 from octavo.models.decoder import DecoderModel
 from octavo.models.loader import load_model
+from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from tests.attention.backends import make_backend
 
@@ -34,7 +36,10 @@ class Runner:
         spec = model.spec
         per_req = -(-max_len // block_size)
         shape = self.backend.kv_cache_shape(
-            num_reqs * per_req + 1, block_size, spec.num_key_value_heads, spec.head_size
+            num_reqs * per_req + 1,
+            block_size,
+            spec.caches[0].num_kv_heads,
+            spec.caches[0].head_size,
         )
         # What was never written must never be read.
         self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in model.layers]
@@ -44,6 +49,8 @@ class Runner:
         self.block_table = (blocks + 1).view(num_reqs, per_req)
         self.block_size = block_size
         self.num_computed = [0] * num_reqs
+        self.kept_layers: tuple[int, ...] = ()
+        self.kept: dict[int, Tensor] = {}
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
         """Computes tokens for some requests; returns their logits [tokens, vocab_size]."""
@@ -69,14 +76,15 @@ class Runner:
             slot_mapping=torch.cat(slots),
         )
         with torch.inference_mode():
-            hidden = self.model.forward(
-                torch.tensor(ids),
+            step = StepContext(
                 torch.cat(positions),
                 self.kv_caches,
                 [metadata] * len(self.kv_caches),
                 self.backend,
+                self.kept_layers,
+                self.kept,
             )
-            logits = self.model.compute_logits(hidden)
+            logits = self.model.head(self.model.forward(torch.tensor(ids), step))
         return {req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)}
 
 
@@ -120,11 +128,10 @@ def generate(
 
 def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     """A tiny transformers model with random weights large enough for lively greedy tokens."""
-    config_class = getattr(transformers, _CONFIGS[architecture])
-    hf_config = config_class(**config)
+    hf_config = _config_class(architecture)(**config)
     hf_config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture)(hf_config).eval()
+    model = _model_class(architecture)(hf_config).eval()
     gemma = architecture.startswith("Gemma")
     linear_std = 0.45 if architecture.startswith(("OPT", "GPT2", "Bloom")) else 0.25
     with torch.no_grad():
@@ -144,27 +151,25 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     return model
 
 
-_CONFIGS = {
-    "LlamaForCausalLM": "LlamaConfig",
-    "MistralForCausalLM": "MistralConfig",
-    "Qwen2ForCausalLM": "Qwen2Config",
-    "Qwen3ForCausalLM": "Qwen3Config",
-    "Gemma2ForCausalLM": "Gemma2Config",
-    "Gemma3ForCausalLM": "Gemma3TextConfig",
-    "Phi3ForCausalLM": "Phi3Config",
-    "OPTForCausalLM": "OPTConfig",
-    "GPT2LMHeadModel": "GPT2Config",
-    "BloomForCausalLM": "BloomConfig",
-    "MptForCausalLM": "MptConfig",
-}
+def _model_class(architecture: str) -> Any:
+    if architecture == "InternLM3ForCausalLM":  # which transformers has no class for
+        return type(architecture, (transformers.LlamaForCausalLM,), {})
+    return getattr(transformers, architecture)
+
+
+def _config_class(architecture: str) -> Any:
+    names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
+    names["InternLM3ForCausalLM"] = "Llama"
+    name = names.get(architecture, architecture.removesuffix("ForCausalLM"))
+    return getattr(transformers, f"{name}Config")
 
 
 def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> ModelSpec:
     """Saves a config.json as transformers writes it, and reads it."""
-    hf_config = getattr(transformers, _CONFIGS[architecture])(**config)
+    hf_config = _config_class(architecture)(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
-    return ModelSpec.from_folder(folder)
+    return read_spec(folder)
 
 
 def save_and_load(
@@ -177,7 +182,7 @@ def save_and_load(
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
     """Loads a folder."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)
 
 

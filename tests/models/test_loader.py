@@ -162,8 +162,8 @@ def test_memory_stays_near_one_copy(tmp_path: Path) -> None:
 import torch
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
-from octavo.models.spec import ModelSpec
-spec = ModelSpec.from_folder({str(tmp_path)!r})
+from octavo.models.registry import read_spec
+spec = read_spec({str(tmp_path)!r})
 def anonymous():
     return 1024 * int(next(l for l in open("/proc/self/status") if "RssAnon" in l).split()[1])
 load = lambda **kw: load_model(spec, {str(tmp_path)!r}, dtype=torch.bfloat16,

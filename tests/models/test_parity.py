@@ -10,9 +10,10 @@ import torch
 
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from tests.models.harness import (
     CPU,
+    Runner,
     assert_same_as_hf,
     generate,
     load,
@@ -44,6 +45,7 @@ BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6, "seq
 MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 128}
 OPT = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
 OPT |= {"ffn_dim": 72, "num_attention_heads": 2}
+FALCON = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN["original_max_position_embeddings"] = 32
@@ -88,6 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 24, "attention_bias": True}),
+    "gemma": ("GemmaForCausalLM", SIZES | {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": (
         "Gemma2ForCausalLM",
         SIZES
@@ -124,6 +127,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "qwen1.5": (
+        "Qwen2ForCausalLM",
+        SIZES
+        | {"num_key_value_heads": 4, "use_sliding_window": False}
+        | {"sliding_window": 9, "max_window_layers": 1},
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        WIDE_HEADS
+        | {"sliding_window": 9}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "internlm3": (  # held against Llama
+        "InternLM3ForCausalLM",
+        WIDE_HEADS | {"attention_bias": True, "mlp_bias": True, "qkv_bias": True, "bias": True},
+    ),
+    "glm": ("GlmForCausalLM", WIDE_HEADS),
+    "glm4": ("Glm4ForCausalLM", WIDE_HEADS | {"attention_bias": False}),
+    "olmo2": ("Olmo2ForCausalLM", SIZES | {"attention_bias": True}),
+    "granite": (
+        "GraniteForCausalLM",
+        SIZES
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
+        | {"attention_multiplier": 0.2, "logits_scaling": 2.5},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", SIZES | {"no_rope_layer_interval": 2}),
+    "smollm3-windows": (
+        "SmolLM3ForCausalLM",
+        SIZES
+        | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9}
+        | {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", SIZES | {"sliding_window": 14}),
+    "starcoder2-no-bias": (
+        "Starcoder2ForCausalLM",
+        SIZES | {"use_bias": False, "tie_word_embeddings": False},
+    ),
+    "phi": ("PhiForCausalLM", SIZES | {"num_key_value_heads": None}),
+    "falcon-7b": ("FalconForCausalLM", FALCON),
+    "falcon-40b": (
+        "FalconForCausalLM",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon-11b": (
+        "FalconForCausalLM",
+        FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
+        | {"tie_word_embeddings": False},
+    ),
+    "falcon-sequential": (
+        "FalconForCausalLM",
+        FALCON | {"multi_query": False, "parallel_attn": False},
+    ),
+    "cohere": ("CohereForCausalLM", SIZES | {"logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        SIZES | {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2},
+    ),
     "opt": ("OPTForCausalLM", OPT),
     "opt-350m": (
         "OPTForCausalLM",
@@ -159,7 +220,22 @@ def test_parity(case: str, tmp_path: Path) -> None:
     assert_same_as_hf(hf_model, prompts, reference)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "opt-350m", "granite", "falcon-40b"])
+def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    hf_model = make_hf(architecture, **config)
+    (prompt,) = make_prompts(VOCAB, (30,))
+    with torch.inference_mode():
+        expected = hf_model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    runner = Runner(save_and_load(hf_model, tmp_path), 1, 30)
+    runner.kept_layers = (0, 1)
+    runner.step({0: prompt})
+    assert set(runner.kept) == {0, 1}
+    for layer, hidden in runner.kept.items():
+        torch.testing.assert_close(hidden, expected[layer + 1][0], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "olmo2", "cohere2", "falcon-40b"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunked_prefill_changes_no_bit(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     architecture, config = CASES[case]
@@ -253,12 +329,12 @@ def old_form(folder: Path) -> None:
 def test_old_and_new_config_read_alike(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    new = ModelSpec.from_folder(tmp_path)
+    new = read_spec(tmp_path)
     old_form(tmp_path)
     if case == "gemma3":
         data = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(data | {"sliding_window_pattern": 2}))
-    assert ModelSpec.from_folder(tmp_path) == new
+    assert read_spec(tmp_path) == new
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama"])
@@ -280,7 +356,7 @@ def test_real_gpt2(shared_data: Path) -> None:
 
 def test_dummy_weights_run(shared_data: Path) -> None:
     folder = shared_data / "models" / "stories260K"
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     models = [
         load_model(
             spec,

@@ -22,7 +22,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig, cache_folder
 from octavo.kernels.native import NativeOps
 from octavo.models import weight_cache
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.models.weight_cache import Bytes, WeightCache, read_ahead, weights_key
 from tests.models.harness import generate, load, make_hf, make_prompts
 from tests.models.test_parity import CASES, VOCAB
@@ -306,7 +306,7 @@ def test_weights_that_change_while_they_are_read_are_not_kept(
 def test_the_key_tells_apart_what_is_packed_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     common: dict[str, Any] = {"dtype": "float32", "load_format": "auto", "quantization": None}
     keys = [weights_key(spec, folder, **common)]
     for change in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}):
@@ -350,7 +350,7 @@ def test_reading_ahead_reads_the_weights_or_what_was_kept(
     assert cache is not None
 
     def ahead() -> None:
-        read_ahead(config, ModelSpec.from_folder(folder), folder, "float32")
+        read_ahead(config, read_spec(folder), folder, "float32")
         for thread in threading.enumerate():
             if thread.name == "octavo-read-ahead":
                 thread.join()

@@ -9,7 +9,7 @@ from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels.native import NativeOps
 from octavo.models.hub import resolve_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.platforms.cpu import CPUPlatform
 from octavo.worker.setup import WorkerSetup
 from tests.triton import needs_triton
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def setup(**settings: object) -> WorkerSetup:
     config = EngineConfig.from_kwargs(**settings)
-    return WorkerSetup(config, ModelSpec.from_folder(PATH), Path(PATH), "bfloat16", 64, 32)
+    return WorkerSetup(config, read_spec(PATH), Path(PATH), "bfloat16", 64, 32)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,15 @@ import torch
 from octavo import device
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
+from octavo.models.blocks.attention import Alibi
 from octavo.models.hub import resolve_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.platforms.cuda import CUDAPlatform
 from octavo.worker.setup import WorkerSetup
 
 MIB = 2**20
 PATH = resolve_model(BUILTIN_MODEL)
-SPEC = ModelSpec.from_folder(PATH)
+SPEC = read_spec(PATH)
 CUDA = torch.device("cuda", 0)
 
 
@@ -112,7 +113,10 @@ def test_what_flashinfer_cannot_do(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     asked = setup(dtype, attention_backend="flashinfer")
-    asked = replace(asked, spec=replace(SPEC, alibi_slopes=slopes))
+    if slopes:
+        layer = SPEC.layers[0]
+        mixer = replace(layer.mixer, positions=Alibi(slopes))
+        asked = replace(asked, spec=replace(SPEC, layers=(replace(layer, mixer=mixer),)))
     with pytest.raises(ConfigError, match=message):
         CUDAPlatform().make_attention_backend(asked, CUDA)
 

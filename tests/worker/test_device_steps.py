@@ -15,7 +15,7 @@ from octavo.kernels.base import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData
 from octavo.models.loader import load_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.worker.graphs import EagerSteps, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
 from tests.models.harness import CPU, make_hf
@@ -57,20 +57,19 @@ class Replayed:
 def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config).save_pretrained(folder)
-    spec, ops = ModelSpec.from_folder(folder), TritonOps(upcast=True)
+    spec, ops = read_spec(folder), TritonOps(upcast=True)
     model = load_model(
         spec, folder, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
     )
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
     backend = TritonAttention(CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
-        kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
+        kv.num_blocks, BLOCK_SIZE, spec.caches[0].num_kv_heads, spec.caches[0].head_size
     )
-    caches = [torch.full(shape, torch.nan) for _ in range(spec.num_layers)]
+    caches = [torch.full(shape, torch.nan) for _ in range(len(spec.layers))]
     batch = InputBatch(MAX_REQS, MAX_LEN, kv)
     buffers = StepBuffers(batch.layout(MAX_LEN, MAX_REQS))
-    eager = EagerSteps(model, backend, caches, [0] * spec.num_layers, buffers)
+    eager = EagerSteps(model, backend, caches, [0] * len(spec.layers), buffers)
     steps = DeviceSteps(
         eager, ops, batch, max_num_tokens=64, max_num_reqs=MAX_REQS, max_model_len=MAX_LEN
     )
@@ -166,7 +165,7 @@ def test_captured_steps_of_any_number_of_requests(tmp_path: Path) -> None:
         # Neither capturing nor a row of padding has written any keys or values.
         spec, num_tokens = steps._eager.model.spec, batch.num_computed_tokens.sum()
         for cache in steps._eager.kv_caches:
-            written = num_tokens * 2 * spec.num_key_value_heads * spec.head_size
+            written = num_tokens * 2 * spec.caches[0].num_kv_heads * spec.caches[0].head_size
             assert cache.isfinite().sum() == written
     for eager, captured_result in zip(*results, strict=True):
         assert eager.isfinite().all()

@@ -14,7 +14,7 @@ from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData
 from octavo.models.loader import load_model
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers
 from octavo.worker.scratch import measure_scratch
@@ -26,7 +26,7 @@ BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_TOKENS = 8, 12, 96, 3, 64
 
 
 def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     model = load_model(
         spec,
         folder,
@@ -36,14 +36,14 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         max_model_len=MAX_LEN,
         ops=NativeOps(),
     )
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups, group_size, 1)
+    groups = make_kv_cache_groups(spec.caches)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups)
     backend = CPUAttention()
     shape = backend.kv_cache_shape(
-        kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
+        kv.num_blocks, BLOCK_SIZE, spec.caches[0].num_kv_heads, spec.caches[0].head_size
     )
-    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(group_size)]
-    layers = range(spec.num_layers)
+    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(kv.group_size)]
+    layers = range(len(spec.layers))
     batch = InputBatch(MAX_REQS, MAX_LEN, kv)
     return EagerSteps(
         model,

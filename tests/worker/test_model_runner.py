@@ -21,7 +21,7 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling.sampler import NOT_FINITE
 from octavo.worker import model_runner
@@ -50,17 +50,15 @@ class Runner:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
-        spec = ModelSpec.from_folder(folder)
+        spec = read_spec(folder)
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
         platform = CPUPlatform()
         backend = platform.make_attention_backend(setup, CPU)
         setup = replace(setup, scratch=measure_scratch(setup, backend))
         self.runner = ModelRunner(setup, platform, CPU)
-        groups, group_size = make_kv_cache_groups(spec.layer_windows)
+        kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         with torch.inference_mode():
-            self.runner.initialize_kv_cache(
-                KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
-            )
+            self.runner.initialize_kv_cache(kv)
         self.computed: dict[str, int] = {}
         self._first_block = 1
 

@@ -15,7 +15,7 @@ from octavo.config import EngineConfig
 from octavo.engine.memory_plan import make_memory_plan
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.messages import CoreSamplingParams, NewRequestData, SchedulerOutput
-from octavo.models.spec import ModelSpec
+from octavo.models.registry import read_spec
 from octavo.platforms import cpu, cuda
 from octavo.platforms.cpu import CPUPlatform
 from octavo.platforms.cuda import CUDAPlatform
@@ -46,7 +46,7 @@ def make_setup(folder: Path, **settings: object) -> WorkerSetup:
             block_size=8,
             **{"max_num_seqs": 3, "attention_backend": "triton"} | settings,
         ),
-        spec=ModelSpec.from_folder(folder),
+        spec=read_spec(folder),
         model_path=folder,
         dtype="float32",
         max_model_len=64,
@@ -94,8 +94,8 @@ def test_measured_then_planned_then_run(gpu: None, tmp_path: Path) -> None:
     worker, setup = make_worker(tmp_path)
     memory = worker.measure_memory()
     # 3 requests of 6 tokens each fit the 20 tokens of a step: one block, and the one kept free.
-    kv_nbytes = 2 * setup.spec.num_layers * 2 * 8 * setup.spec.num_key_value_heads
-    kv_nbytes *= setup.spec.head_size * 4
+    kv_nbytes = 2 * len(setup.spec.layers) * 2 * 8 * setup.spec.caches[0].num_kv_heads
+    kv_nbytes *= setup.spec.caches[0].head_size * 4
     assert memory.weights == 20 * MIB
     step = 50 * MIB - kv_nbytes
     graphs = 3 * cuda._GRAPH_NBYTES + 4 * 3 * setup.spec.vocab_size
@@ -152,7 +152,7 @@ def test_the_largest_step(
     with torch.inference_mode():
         nbytes = worker.runner.run_largest_step()
     spec = setup.spec
-    of_block = 2 * spec.num_layers * 8 * spec.num_key_value_heads * spec.head_size * 4
+    of_block = 2 * len(spec.layers) * 8 * spec.caches[0].num_kv_heads * spec.caches[0].head_size * 4
     assert nbytes == (blocks + 1) * of_block  # and the one kept free
     [work] = steps
     num_reqs = min(settings["max_num_seqs"], 20)

@@ -1,0 +1,113 @@
+"""Causal self-attention over paged keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.base import Table
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.norm import RMSNormSpec
+from octavo.models.cache import AttentionCache
+from octavo.models.weights import Names, Weight
+
+if TYPE_CHECKING:
+    from octavo.attention.base import AttentionBackend
+    from octavo.layers.attention import Attention
+    from octavo.models.blocks.base import Parts
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Positions as a bias on the attention scores (Press et al., arXiv 2108.12409)."""
+
+    slopes: tuple[float, ...]
+    """One for each query head."""
+
+    def nbytes(self, max_model_len: int) -> int:
+        """See `Table`."""
+        return 4 * len(self.slopes)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention with any number of query heads for each head of keys and values."""
+
+    qkv_proj: LinearSpec
+    """All queries, all keys, all values."""
+    o_proj: LinearSpec
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    """Factor on the attention scores."""
+    positions: RopeSpec | Alibi | None
+    """None: no rotation of the heads, nor a bias."""
+    sliding_window: int | None = None
+    """Positions that a token sees, itself included; None: all."""
+    soft_cap: float | None = None
+    """Of the attention scores (Gemma 2)."""
+    q_norm: RMSNormSpec | None = None
+    """Over each head of the queries (Qwen3, Gemma 3); of the size of all heads, over them together
+    (OLMo 2)."""
+    k_norm: RMSNormSpec | None = None
+    clip: float | None = None
+    """Queries, keys and values are cut to [-clip, clip] (MPT)."""
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Projection in, norms, projection out."""
+        yield from self.qkv_proj.weights(names.of("qkv_proj"))
+        if self.q_norm is not None:
+            yield from self.q_norm.weights(names.of("q_norm"))
+        if self.k_norm is not None:
+            yield from self.k_norm.weights(names.of("k_norm"))
+        yield from self.o_proj.weights(names.of("o_proj"))
+
+    def cache(self) -> AttentionCache:
+        """Keys and values of each token."""
+        return AttentionCache(self.num_kv_heads, self.head_size, self.sliding_window)
+
+    def tables(self) -> tuple[Table, ...]:
+        """Cosines and sines, or slopes."""
+        return () if self.positions is None else (self.positions,)
+
+    def scratch_nbytes(
+        self, backend: AttentionBackend, num_tokens: int, max_model_len: int, num_threads: int
+    ) -> int:
+        """What the backend keeps for itself."""
+        heads = self.num_heads, self.num_kv_heads, self.head_size
+        return backend.scratch_nbytes(num_tokens, max_model_len, *heads, num_threads)
+
+    def build(self, parts: Parts, cache: int) -> Attention:
+        """The live block."""
+        import torch
+
+        from octavo.layers.attention import Attention
+        from octavo.layers.rotary import build_cos_sin_cache
+
+        rope = self.positions if isinstance(self.positions, RopeSpec) else None
+        alibi = self.positions if isinstance(self.positions, Alibi) else None
+        return Attention(
+            parts.ops,
+            cache,
+            self.qkv_proj.build(parts.of("qkv_proj")),
+            self.o_proj.build(parts.of("o_proj")),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.soft_cap,
+            alibi_slopes=None
+            if alibi is None
+            else parts.table(alibi, lambda: torch.tensor(alibi.slopes, dtype=torch.float32)),
+            cos_sin_cache=None
+            if rope is None
+            else parts.table(rope, lambda: build_cos_sin_cache(rope, parts.max_model_len)),
+            is_neox=rope is None or rope.is_neox,
+            q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
+            k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
+            clip=self.clip,
+        )

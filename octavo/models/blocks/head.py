@@ -1,0 +1,50 @@
+"""From the last hidden states to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.norm import NormSpec
+from octavo.models.weights import Names, Weight
+
+if TYPE_CHECKING:
+    from octavo.layers.head import Head
+    from octavo.models.blocks.base import Parts
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """The final norm and the LM head."""
+
+    norm: NormSpec | None
+    lm_head: LinearSpec
+    """With the embedding's module where the two are tied."""
+    project: LinearSpec | None = None
+    """To the embedding's size, where that is another (OPT-350m)."""
+    scale: float | None = None
+    """Factor on the logits (Cohere, Granite)."""
+    soft_cap: float | None = None
+    """cap * tanh(logit / cap) (Gemma 2)."""
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Norm, projection, LM head."""
+        if self.norm is not None:
+            yield from self.norm.weights(names.of("norm"))
+        if self.project is not None:
+            yield from self.project.weights(names.of("project"))
+        yield from self.lm_head.weights(names.of("lm_head"))
+
+    def build(self, parts: Parts) -> Head:
+        """The live block, without the norm."""
+        from octavo.layers.head import Head
+
+        return Head(
+            parts.ops,
+            self.lm_head.build(parts.of("lm_head")),
+            project=None if self.project is None else self.project.build(parts.of("project")),
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+        )

@@ -1,0 +1,72 @@
+"""Norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.models.weights import Names, Source, Weight
+
+if TYPE_CHECKING:
+    from octavo.layers.norm import LayerNorm, Norm, RMSNorm
+    from octavo.models.blocks.base import Parts
+
+
+@dataclass(frozen=True)
+class RMSNormSpec:
+    """Root-mean-square norm."""
+
+    module: str
+    """Of the checkpoint."""
+    size: int
+    eps: float
+    weight_offset: float = 0.0
+    """Added to the weight (Gemma: 1)."""
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """One, near 1 with its offset."""
+        source = Source(f"{names.checkpoint}{self.module}.weight", (self.size,))
+        dummy = 1.0 - self.weight_offset
+        yield Weight(f"{names.own}weight", "vector", (self.size,), (source,), dummy)
+
+    def build(self, parts: Parts) -> RMSNorm:
+        """The live block."""
+        from octavo.layers.norm import RMSNorm
+
+        return RMSNorm(parts.ops, parts.tensor("weight"), self.eps, self.weight_offset)
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """Layer norm."""
+
+    module: str
+    """Of the checkpoint."""
+    size: int
+    eps: float
+    bias: bool = True
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """The weight, near 1, then the bias."""
+        size, module = (self.size,), f"{names.checkpoint}{self.module}"
+        yield Weight(f"{names.own}weight", "vector", size, (Source(f"{module}.weight", size),), 1.0)
+        if self.bias:
+            yield Weight(f"{names.own}bias", "vector", size, (Source(f"{module}.bias", size),))
+
+    def build(self, parts: Parts) -> LayerNorm:
+        """The live block."""
+        from octavo.layers.norm import LayerNorm
+
+        bias = parts.tensor("bias") if self.bias else None
+        return LayerNorm(parts.ops, parts.tensor("weight"), bias, self.eps)
+
+
+NormSpec = RMSNormSpec | LayerNormSpec
+
+
+def build_norm(norm: NormSpec | None, parts: Parts) -> Norm:
+    """The live block; without a norm, one that changes nothing."""
+    from octavo.layers.norm import NoNorm
+
+    return NoNorm(parts.ops) if norm is None else norm.build(parts)

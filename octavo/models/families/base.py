@@ -1,0 +1,248 @@
+"""What families read alike."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from octavo.errors import ModelError
+from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.head import HeadSpec
+from octavo.models.blocks.layer import LayerSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.mlp import Activation, MLPSpec
+from octavo.models.config_json import ConfigJson
+from octavo.models.spec import ModelSpec, checkpoint_dtype
+
+Family = Callable[[ConfigJson], ModelSpec]
+"""Reads a model's config.json; raises `ModelError` for what it cannot do."""
+
+# vLLM's assumption where a config names no context length.
+DEFAULT_MAX_MODEL_LEN = 2048
+ROTARY_TABLES = (r".*\.rotary_emb\.inv_freq",)
+"""What some checkpoints hold beside their weights."""
+GATED: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+PLAIN: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+_DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")}
+# Far beyond any model: what config.json claims is kept for each layer and head before it is checked
+# against the weights.
+_MOST_LAYERS, _MOST_HEADS = 4096, 65536
+_SAMPLING = {"temperature": False, "top_p": False, "min_p": False, "repetition_penalty": False}
+_SAMPLING |= {"top_k": True, "max_new_tokens": True}  # whole numbers
+
+
+def read_num_layers(config: ConfigJson, *names: str) -> int:
+    """The number of layers: `names`, or num_hidden_layers."""
+    return config.integer(*names, "num_hidden_layers", most=_MOST_LAYERS)
+
+
+def read_num_heads(config: ConfigJson, *names: str) -> int:
+    """The number of query heads: `names`, or num_attention_heads."""
+    return config.integer(*names, "num_attention_heads", most=_MOST_HEADS)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of attention, and what they read."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    @classmethod
+    def read(cls, config: ConfigJson) -> Heads:
+        """Reads the fields that most families have; raises as `of`."""
+        return cls.of(
+            config,
+            config.integer("hidden_size"),
+            read_num_heads(config),
+            config.optional_integer("num_key_value_heads", least=1),
+            config.optional_integer("head_dim", least=1),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        config: ConfigJson,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_size: int | None = None,
+    ) -> Heads:
+        """As many heads of keys and values as of queries, and of a size that fits, unless given.
+
+        Raises:
+            ModelError: if the numbers do not divide each other.
+        """
+        num_kv_heads = num_kv_heads or num_heads
+        if head_size is None:
+            head_size = hidden_size // num_heads
+            if hidden_size % num_heads:
+                raise ModelError(
+                    f"{config.where}: {num_heads} heads do not divide hidden size {hidden_size}; "
+                    "name head_dim, if the family has it."
+                )
+        if num_heads % num_kv_heads:
+            raise config.error("num_key_value_heads", f"it must divide {num_heads} attention heads")
+        return cls(hidden_size, num_heads, num_kv_heads, head_size)
+
+    @property
+    def scale(self) -> float:
+        """The usual factor on attention scores."""
+        return 1 / math.sqrt(self.head_size)
+
+    def qkv_proj(
+        self,
+        *modules: str,
+        bias: bool,
+        layout: Literal["rows", "conv1d", "by_group"] = "rows",
+    ) -> LinearSpec:
+        """To queries, keys and values: three modules, or one that has them all."""
+        query, key = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        rows = (query, key, key)
+        return LinearSpec(
+            tuple(zip(modules, rows, strict=True))
+            if len(modules) > 1
+            else ((modules[0], sum(rows)),),
+            self.hidden_size,
+            bias,
+            layout,
+            groups=self.num_kv_heads if layout == "by_group" else 1,
+            group_queries=self.num_heads // self.num_kv_heads if layout == "by_group" else 1,
+        )
+
+    def o_proj(
+        self, module: str, *, bias: bool, layout: Literal["rows", "conv1d"] = "rows"
+    ) -> LinearSpec:
+        """From the heads' results to the hidden size."""
+        inputs = self.num_heads * self.head_size
+        return LinearSpec(((module, self.hidden_size),), inputs, bias, layout)
+
+
+def plain_mlp(
+    up: str,
+    down: str,
+    hidden_size: int,
+    inner_size: int,
+    activation: Activation,
+    *,
+    bias: bool,
+    layout: Literal["rows", "conv1d"] = "rows",
+) -> MLPSpec:
+    """Two modules with an activation between them."""
+    return MLPSpec(
+        LinearSpec(((up, inner_size),), hidden_size, bias, layout),
+        LinearSpec(((down, hidden_size),), inner_size, bias, layout),
+        activation,
+        gated=False,
+    )
+
+
+def read_activation(
+    config: ConfigJson, name: str, known: dict[str, Activation], default: str | None = None
+) -> Activation:
+    """An activation by its name in transformers."""
+    return config.choice(name, known, default)
+
+
+def read_windows(
+    config: ConfigJson, layer_types: list[str], window: int | None
+) -> tuple[int | None, ...]:
+    """The window of each layer from its type: the field layer_types, or else `layer_types`."""
+    if config.has("layer_types"):
+        layer_types = config.get("layer_types")
+        if not isinstance(layer_types, list) or len(layer_types) != read_num_layers(config):
+            raise config.error("layer_types", "it must name one type for each layer")
+    result: list[int | None] = []
+    for kind in layer_types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise config.error("layer_types", "supported: full_attention, sliding_attention")
+        if kind == "sliding_attention" and window is None:
+            raise config.error("sliding_window", "layers with sliding attention need a length")
+        result.append(window if kind == "sliding_attention" else None)
+    return tuple(result)
+
+
+def visible(window: int | None, max_model_len: int) -> int | None:
+    """A window; None for one as long as the context, which hides nothing."""
+    return window if window is not None and window < max_model_len else None
+
+
+def read_lm_head(
+    config: ConfigJson, embed: EmbedSpec, *, tied: bool, bias: bool = False
+) -> LinearSpec:
+    """The LM head; `tied`: whether it is the embedding's table where the config does not say."""
+    tied = config.flag("tie_word_embeddings", tied)
+    module = embed.module if tied else "lm_head"
+    return LinearSpec(((module, embed.vocab_size),), embed.size, bias)
+
+
+def model_spec(
+    config: ConfigJson,
+    *,
+    embed: EmbedSpec,
+    layers: Sequence[LayerSpec],
+    head: HeadSpec,
+    max_model_len: int,
+    layer_names: str,
+    bare_prefix: str,
+    ignored: tuple[str, ...] = (),
+) -> ModelSpec:
+    """Puts a spec together from what a family has read and what is the same for all."""
+    folder = Path(config.where).parent
+    eos_token_ids = config.token_ids("eos_token_id")
+    defaults: dict[str, float | int] = {}
+    if (folder / "generation_config.json").exists():
+        generation = ConfigJson.load(folder / "generation_config.json")
+        eos_token_ids += generation.token_ids("eos_token_id")
+        for name, whole in _SAMPLING.items():
+            if generation.has(name):
+                key = "max_tokens" if name == "max_new_tokens" else name
+                defaults[key] = (
+                    generation.integer(name, least=-1) if whole else generation.number(name)
+                )
+    bos_token_ids = config.token_ids("bos_token_id")
+    spec = ModelSpec(
+        architecture=config.get("architectures")[0],
+        vocab_size=embed.vocab_size,
+        hidden_size=embed.hidden_size,
+        max_model_len=max_model_len,
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        dtype=_dtype(config, folder),
+        generation_config=defaults,
+        embed=embed,
+        layers=tuple(layers),
+        head=head,
+        layer_names=layer_names,
+        bare_prefix=bare_prefix,
+        ignored=ignored,
+    )
+    if spec.tied:
+        return replace(spec, ignored=(*ignored, re.escape("lm_head.weight")))
+    return spec
+
+
+def _dtype(config: ConfigJson, folder: Path) -> str:
+    for name in ("dtype", "torch_dtype"):
+        if config.has(name):
+            return config.choice(name, _DTYPES)
+    return checkpoint_dtype(folder)

@@ -1,0 +1,37 @@
+"""GLM and GLM-4: half of each head is rotated, in pairs of neighbours; GLM-4 norms results, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.models.config_json import ConfigJson
+from octavo.models.families.base import read_num_layers
+from octavo.models.families.llama import LlamaLike, read_llama_rope
+from octavo.models.spec import ModelSpec
+
+
+def _glm_like(config: ConfigJson) -> LlamaLike:
+    rope = read_llama_rope(config, partial=0.5, is_neox=False)
+    return LlamaLike(
+        gate_up_modules=("mlp.gate_up_proj",),
+        ropes=(rope,) * read_num_layers(config),
+        qkv_bias=config.flag("attention_bias", True),
+    )
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """GLM."""
+    return _glm_like(config).read(config)
+
+
+def read_glm4(config: ConfigJson) -> ModelSpec:
+    """GLM-4."""
+    variant = replace(
+        _glm_like(config),
+        mixer_out_norm="post_self_attn_layernorm",
+        feed_forward_out_norm="post_mlp_layernorm",
+    )
+    return variant.read(config)
+
+
+ARCHITECTURES = {"GlmForCausalLM": read, "Glm4ForCausalLM": read_glm4}

@@ -1,0 +1,214 @@
+"""Llama, and all that differ from it by switches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.head import HeadSpec
+from octavo.models.blocks.layer import LayerSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.mlp import Activation, MLPSpec
+from octavo.models.blocks.norm import LayerNormSpec, NormSpec, RMSNormSpec
+from octavo.models.config_json import ConfigJson
+from octavo.models.families.base import (
+    DEFAULT_MAX_MODEL_LEN,
+    GATED,
+    ROTARY_TABLES,
+    Heads,
+    model_spec,
+    read_activation,
+    read_lm_head,
+    read_num_layers,
+    read_windows,
+    visible,
+)
+from octavo.models.positions import read_rope, scaled_max_model_len
+from octavo.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaLike:
+    """What a family differs from Llama in. The defaults are Llama's."""
+
+    qkv_modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up_modules: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    input_norm: str | None = "input_layernorm"
+    mixer_out_norm: str | None = None
+    feed_forward_norm: str | None = "post_attention_layernorm"
+    feed_forward_out_norm: str | None = None
+    """Modules of the norms of a layer, where it has them: see `LayerSpec`."""
+    arrangement: Literal["sequential", "parallel"] = "sequential"
+    residual_multiplier: float | None = None
+
+    norm: Literal["rms", "layer"] = "rms"
+    """layer: layer norms without a bias (Cohere)."""
+    norm_offset: float = 0.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation | None = None
+    """None: the field hidden_act."""
+
+    windows: tuple[int | None, ...] | None = None
+    """Of each layer; None: all see all."""
+    ropes: tuple[RopeSpec | None, ...] | None = None
+    """Of each layer; None: `read_llama_rope` for all."""
+    max_model_len: int | None = None
+    """None: what the positions make of max_position_embeddings."""
+    scale: float | None = None
+    """Factor on the attention scores; None: by the size of a head."""
+    soft_cap: float | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMS norm of queries and keys, over each head or over all heads together."""
+
+    embed_scale: float | None = None
+    tied: bool = False
+    """Whether embedding and LM head are, where the config does not say."""
+    logit_scale: float | None = None
+    logit_soft_cap: float | None = None
+
+    def read(self, config: ConfigJson) -> ModelSpec:
+        """Reads what is left."""
+        heads = Heads.read(config)
+        hidden, inner = heads.hidden_size, config.integer("intermediate_size")
+        num_layers = read_num_layers(config)
+        ropes: Sequence[RopeSpec | None] = self.ropes or (read_llama_rope(config),) * num_layers
+        max_model_len = self.max_model_len or _max_model_len(config, ropes)
+        eps = config.number("rms_norm_eps" if self.norm == "rms" else "layer_norm_eps")
+        mlp = MLPSpec(
+            LinearSpec(
+                tuple((m, 2 * inner // len(self.gate_up_modules)) for m in self.gate_up_modules),
+                hidden,
+                self.mlp_bias,
+            ),
+            LinearSpec((("mlp.down_proj", hidden),), inner, self.mlp_bias),
+            self.activation or read_activation(config, "hidden_act", GATED),
+            gated=True,
+        )
+
+        def norm(module: str | None) -> NormSpec | None:
+            if module is None:
+                return None
+            if self.norm == "layer":
+                return LayerNormSpec(module, hidden, eps, bias=False)
+            return RMSNormSpec(module, hidden, eps, self.norm_offset)
+
+        def qk_norm(module: str, num_heads: int) -> RMSNormSpec | None:
+            if self.qk_norm == "none":
+                return None
+            size = heads.head_size * (1 if self.qk_norm == "head" else num_heads)
+            return RMSNormSpec(f"self_attn.{module}", size, eps, self.norm_offset)
+
+        def layer(rope: RopeSpec | None, window: int | None) -> LayerSpec:
+            attention = AttentionSpec(
+                heads.qkv_proj(*self.qkv_modules, bias=self.qkv_bias),
+                heads.o_proj("self_attn.o_proj", bias=self.o_bias),
+                heads.num_heads,
+                heads.num_kv_heads,
+                heads.head_size,
+                heads.scale if self.scale is None else self.scale,
+                rope,
+                sliding_window=visible(window, max_model_len),
+                soft_cap=self.soft_cap,
+                q_norm=qk_norm("q_norm", heads.num_heads),
+                k_norm=qk_norm("k_norm", heads.num_kv_heads),
+            )
+            return LayerSpec(
+                attention,
+                mlp,
+                norm(self.input_norm),
+                norm(self.feed_forward_norm),
+                norm(self.mixer_out_norm),
+                norm(self.feed_forward_out_norm),
+                self.arrangement,
+                self.residual_multiplier,
+            )
+
+        embed = EmbedSpec(
+            "model.embed_tokens",
+            config.integer("vocab_size"),
+            hidden,
+            hidden,
+            scale=self.embed_scale,
+        )
+        kinds = list(zip(ropes, self.windows or (None,) * num_layers, strict=True))
+        layers = {kind: layer(*kind) for kind in set(kinds)}
+        return model_spec(
+            config,
+            embed=embed,
+            layers=[layers[kind] for kind in kinds],
+            head=HeadSpec(
+                norm("model.norm"),
+                read_lm_head(config, embed, tied=self.tied),
+                scale=self.logit_scale,
+                soft_cap=self.logit_soft_cap,
+            ),
+            max_model_len=max_model_len,
+            layer_names="model.layers.{}.",
+            bare_prefix="model.",
+            ignored=ROTARY_TABLES,
+        )
+
+
+def read_max_position(config: ConfigJson) -> int:
+    """The field max_position_embeddings."""
+    return config.integer("max_position_embeddings", default=DEFAULT_MAX_MODEL_LEN)
+
+
+def read_llama_rope(
+    config: ConfigJson,
+    *,
+    theta: float = 10000.0,
+    aliases: dict[str, str] | None = None,
+    default_original: int | None = None,
+    partial: float | None = None,
+    is_neox: bool = True,
+) -> RopeSpec:
+    """One kind of rotary positions for all layers; arguments as those of `read_rope`."""
+    return read_rope(
+        config,
+        head_size=Heads.read(config).head_size,
+        max_position=read_max_position(config),
+        theta=theta,
+        aliases=aliases,
+        default_original=default_original,
+        partial=partial,
+        is_neox=is_neox,
+    )
+
+
+def read_qwen_windows(config: ConfigJson) -> tuple[int | None, ...]:
+    """Windows of Qwen's layers: from the one numbered max_window_layers, if they are used."""
+    window = None
+    if config.flag("use_sliding_window", False):
+        window = config.optional_integer("sliding_window", least=1)
+    first = config.integer("max_window_layers", default=28, least=0)
+    layer_types = [
+        "sliding_attention" if window is not None and i >= first else "full_attention"
+        for i in range(read_num_layers(config))
+    ]
+    return read_windows(config, layer_types, window)
+
+
+def _max_model_len(config: ConfigJson, ropes: Sequence[RopeSpec | None]) -> int:
+    scaled = [
+        scaled_max_model_len(rope, read_max_position(config))
+        for rope in set(ropes)
+        if rope is not None
+    ]
+    return min(scaled, default=read_max_position(config))
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Llama."""
+    bias = config.flag("attention_bias", False)
+    mlp_bias = config.flag("mlp_bias", False)
+    return LlamaLike(qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias).read(config)
+
+
+ARCHITECTURES = {"LlamaForCausalLM": read}

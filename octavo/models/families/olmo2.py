@@ -1,0 +1,25 @@
+"""OLMo 2: norms of what each block returns only, and of all queries and keys of a token."""
+
+from __future__ import annotations
+
+from octavo.models.config_json import ConfigJson
+from octavo.models.families.llama import LlamaLike
+from octavo.models.spec import ModelSpec
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """OLMo 2."""
+    bias = config.flag("attention_bias", False)
+    variant = LlamaLike(
+        input_norm=None,
+        mixer_out_norm="post_attention_layernorm",
+        feed_forward_norm=None,
+        feed_forward_out_norm="post_feedforward_layernorm",
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="all",
+    )
+    return variant.read(config)
+
+
+ARCHITECTURES = {"Olmo2ForCausalLM": read}

@@ -1,0 +1,29 @@
+"""Phi-3 and Phi-4: fused projections, longrope."""
+
+from __future__ import annotations
+
+from octavo.models.config_json import ConfigJson
+from octavo.models.families.base import read_num_layers
+from octavo.models.families.llama import LlamaLike, read_llama_rope
+from octavo.models.spec import ModelSpec
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Phi-3."""
+    num_layers = read_num_layers(config)
+    rope = read_llama_rope(
+        config,
+        aliases={"su": "longrope", "yarn": "longrope"},
+        default_original=4096,
+        partial=1.0,
+    )
+    variant = LlamaLike(
+        qkv_modules=("self_attn.qkv_proj",),
+        gate_up_modules=("mlp.gate_up_proj",),
+        windows=(config.optional_integer("sliding_window", least=1),) * num_layers,
+        ropes=(rope,) * num_layers,
+    )
+    return variant.read(config)
+
+
+ARCHITECTURES = {"Phi3ForCausalLM": read}
