@@ -317,9 +317,7 @@ class SamplingState:
         bitmask = np.stack([words for _, words in found])
         return AllowedTokens(self._tensor(restricted), self._tensor(bitmask))
 
-    def _gather_banned(
-        self, rows: LongArray, num_output_tokens: LongArray
-    ) -> LogitEntries | None:
+    def _gather_banned(self, rows: LongArray, num_output_tokens: LongArray) -> LogitEntries | None:
         found = [(i, words.banned()) for i, words in _find(self._bad_words, rows)]
         if self._stop_ids:
             too_short = num_output_tokens < self._min_tokens[rows]
