@@ -30,6 +30,8 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 64
 """Characters of a bad word."""
 MAX_CACHE_SALT_LENGTH = 1024
+MAX_EXTRA_ARGS_NBYTES = 2**16
+"""Of `extra_args` as msgpack."""
 _FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -112,6 +114,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Smaller is served earlier (with `scheduling_policy=priority`)."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    extra_args: dict[str, Any] | None = None
+    """What it asks of logits processors of plug-ins: plain data by key."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -188,6 +192,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             isinstance(self.cache_salt, str) and self.cache_salt
         ):
             raise RequestError("cache_salt must be a non-empty string.", "cache_salt")
+        if self.extra_args is not None:
+            self._check_extra_args()
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -253,6 +259,32 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 )
             bias[int(token)] = float(number)
         self.logit_bias = bias
+
+    def _check_extra_args(self) -> None:
+        value: Any = self.extra_args
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise RequestError("extra_args must map names to values.", "extra_args")
+        try:
+            packed = msgspec.msgpack.encode(value)
+            self.extra_args = msgspec.msgpack.decode(packed, type=dict[str, Any])
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            msgspec.MsgspecError,
+        ) as error:
+            raise RequestError(
+                f"extra_args cannot be passed on: {error}. It may hold strings, numbers, true, "
+                "false, null, and lists and dicts of these.",
+                "extra_args",
+            ) from None
+        if len(packed) > MAX_EXTRA_ARGS_NBYTES:
+            raise RequestError(
+                f"extra_args takes {len(packed)} bytes; at most {MAX_EXTRA_ARGS_NBYTES} are "
+                "allowed.",
+                "extra_args",
+            )
 
     def _check_int(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
         value: Any = getattr(self, name)

@@ -25,6 +25,7 @@ from octavo.models.loader import load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.profiler import span
 from octavo.sampling.metadata import SamplingMetadata
+from octavo.sampling.plugins import load_plugins
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
 from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner, graph_sizes
@@ -130,6 +131,8 @@ class ModelRunner:
                 "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
                 "attention_backend=triton."
             )
+        # Before the weights: what is wrong with them is to be known at once.
+        self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
         self.model = load_model(
             setup.spec,
             setup.model_path,
@@ -170,7 +173,7 @@ class ModelRunner:
         layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
         tokens, max_num_seqs = setup.max_num_batched_tokens, config.scheduler.max_num_seqs
         self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
-        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
+        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         buffers = StepBuffers(self.batch.layout(tokens, max_num_seqs))
         eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups, buffers)
         self.steps: StepRunner = eager

@@ -7,7 +7,7 @@ from scipy import stats
 
 from octavo.kernels import native
 from octavo.sampling import philox
-from octavo.sampling.metadata import GrammarBitmask
+from octavo.sampling.logits_processors.builtin import GrammarBitmask
 from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
 from tests.params import Params, unpack_logprobs
 from tests.sampling.harness import Row, make_metadata, make_state, random_row, reference_sample
