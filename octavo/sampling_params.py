@@ -193,7 +193,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         ):
             raise RequestError("cache_salt must be a non-empty string.", "cache_salt")
         if self.extra_args is not None:
-            self._check_extra_args()
+            self.extra_args = check_extra_args(self.extra_args, "extra_args")
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -260,32 +260,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             bias[int(token)] = float(number)
         self.logit_bias = bias
 
-    def _check_extra_args(self) -> None:
-        value: Any = self.extra_args
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise RequestError("extra_args must map names to values.", "extra_args")
-        try:
-            packed = msgspec.msgpack.encode(value)
-            self.extra_args = msgspec.msgpack.decode(packed, type=dict[str, Any])
-        except (
-            TypeError,
-            ValueError,
-            OverflowError,
-            RecursionError,
-            msgspec.MsgspecError,
-        ) as error:
-            raise RequestError(
-                f"extra_args cannot be passed on: {error}. It may hold strings, numbers, true, "
-                "false, null, and lists and dicts of these.",
-                "extra_args",
-            ) from None
-        if len(packed) > MAX_EXTRA_ARGS_NBYTES:
-            raise RequestError(
-                f"extra_args takes {len(packed)} bytes; at most {MAX_EXTRA_ARGS_NBYTES} are "
-                "allowed.",
-                "extra_args",
-            )
-
     def _check_int(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
         value: Any = getattr(self, name)
         if value is None and optional:
@@ -308,6 +282,36 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"{name}={_show(value)} is not allowed; it is a number in {span}.", name
             )
         setattr(self, name, float(value))
+
+
+def check_extra_args(value: object, name: str) -> dict[str, Any]:
+    """What `SamplingParams.extra_args` may hold, as plain data that nobody else refers to.
+
+    Args:
+        value: what was given.
+        name: of the field that it was given as.
+
+    Raises:
+        RequestError: it is no dict of plain data, or too large.
+    """
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise RequestError(f"{name}={_show(value)} does not map names to values.", name)
+    try:
+        packed = msgspec.msgpack.encode(value)
+        copy = msgspec.msgpack.decode(packed, type=dict[str, Any])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise RequestError(
+            f"{name} cannot be passed on: {_show(error)}. It may hold strings, numbers of 64 bits, "
+            "true, false, null, and lists and dicts of these.",
+            name,
+        ) from None
+    if len(packed) > MAX_EXTRA_ARGS_NBYTES:
+        raise RequestError(
+            f"{name} takes {len(packed)} bytes as msgpack; at most {MAX_EXTRA_ARGS_NBYTES} are "
+            "allowed.",
+            name,
+        )
+    return copy
 
 
 def _is_int(value: object) -> bool:

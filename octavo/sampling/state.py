@@ -82,8 +82,8 @@ class SamplingState:
                 if key not in self._extra_args:
                     known = ", ".join(sorted(self._extra_args)) or "none"
                     raise RequestError(
-                        f"extra_args has {key!r}, which no logits processor takes; leave it out, "
-                        f"or install one that does (taken are: {known}).",
+                        f"extra_args (over HTTP: vllm_xargs) has the key {key[:80]!r}, which no "
+                        f"logits processor takes; leave it out, or install one (taken: {known}).",
                         "extra_args",
                     )
             for takes, processor in zip(self._takes, self.processors, strict=True):
