@@ -52,6 +52,11 @@ class SamplingState:
         """In the order in which they change logits."""
         self._takes = np.zeros((len(self.processors), max_num_rows), np.bool_)
         """Which rows each processor has, or will have, something to do for."""
+        self._wanting_tokens = [
+            (takes, processor)
+            for takes, processor in zip(self._takes, self.processors, strict=True)
+            if processor.needs_tokens
+        ]
         self._processed = np.zeros(max_num_rows, np.bool_)
         """Whether any has."""
         self._needs_tokens = np.zeros(max_num_rows, np.bool_)
@@ -138,13 +143,13 @@ class SamplingState:
         if not self.needs_tokens(rows):
             return
         starts = np.cumsum(counts) - counts
-        for takes, processor in zip(self._takes, self.processors, strict=True):
-            if not processor.needs_tokens:
-                continue
-            left = np.where(takes[rows], counts, 0)
-            for i in range(left.max()):
-                some = left > i
-                processor.append(rows[some], tokens[starts[some] + i])
+        for i in range(counts.max()):
+            more = counts > i
+            some, their = rows[more], tokens[starts[more] + i]
+            for takes, processor in self._wanting_tokens:
+                own = takes[some]
+                if own.any():
+                    processor.append(some[own], their[own])
 
     def metadata(
         self,
@@ -175,8 +180,9 @@ class SamplingState:
             processors.append((grammar, StepRows(at, rows[at], num_output_tokens[at])))
         if self._processed[rows].any():
             step = StepRows(np.arange(len(rows)), rows, num_output_tokens)
-            for takes, processor in zip(self._takes, self.processors, strict=True):
-                own = step.take(takes[rows])
-                if len(own.at) and len((own := processor.select(own)).at):
-                    processors.append((processor, own))
+            takes = self._takes[:, rows]
+            for i in np.flatnonzero(takes.any(axis=1)).tolist():
+                own = self.processors[i].select(step.take(takes[i]))
+                if len(own.at):
+                    processors.append((self.processors[i], own))
         return SamplingMetadata(params, self._num_logprobs[rows], processors)
