@@ -30,7 +30,7 @@ class GrammarBitmask(LogitsProcessor):
     """
 
     def __init__(self, at: LongArray, words: IntArray) -> None:
-        self.at, self._words = at, words
+        self.at, self.words = at, words
 
     def add_row(
         self,
@@ -45,7 +45,7 @@ class GrammarBitmask(LogitsProcessor):
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
         """Excludes all other tokens."""
         # What came in a message cannot be written to, which torch warns of.
-        words = np.require(self._words, requirements="W")
+        words = np.require(self.words, requirements="W")
         ops.apply_bitmask_(logits, to_device(words, logits.device), _at(step, logits))
 
 
