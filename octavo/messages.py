@@ -70,6 +70,8 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     logit_bias: tuple[bytes, bytes] | None = None
     """Token ids int32 [E], none twice, and what is added to their logits, float32 [E]."""
     bad_words: BadWordsTokenIds | None = None
+    extra_args: dict[str, Any] | None = None
+    """What it asks of logits processors of plug-ins: plain data."""
 
     @property
     def greedy(self) -> bool:

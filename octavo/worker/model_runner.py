@@ -24,6 +24,7 @@ from octavo.models.weight_cache import WeightCache
 from octavo.platforms.base import Platform
 from octavo.profiler import span
 from octavo.sampling.metadata import SamplingMetadata
+from octavo.sampling.plugins import load_plugins
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
 from octavo.worker.graphs import EagerSteps
@@ -120,6 +121,8 @@ class ModelRunner:
         dtype: torch.dtype = getattr(torch, setup.dtype)
         ops = platform.make_ops(config.device)
         self.backend = platform.make_attention_backend(setup, device)
+        # Before the weights: what is wrong with them is to be known at once.
+        self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
         self.model = load_model(
             setup.spec,
             setup.model_path,
@@ -164,7 +167,7 @@ class ModelRunner:
         ]
         tokens, max_num_seqs = setup.max_num_batched_tokens, config.scheduler.max_num_seqs
         self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
-        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
+        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         buffers = StepBuffers(self.batch.layout(tokens, max_num_seqs))
         eager = EagerSteps(self.model, self.backend, self.kv_caches, kv.layer_to_group, buffers)
         self.steps = self.platform.make_steps(setup, ops, eager, self.batch, capture=capture)
@@ -265,10 +268,10 @@ class ModelRunner:
         if on_their_way.ready() and not self._unknown:
             known = np.maximum(on_their_way.numpy(), 0)  # a row that failed computes on in vain
             self.batch.append_tokens(rows, known)
-            self.sampling.append_token(rows, known)
+            self.sampling.append(rows, known, np.ones_like(rows))
         else:
             places = self.batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
-            self.sampling.advance(rows)
+            self.sampling.advance(rows, np.ones_like(rows))
             self._unknown.append(_Unknown(rows, self.batch.owners[rows], places, on_their_way))
         return PendingOutput(output, indices, on_their_way)
 
@@ -280,7 +283,8 @@ class ModelRunner:
             same = step.owners == self.batch.owners[step.rows]
             placed = same & (step.places >= 0)
             self.batch.token_ids[step.rows[placed], step.places[placed]] = tokens[placed]
-            self.sampling.record(step.rows[same], tokens[same])
+            rows = step.rows[same]
+            self.sampling.record(rows, tokens[same], np.ones_like(rows))
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the persistent rows up to date with the scheduler."""
