@@ -231,6 +231,16 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """(source, destination) block ids to copy before this step: copy on write."""
 
 
+class GrammarOutput(msgspec.Struct, array_like=True):
+    """What the grammars of a step's requests allow; it comes while the model computes."""
+
+    req_ids: list[str]
+    """Those scheduled with `has_grammar` that sample in the step."""
+    bitmask: bytes
+    """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`: in order of `req_ids` a row for
+    each position that the request samples, that is one more than it has drafts."""
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """One step's result, in the order of `req_ids`."""
 
