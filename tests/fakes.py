@@ -26,6 +26,7 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
+from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
 from tests.params import core_params, pack_logprobs
@@ -167,7 +168,8 @@ class FakeExecutor:
     def _attend(self, row: _Row, count: int) -> None:
         first = row.num_computed_tokens
         for group_id, group in enumerate(self.config.groups):
-            window = group.sliding_window
+            assert isinstance(group.cache, AttentionCache)
+            window = group.cache.sliding_window
             lowest = 0 if window is None else max(0, first - window + 1)
             for position in range(lowest, first + count):
                 block, offset = self._slot(row, group_id, position)
@@ -236,8 +238,8 @@ class FakeEngine:
         fail: Iterable[str] = (),
         **config: object,
     ) -> None:
-        groups, group_size = make_kv_cache_groups(windows)
-        self.kv_config = KVCacheConfig(num_blocks, block_size, groups, group_size, 1)
+        groups = make_kv_cache_groups([AttentionCache(1, 1, window) for window in windows])
+        self.kv_config = KVCacheConfig(num_blocks, block_size, groups)
         self.now = 0.0
         config.setdefault("max_num_seqs", 8)
         self.scheduler = Scheduler(

@@ -124,7 +124,7 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
 
 
 def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
-    """The type of the KV cache of a model in `dtype`, as `bytes_per_block` names it.
+    """The type of the KV cache of a model in `dtype`, as `CacheSpec` names it.
 
     Raises:
         ConfigError: for a type of 16 or 32 bits that is not the model's.
@@ -191,15 +191,14 @@ def make_memory_plan(
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
             message names what would.
+        ModelError: if blocks do not take the same bytes in all layers.
     """
     dtype = resolve_dtype(config, spec)
     cache_dtype = resolve_kv_cache_dtype(config, dtype)
     cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
     max_model_len = resolve_max_model_len(config, spec)
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    block_nbytes = bytes_per_block(
-        group_size, cache.block_size, spec.num_key_value_heads, spec.head_size, cache_dtype
-    )
+    groups = make_kv_cache_groups(spec.caches)
+    block_nbytes = bytes_per_block(groups, cache.block_size, cache_dtype)
 
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
@@ -280,14 +279,7 @@ def make_memory_plan(
         server=server,
         requests=requests,
     )
-    kv_cache = KVCacheConfig(
-        num_blocks=num_blocks,
-        block_size=cache.block_size,
-        groups=groups,
-        group_size=group_size,
-        bytes_per_block=block_nbytes,
-    )
-    return plan, kv_cache
+    return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
 
 
 def _longest_that_fits(blocks_for: Callable[[int], int], num_blocks: int, longest: int) -> int:

@@ -21,6 +21,7 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
+from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.profiler import span
@@ -158,21 +159,23 @@ class ModelRunner:
         setup, device, ops = self.setup, self.device, self.ops
         config, dtype = setup.config, self.model.dtype
         cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
-        shape = self.backend.kv_cache_shape(
-            kv.num_blocks,
-            kv.block_size,
-            setup.spec.num_key_value_heads,
-            setup.spec.head_size,
-            cache_dtype,
-        )
-        self.kv_tensors = [_allocate(shape, cache_dtype, device) for _ in range(kv.group_size)]
-        self.kv_caches = [self.kv_tensors[kv.layer_to_tensor[i]] for i in range(kv.num_layers)]
-        layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
+        shapes = []
+        for cache in setup.spec.caches:
+            assert isinstance(cache, AttentionCache)
+            heads = cache.num_kv_heads, cache.head_size
+            shapes.append(
+                self.backend.kv_cache_shape(kv.num_blocks, kv.block_size, *heads, cache_dtype)
+            )
+        self.kv_tensors = [_allocate(shapes[0], cache_dtype, device) for _ in range(kv.group_size)]
+        self.kv_caches = [
+            self.kv_tensors[tensor].view(shape)
+            for tensor, shape in zip(kv.layer_to_tensor, shapes, strict=True)
+        ]
         tokens, max_num_seqs = setup.max_num_batched_tokens, config.scheduler.max_num_seqs
         self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
         self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
         buffers = StepBuffers(self.batch.layout(tokens, max_num_seqs))
-        eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups, buffers)
+        eager = EagerSteps(self.model, self.backend, self.kv_caches, kv.layer_to_group, buffers)
         self.steps: StepRunner = eager
         if ops.name == "triton":
             from octavo.kernels.triton.ops import TritonOps
@@ -212,8 +215,8 @@ class ModelRunner:
         num_reqs = min(scheduler.max_num_seqs, tokens)
         count = min(setup.max_model_len, tokens // num_reqs)
         blocks = -(-count // cache.block_size)
-        groups, group_size = make_kv_cache_groups(setup.spec.layer_windows)
-        kv = KVCacheConfig(blocks + 1, cache.block_size, groups, group_size, 0)
+        groups = make_kv_cache_groups(setup.spec.caches)
+        kv = KVCacheConfig(blocks + 1, cache.block_size, groups)
         self.initialize_kv_cache(kv, capture=False)
         # What takes most: logits that are changed beside a copy of them, and more candidates than
         # can be found without sorting.

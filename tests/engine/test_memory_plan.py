@@ -38,9 +38,9 @@ def plan(scratch=SCRATCH, **kwargs):
 def test_parts_add_up_and_stay_below_the_limit():
     result, kv_cache = plan()
     assert result.total <= result.limit
-    assert result.kv_cache == kv_cache.num_blocks * kv_cache.bytes_per_block
+    assert result.kv_cache == kv_cache.num_blocks * result.block_nbytes
     per_token = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_size * 2
-    assert kv_cache.bytes_per_block == 16 * per_token
+    assert result.block_nbytes == 16 * per_token
     for word in ("weights", "KV cache", "logits", f"{result.num_blocks:,} blocks"):
         assert word in result.report()
 
@@ -72,7 +72,7 @@ def test_every_part_is_what_is_taken():
             result.activations,
             result.logits,
             result.rows,
-            result.num_blocks * kv_cache.bytes_per_block,
+            result.num_blocks * result.block_nbytes,
         )
     )
     assert result.total == result.steady  # loading is over when steps begin

@@ -4,6 +4,7 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineCoreRequest
+from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from tests.params import core_params
 
@@ -11,8 +12,8 @@ BLOCK = 4
 
 
 def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True):
-    groups, size = make_kv_cache_groups(windows)
-    config = KVCacheConfig(num_blocks, BLOCK, groups, size, 1)
+    groups = make_kv_cache_groups([AttentionCache(1, 1, window) for window in windows])
+    config = KVCacheConfig(num_blocks, BLOCK, groups)
     return KVCacheManager(config, max_model_len, enable_caching)
 
 

@@ -22,7 +22,7 @@ windows = st.sampled_from(
 @st.composite
 def engines(draw, **fixed):
     layers = draw(windows)
-    num_groups = len(make_kv_cache_groups(layers)[0])
+    num_groups = len(make_kv_cache_groups(layers))
     options = {
         "windows": layers,
         # From room for one request of the greatest length up to room for several.

@@ -61,8 +61,7 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     model = load_model(
         spec, folder, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
     )
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
     backend = get_attention_backend("triton", CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size

@@ -36,13 +36,13 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         load_format="dummy",
         max_model_len=MAX_LEN,
     )
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups, group_size, 1)
+    groups = make_kv_cache_groups(spec.caches)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups)
     backend = get_attention_backend("cpu", CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
     )
-    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(group_size)]
+    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(kv.group_size)]
     layers = range(spec.num_layers)
     batch = InputBatch(MAX_REQS, MAX_LEN, kv)
     return EagerSteps(

@@ -3,16 +3,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.kv_cache.groups import KVCacheConfig, KVCacheGroup
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData
+from octavo.models.cache import AttentionCache
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers, StepInputs
 
 KV = KVCacheConfig(
     num_blocks=100,
     block_size=4,
-    groups=(KVCacheGroup((0,)), KVCacheGroup((1,), 8)),
-    group_size=1,
-    bytes_per_block=64,
+    groups=make_kv_cache_groups([AttentionCache(1, 8), AttentionCache(1, 8, 8)]),
 )
 
 

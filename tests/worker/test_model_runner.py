@@ -54,11 +54,9 @@ class Runner:
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
         setup = replace(setup, scratch=measure_scratch(setup))
         self.runner = ModelRunner(setup, CPU)
-        groups, group_size = make_kv_cache_groups(spec.layer_windows)
+        kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         with torch.inference_mode():
-            self.runner.initialize_kv_cache(
-                KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
-            )
+            self.runner.initialize_kv_cache(kv)
         self.computed: dict[str, int] = {}
         self._first_block = 1
 
