@@ -299,10 +299,10 @@ class ModelRunner:
         if on_their_way.ready() and not self._unknown:
             known = np.maximum(on_their_way.numpy(), 0)  # a row that failed computes on in vain
             self.batch.append_tokens(rows, known)
-            self.sampling.append_token(rows, known)
+            self.sampling.append(rows, known, np.ones_like(rows))
         else:
             places = self.batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
-            self.sampling.advance(rows)
+            self.sampling.advance(rows, np.ones_like(rows))
             self._unknown.append(_Unknown(rows, self.batch.owners[rows], places, on_their_way))
         return PendingOutput(output, indices, on_their_way)
 
@@ -314,7 +314,8 @@ class ModelRunner:
             same = step.owners == self.batch.owners[step.rows]
             placed = same & (step.places >= 0)
             self.batch.token_ids[step.rows[placed], step.places[placed]] = tokens[placed]
-            self.sampling.record(step.rows[same], tokens[same])
+            rows = step.rows[same]
+            self.sampling.record(rows, tokens[same], np.ones_like(rows))
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the persistent rows up to date with the scheduler."""
