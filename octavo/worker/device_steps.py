@@ -22,6 +22,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionMetadata
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
+from octavo.layers.step import StepContext
 from octavo.worker.graphs import EagerSteps
 from octavo.worker.input_batch import (
     SAMPLING_ROW_WORDS,
@@ -277,16 +278,16 @@ class DeviceSteps:
         rows = arrays.sampling_rows[:num_logits]
         take_tokens(arrays.input_ids, last_tokens, rows, self._sampled)
         groups = arrays.metadata(max_query_len, max_seq_len)
-        hidden = eager.model.forward(
-            arrays.input_ids,
+        step = StepContext(
             arrays.positions,
             eager.kv_caches,
             [groups[g] for g in eager.layer_groups],
             eager.backend,
         )
+        hidden = eager.model.forward(arrays.input_ids, step)
         if num_logits == 0:
             return hidden, self._logits[:0], self._tokens[:0]
-        logits = eager.model.compute_logits(hidden, last_tokens)
+        logits = eager.model.head(hidden, last_tokens)
         tokens = None
         if sample:
             tokens = torch.empty(num_logits, dtype=torch.int64, device=self.device)

@@ -19,7 +19,8 @@ from octavo import _native
 from octavo.attention.base import AttentionBackend, AttentionMetadata
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
-from octavo.models.decoder import DecoderModel
+from octavo.layers.step import StepContext
+from octavo.models.base import Model
 from octavo.worker.input_batch import StepBuffers, StepInputs
 
 
@@ -65,7 +66,7 @@ class EagerSteps:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         backend: AttentionBackend,
         kv_caches: Sequence[torch.Tensor],
         layer_groups: Sequence[int],
@@ -103,14 +104,14 @@ class EagerSteps:
             )
             for table, slots in zip(inputs.block_tables, inputs.slot_mappings, strict=True)
         ]
-        hidden = self.model.forward(
-            tensor(inputs.input_ids),
+        step = StepContext(
             tensor(inputs.positions),
             self.kv_caches,
             [groups[g] for g in self.layer_groups],
             self.backend,
         )
-        return hidden, self.model.compute_logits(hidden, tensor(inputs.last_tokens)), None
+        hidden = self.model.forward(tensor(inputs.input_ids), step)
+        return hidden, self.model.head(hidden, tensor(inputs.last_tokens)), None
 
 
 class CapturedSteps:
@@ -144,17 +145,15 @@ class CapturedSteps:
         self._owners = eager, activations, logits  # of the memory that the plans have addresses of
         self._forward, self._logits = _native.Plan(), _native.Plan()
         with ops.record(self._forward, activations):
-            self.hidden = eager.model.forward(
-                torch.from_numpy(buffers.input_ids),
+            step = StepContext(
                 torch.from_numpy(buffers.positions),
                 eager.kv_caches,
                 [groups[g] for g in eager.layer_groups],
                 eager.backend,
             )
+            self.hidden = eager.model.forward(torch.from_numpy(buffers.input_ids), step)
         with ops.record(self._logits, logits):
-            self.logits = eager.model.compute_logits(
-                self.hidden, torch.from_numpy(buffers.last_tokens)
-            )
+            self.logits = eager.model.head(self.hidden, torch.from_numpy(buffers.last_tokens))
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """See `StepRunner`."""

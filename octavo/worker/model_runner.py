@@ -367,7 +367,7 @@ class ModelRunner:
             parts: list[LogprobsLists] = []
             for at in range(0, count, self._prompt_logprobs_rows):
                 n = min(self._prompt_logprobs_rows, count - at)
-                logits = self.model.compute_logits(hidden[begin + at : begin + at + n])
+                logits = self.model.head(hidden[begin + at : begin + at + n])
                 targets = self.batch.token_ids[row, first + at + 1 : first + at + 1 + n]
                 ids = to_device(targets.astype(np.int64), self.device)
                 parts.append(prompt_logprobs(self.sampler.ops, logits, ids, k))
