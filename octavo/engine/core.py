@@ -127,7 +127,7 @@ class EngineCore:
                 work = self.scheduler.schedule()
                 note(
                     step=self._num_scheduled,
-                    requests=len(work.num_scheduled_tokens),
+                    requests=len(work.scheduled_reqs),
                     tokens=work.total_num_scheduled_tokens,
                 )
             sampled = self.executor.execute(work).sample()
@@ -147,7 +147,7 @@ class EngineCore:
                 outputs = self.scheduler.fail_step(step.work, message)
             else:
                 with span("update_from_output") as note:
-                    note(step=step.number, requests=len(step.work.num_scheduled_tokens))
+                    note(step=step.number, requests=len(step.work.scheduled_reqs))
                     outputs = self.scheduler.update_from_output(step.work, result)
             # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
             self._in_flight.popleft()

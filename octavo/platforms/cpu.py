@@ -13,6 +13,7 @@ from octavo.platforms.base import Platform, require_package
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.worker.memory import MemoryBudget, Scratch
 from octavo.worker.setup import WorkerSetup
+from octavo.worker.step_table import input_batch_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -130,8 +131,7 @@ class CPUPlatform(Platform):
                 eager,
                 ops,
                 batch,
-                max_num_tokens=setup.max_num_batched_tokens,
-                max_num_reqs=config.scheduler.max_num_seqs,
+                largest=setup.largest_step,
                 max_model_len=setup.max_model_len,
             )
         native = config.device.attention_backend in ("auto", "cpu")
@@ -153,17 +153,11 @@ class CPUPlatform(Platform):
 
 def memory_budget(setup: WorkerSetup, scratch: Scratch) -> MemoryBudget:
     """What there is and what will be taken on a CPU, with what steps take."""
-    from octavo.worker.input_batch import InputBatch
-
     config, spec = setup.config, setup.spec
     max_num_seqs = config.scheduler.max_num_seqs
     groups = make_kv_cache_groups(spec.caches)
-    rows = InputBatch.nbytes(
-        max_num_seqs,
-        setup.max_model_len,
-        setup.max_num_batched_tokens,
-        config.cache.block_size,
-        len(groups),
+    rows = input_batch_nbytes(
+        setup.largest_step, setup.max_model_len, config.cache.block_size, len(groups)
     )
     return MemoryBudget(
         source="what is free",

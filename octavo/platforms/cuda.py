@@ -126,8 +126,7 @@ class CUDAPlatform(Platform):
             eager,
             ops,
             batch,
-            max_num_tokens=setup.max_num_batched_tokens,
-            max_num_reqs=setup.config.scheduler.max_num_seqs,
+            largest=setup.largest_step,
             max_model_len=setup.max_model_len,
         )
         if capture and (sizes := _captured_sizes(setup)):

@@ -23,9 +23,10 @@ from octavo.models.loader import build_model
 from octavo.models.weights import Weight
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.worker.graphs import CapturedSteps, EagerSteps
-from octavo.worker.input_batch import StepBuffers, StepLayout
+from octavo.worker.input_batch import StepBuffers
 from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
+from octavo.worker.step_table import StepLayout
 
 
 def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
@@ -62,7 +63,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         max_model_len=1,
     )
     kv = KVCacheConfig(1, config.cache.block_size, make_kv_cache_groups(spec.caches))
-    layout = StepLayout(tokens, config.scheduler.max_num_seqs, 1, len(kv.groups))
+    layout = StepLayout(setup.largest_step, 1, len(kv.groups))
     activations, logits = Arena(), Arena()
     with torch.inference_mode():
         CapturedSteps(
@@ -72,6 +73,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
                 kv_caches,
                 kv.layer_to_group,
                 StepBuffers(layout, placeholder(layout.nbytes, dtype=torch.uint8).numpy()),
+                setup.kept_layers,
             ),
             ops,
             activations=activations,
@@ -79,7 +81,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         )
     kernels += kernel_nbytes(threads, spec.vocab_size)
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
-    rows = max(tokens, config.scheduler.max_num_seqs)
+    rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
     return Scratch(activations.peak, logits.peak, kernels)
 

@@ -63,7 +63,7 @@ class Worker:
         with torch.inference_mode(), span("execute_model") as note:
             note(
                 step=self._step,
-                requests=len(scheduler_output.num_scheduled_tokens),
+                requests=len(scheduler_output.scheduled_reqs),
                 tokens=scheduler_output.total_num_scheduled_tokens,
             )
             self.runner.execute_model(scheduler_output)

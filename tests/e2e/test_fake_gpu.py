@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from tests.drafts import Drafter
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
 from tests.triton import needs_triton
@@ -130,6 +132,23 @@ def test_everything_that_sampling_has(blocks: int, tmp_path: Path, gpu: FakeGpu)
     assert gpu.waits, "these do wait"
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 7, "max_model_len": 40}])
+def test_drafts(
+    settings: dict[str, object], tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with drafts are waited for; those between them are captured and keep their tokens."""
+    model = folder("llama", tmp_path)
+    params = [msgspec.structs.replace(p, max_tokens=14) for p in (PLAIN, GREEDY, RICH)]
+    settings = settings | {"batch_invariant": True}
+    expected = ids(run(model, params, gpu, device="cuda", **settings))
+    replays = gpu.replays
+    drafter = Drafter(monkeypatch, expected)
+    assert ids(run(model, params, gpu, device="cuda", **settings)) == expected
+    assert drafter.num_tokens > 1.2 * drafter.num_steps
+    assert gpu.replays > replays
+    assert gpu.waits
+
+
 def test_several_answers_and_prompt_logprobs(tmp_path: Path, gpu: FakeGpu) -> None:
     """Copies of blocks, and logits of whole prompts."""
     model = folder("llama", tmp_path)
@@ -141,12 +160,14 @@ def test_several_answers_and_prompt_logprobs(tmp_path: Path, gpu: FakeGpu) -> No
 
 def test_a_request_whose_logits_are_not_finite(tmp_path: Path, gpu: FakeGpu) -> None:
     with LLM(model=folder("llama", tmp_path), device="cuda", dtype="float32", **SMALL) as llm:
-        steps = llm._client.core.executor._worker.runner.steps
+        steps = llm._client.core.executor._worker.runner.state.steps
         forward = steps._forward
 
         def broken(*args, **kwargs):
-            hidden, logits, tokens = forward(*args, **kwargs)
-            return hidden, logits, None if tokens is None else tokens.fill_(-1)
+            result = forward(*args, **kwargs)
+            if result.tokens is not None:
+                result.tokens.fill_(-1)
+            return result
 
         steps._forward = broken
         params = SamplingParams(temperature=0.0, max_tokens=3)

@@ -22,6 +22,7 @@ from octavo.sampling.sizes import state_nbytes
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import MemoryBudget, Scratch
 from octavo.worker.setup import WorkerSetup
+from octavo.worker.step_table import StepSize
 from tests.attention.backends import make_backend
 from tests.triton import needs_triton
 
@@ -73,10 +74,10 @@ def test_every_part_is_what_is_taken():
     assert result.loading == SPEC.loading_nbytes("float32")
     # What a row is in the worker: its tokens, its blocks, its state; and the inputs of a step.
     batch = InputBatch(rows, length, kv_cache)
-    arrays = [batch.token_ids, *batch.block_tables]
+    arrays = [batch.token_ids, batch.block_tables]
     assert result.rows == (
         sum(array.nbytes for array in arrays)
-        + batch.layout(2048, rows).nbytes
+        + batch.layout(StepSize(2048, rows, rows)).nbytes
         + state_nbytes(rows, vocab)
     )
     assert result.num_blocks == rows * -(-length // 16) + 1

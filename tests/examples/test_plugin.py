@@ -62,7 +62,7 @@ runner = llm._client.core.executor._worker.runner
 params = [SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False, seed=3, extra_args=args)
           for args in (None, {{"even_tokens": True}})]
 outputs = llm.generate([{{"prompt_token_ids": [5, 6, 7]}}] * 2, params, use_tqdm=False)
-print(runner.platform.name, type(runner.steps).__name__, runner.spec.head.soft_cap)
+print(runner.platform.name, type(runner.state.steps).__name__, runner.spec.head.soft_cap)
 for output in outputs:
     print(len({{token % 2 for token in output.outputs[0].token_ids}}))
 llm.shutdown()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -15,10 +15,12 @@ from octavo.config import EngineConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     BadWordsTokenIds,
-    CachedRequestData,
     CoreSamplingParams,
+    GrammarOutput,
+    LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
 )
 from octavo.models.registry import read_spec
@@ -32,8 +34,9 @@ from octavo.worker.setup import WorkerSetup
 from tests.models.harness import CPU, make_hf
 from tests.models.test_parity import CASES, VOCAB
 from tests.params import core_params, unpack_logprobs
+from tests.triton import needs_triton
 
-BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS = 8, 5, 40, 3
+BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_DRAFTS = 8, 5, 40, 3, 4
 GREEDY = core_params(VOCAB, temperature=0.0)
 
 
@@ -51,7 +54,11 @@ class Runner:
     def __init__(self, folder: Path, **settings: object) -> None:
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
         spec = read_spec(folder)
-        setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
+        setup = WorkerSetup(
+            *(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN),
+            num_speculative_tokens=MAX_DRAFTS,
+            kept_layers=(0, len(spec.layers) - 1),
+        )
         platform = CPUPlatform()
         backend = platform.make_attention_backend(setup, CPU)
         setup = replace(setup, scratch=measure_scratch(setup, backend))
@@ -59,51 +66,63 @@ class Runner:
         kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         with torch.inference_mode():
             self.runner.initialize_kv_cache(kv)
-        self.computed: dict[str, int] = {}
         self._first_block = 1
 
     def new(
-        self, req_id: str, token_ids: Sequence[int], params: CoreSamplingParams = GREEDY
-    ) -> NewRequestData:
+        self,
+        req_id: str,
+        token_ids: Sequence[int],
+        params: CoreSamplingParams = GREEDY,
+        *,
+        block_ids: list[int] | None = None,
+        computed: int = 0,
+    ) -> ScheduledRequest:
+        """A request's first part, whose number of tokens `step` sets."""
         blocks = list(range(self._first_block, self._first_block + BLOCKS))
         self._first_block += BLOCKS
-        self.computed[req_id] = 0
-        return NewRequestData(req_id, list(token_ids), len(token_ids), params, [blocks], 0)
+        data = NewRequestData(list(token_ids), len(token_ids), params, computed)
+        return ScheduledRequest(req_id, 0, [block_ids or blocks], new=data)
 
     def step(
         self,
         counts: dict[str, int],
-        new: Sequence[NewRequestData] = (),
+        new: Sequence[ScheduledRequest] = (),
         finished: Sequence[str] = (),
         more_blocks: dict[str, list[int]] | None = None,
         copies: Sequence[tuple[int, int]] = (),
+        drafts: dict[str, list[int]] | None = None,
+        grammar: GrammarOutput | None = None,
     ) -> model_runner.PendingOutput:
-        """Runs a step of so many tokens of each request."""
+        """Runs a step of so many tokens of each request, and its drafts."""
         blocks = {req_id: [ids] for req_id, ids in (more_blocks or {}).items()}
-        cached = [req_id for req_id in counts if req_id not in {data.req_id for data in new}]
+        drafts, first = drafts or {}, {request.req_id: request for request in new}
+        scheduled = []
+        for req_id, count in counts.items():
+            request = first.get(req_id) or ScheduledRequest(req_id, 0, blocks.get(req_id))
+            request.token_ids = drafts.get(req_id, [])
+            request.num_tokens = count + len(request.token_ids)
+            request.has_grammar = grammar is not None and req_id in grammar.req_ids
+            scheduled.append(request)
         work = SchedulerOutput(
-            scheduled_new_reqs=list(new),
-            scheduled_cached_reqs=CachedRequestData(
-                cached,
-                [blocks.get(req_id) for req_id in cached],
-                [self.computed[req_id] for req_id in cached],
-            ),
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_reqs=scheduled,
+            total_num_scheduled_tokens=sum(request.num_tokens for request in scheduled),
             finished_req_ids=list(finished),
             blocks_to_copy=list(copies),
         )
-        for req_id, count in counts.items():
-            self.computed[req_id] += count
         with torch.inference_mode():
             self.runner.execute_model(work)
-            return self.runner.sample_tokens()
+            if scheduled:
+                assert self.runner._step is not None
+                self.result = self.runner._step.result
+            return self.runner.sample_tokens(grammar)
 
-    def generate(self, data: NewRequestData, count: int) -> list[int]:
+    def generate(self, request: ScheduledRequest, count: int) -> list[int]:
         """Tokens of a request that runs alone."""
-        tokens = token_of(self.step({data.req_id: len(data.token_ids)}, [data]).get(), data.req_id)
+        assert request.new is not None
+        req_id = request.req_id
+        tokens = token_of(self.step({req_id: len(request.new.token_ids)}, [request]).get(), req_id)
         while len(tokens) < count:
-            tokens += token_of(self.step({data.req_id: 1}).get(), data.req_id)
+            tokens += token_of(self.step({req_id: 1}).get(), req_id)
         return tokens
 
 
@@ -134,11 +153,11 @@ class NanRow:
         self.steps, self.row, self.ids = steps, row, np.empty(0, np.int64)
         self.buffers, self.put_tokens = steps.buffers, steps.put_tokens
 
-    def run(self, inputs, buffers, params):
-        self.ids = np.append(self.ids, inputs.input_ids)
-        hidden, logits, tokens = self.steps.run(inputs, buffers, params)
-        logits[self.row :][:1] = torch.nan
-        return hidden, logits, tokens
+    def run(self, inputs, params):
+        self.ids = np.append(self.ids, inputs.table.first(inputs.size).input_ids)
+        result = self.steps.run(inputs, params)
+        result.logits[self.row :][:1] = torch.nan
+        return result
 
 
 @pytest.mark.parametrize("late_tokens", [False, True])
@@ -151,7 +170,7 @@ def test_logits_that_are_no_numbers_fail_their_request_only(
     expected = alone.generate(alone.new("b", OTHER), 3)
 
     runner = Runner(folder)
-    runner.runner.steps = steps = NanRow(runner.runner.steps, 0)
+    runner.runner.state.steps = steps = NanRow(runner.runner.state.steps, 0)
     late[0] = not late_tokens
     outputs = [runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT), runner.new("b", OTHER)])]
     late[0] = True
@@ -187,7 +206,7 @@ def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
         runner.step({"a": 3}, [runner.new("a", PROMPT)])  # its token would be at place 3
         new = [runner.new("b", prompt, penalised)]
         runner.step({"b": 2}, new, finished=["a"])
-        assert runner.runner.batch.row_of == {"b": 0}
+        assert runner.runner.state.batch.row_of == {"b": 0}
         late[0] = True
         output = runner.step({"b": 1, "c": 4}, [runner.new("c", [3, 3, 4, 4])]).get()
         left = len(prompt) - 3
@@ -254,15 +273,13 @@ def test_prompt_logprobs_are_the_same_in_chunks(folder: Path) -> None:
 def test_blocks_come_as_they_are_needed(folder: Path) -> None:
     whole, runner = Runner(folder), Runner(folder)
     expected = whole.generate(whole.new("a", LONG), 8)
-    data = runner.new("a", LONG)
-    data.block_ids = [[7]]
-    output = runner.step({"a": 8}, [data])
+    output = runner.step({"a": 8}, [runner.new("a", LONG, block_ids=[7])])
     assert output.ready()
     assert (output.get().req_ids, output.get().sampled_token_ids) == (["a"], [[]])
     runner.step({"a": 4}, more_blocks={"a": [2, 11]})
     tokens = token_of(runner.step({"a": 7}).get(), "a")
     while len(tokens) < 8:
-        more = {"a": [5]} if runner.computed["a"] == 24 else None
+        more = {"a": [5]} if len(LONG) + len(tokens) == 25 else None
         tokens += token_of(runner.step({"a": 1}, more_blocks=more).get(), "a")
     assert tokens == expected
 
@@ -271,8 +288,7 @@ def test_copied_blocks_hold_what_was_computed(folder: Path) -> None:
     whole, runner = Runner(folder), Runner(folder)
     expected = whole.generate(whole.new("a", LONG), 3)
     runner.step({"a": 19}, [runner.new("a", LONG)])  # blocks 1 to 5
-    data = runner.new("b", LONG)  # blocks 6 to 10
-    data.num_computed_tokens = runner.computed["b"] = 18
+    data = runner.new("b", LONG, computed=18)  # blocks 6 to 10
     tokens = token_of(
         runner.step({"b": 1}, [data], finished=["a"], copies=[(1, 6), (2, 7), (3, 8)]).get(), "b"
     )
@@ -296,6 +312,157 @@ def test_parameters_that_cannot_be_used_fail_their_request_once(runner: Runner) 
 
 def test_steps_are_captured_unless_eager_is_enforced(folder: Path) -> None:
     captured, eager = Runner(folder), Runner(folder, enforce_eager=True)
-    assert isinstance(captured.runner.steps, CapturedSteps)
-    assert isinstance(eager.runner.steps, EagerSteps)
+    assert isinstance(captured.runner.state.steps, CapturedSteps)
+    assert isinstance(eager.runner.state.steps, EagerSteps)
     assert captured.generate(captured.new("a", LONG), 4) == eager.generate(eager.new("a", LONG), 4)
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "captured": {},
+    "eager": {"enforce_eager": True},
+    "reference": {"attention_backend": "reference"},
+    "triton": {"attention_backend": "triton", "batch_invariant": True},
+}
+KIND = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs_triton if kind == "triton" else ()) for kind in KINDS]
+)
+NUM_TOKENS = 12
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[LogprobsLists] = field(default_factory=list)
+
+    def packed(self) -> LogprobsLists:
+        return LogprobsLists.join(self.logprobs).select(0, NUM_TOKENS)
+
+
+def answer_three(
+    runner: Runner, draft: Callable[[str, int], list[int]] = lambda *_: []
+) -> tuple[dict[str, Answer], int]:
+    """Greedy, sampled, and with all that looks at earlier tokens, the last one's prompt in chunks.
+
+    Args:
+        runner: without requests.
+        draft: drafts for a request that has so many tokens.
+
+    Returns:
+        The answers, and the steps that they took.
+    """
+    sampled = {"temperature": 1.0, "top_p": 0.95, "min_tokens": 5, "all_stop_token_ids": [7, 9]}
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.7}
+    requests = {
+        "a": (PROMPT, core_params(VOCAB, temperature=0.0, logprobs=2)),
+        "b": (OTHER, core_params(VOCAB, seed=5, **sampled)),
+        "c": (LONG[:11], core_params(VOCAB, seed=6, logprobs=1, **sampled, **penalties)),
+    }
+    new = {req_id: runner.new(req_id, *request) for req_id, request in requests.items()}
+    answers = {req_id: Answer() for req_id in requests}
+    chunks = {"a": [3], "b": [6], "c": [5, 6]}
+    steps = 0
+    while any(len(answer.tokens) < NUM_TOKENS for answer in answers.values()):
+        steps += 1
+        counts, drafts = {}, {}
+        for req_id in "abc" if steps > 1 else "ab":
+            left = NUM_TOKENS - len(answers[req_id].tokens)
+            if chunks[req_id]:
+                counts[req_id] = chunks[req_id].pop(0)
+            elif left:
+                counts[req_id] = 1
+                drafts[req_id] = draft(req_id, len(answers[req_id].tokens))[: left - 1]
+        output = runner.step(
+            counts, [new.pop(req_id) for req_id in counts if req_id in new], drafts=drafts
+        ).get()
+        assert output.errors == {}
+        for req_id in counts:
+            answers[req_id].tokens += token_of(output, req_id)
+            if req_id in output.logprobs:
+                lists = output.logprobs[req_id]
+                assert lists.num_rows == len(token_of(output, req_id))
+                answers[req_id].logprobs.append(lists)
+    return answers, steps
+
+
+@KIND
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_drafts_change_nothing_but_the_number_of_steps(
+    folder: Path, kind: str, wrong: float
+) -> None:
+    """Bit for bit, but for the reference, which adds in another order for more tokens."""
+    expected, many = answer_three(Runner(folder, **KINDS[kind]))
+    assert len({tuple(answer.tokens) for answer in expected.values()}) == 3
+    rng = np.random.default_rng(3)
+
+    def draft(req_id: str, done: int) -> list[int]:
+        right = expected[req_id].tokens[done : done + int(rng.integers(1, MAX_DRAFTS + 1))]
+        return [(token + 1) % VOCAB if rng.random() < wrong else token for token in right]
+
+    answers, steps = answer_three(Runner(folder, **KINDS[kind]), draft)
+    for req_id, answer in expected.items():
+        assert answers[req_id].tokens == answer.tokens
+        if kind != "reference":
+            assert answers[req_id].packed() == answer.packed()
+    assert len(expected["a"].logprobs) == NUM_TOKENS
+    assert steps == many if wrong == 1.0 else steps < many
+
+
+def test_what_fails_behind_a_draft_fails_in_a_step_of_its_own(folder: Path) -> None:
+    """The tokens before it are delivered, as they are without drafts."""
+    alone = Runner(folder)
+    expected = alone.generate(alone.new("a", PROMPT), 4)
+    runner = Runner(folder)
+    runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT), runner.new("b", OTHER)])
+    steps = runner.runner.state.steps
+    runner.runner.state.steps = NanRow(steps, 2)
+    output = runner.step({"a": 1, "b": 1}, drafts={"a": expected[1:]}).get()
+    assert output.errors == {}
+    assert token_of(output, "a") == expected[1:3]
+    runner.runner.state.steps = NanRow(steps, 0)
+    output = runner.step({"a": 1, "b": 1}, drafts={"a": expected[3:]}).get()
+    assert output.errors == {"a": NOT_FINITE}
+    assert token_of(output, "a") == []
+    assert len(token_of(output, "b")) == 1
+
+
+@KIND
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_a_grammar_holds_for_each_position(folder: Path, kind: str, penalty: float) -> None:
+    runner = Runner(folder, **KINDS[kind])
+    params = core_params(VOCAB, temperature=0.0, repetition_penalty=penalty)
+    wanted = [41, 7, 33, 9, 60, 2]
+
+    def allow(req_ids: list[str], tokens: list[int]) -> GrammarOutput:
+        words = np.zeros((len(tokens), -(-VOCAB // 32)), np.uint32)
+        for row, token in zip(words, tokens, strict=True):
+            row[token // 32] = 1 << token % 32
+        return GrammarOutput(req_ids, words.tobytes())
+
+    new = [runner.new(req_id, PROMPT, params) for req_id in "ab"]
+    first = runner.step({"b": 3, "a": 3}, new, grammar=allow(["a"], wanted[:1])).get()
+    assert token_of(first, "a") == wanted[:1]
+    assert token_of(first, "b") != wanted[:1]
+    drafts = {"a": [7, 33, 8], "b": [1]}
+    output = runner.step({"b": 1, "a": 1}, drafts=drafts, grammar=allow(["a"], wanted[1:5])).get()
+    assert token_of(output, "a") == wanted[1:4]
+    output = runner.step({"a": 1, "b": 1}, grammar=allow(["a"], wanted[4:5])).get()
+    assert token_of(output, "a") == wanted[4:5]
+
+
+@KIND
+def test_hidden_states_of_layers_are_kept(folder: Path, kind: str) -> None:
+    runner, reference = Runner(folder, **KINDS[kind]), Runner(folder, enforce_eager=True)
+    for counts, drafts in (({"a": 3, "b": 4}, {}), ({"b": 2}, {}), ({"b": 1, "a": 1}, {"a": [5]})):
+        kept = []
+        for each in (runner, reference):
+            first = not each.runner.state.batch.row_of
+            new = [each.new("a", PROMPT), each.new("b", OTHER)] if first else []
+            each.step(counts, new, drafts=drafts)
+            result, model = each.result, each.runner.model
+            assert list(result.kept) == [0, len(model.spec.layers) - 1]
+            normed = model.norm(result.kept[len(model.spec.layers) - 1].clone())
+            torch.testing.assert_close(normed, result.hidden, rtol=1e-3, atol=1e-4)
+            kept.append([hidden.clone() for hidden in result.kept.values()])
+        for one, other in zip(*kept, strict=True):
+            assert len(one) == sum(counts.values()) + len(drafts)
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
