@@ -7,12 +7,17 @@ from octavo.messages import EngineCoreRequest
 from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from tests.params import core_params
+from tests.state_cache import StateCache
 
 BLOCK = 4
 
 
-def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True):
-    groups = make_kv_cache_groups([AttentionCache(1, 1, window) for window in windows])
+def pages(*windows):
+    return [AttentionCache(1, 1, window) for window in windows]
+
+
+def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True, states=()):
+    groups = make_kv_cache_groups([*pages(*windows), *states])
     config = KVCacheConfig(num_blocks, BLOCK, groups)
     return KVCacheManager(config, max_model_len, enable_caching)
 
@@ -376,6 +381,42 @@ class TestSlidingWindow:
         assert manager.get_computed_blocks(make_request("b", range(17)))[1] == 0
 
 
+class TestStates:
+    """A kind that is not in the package: the manager has no word about it."""
+
+    def test_they_neither_grow_nor_are_known(self):
+        manager, a = make_manager(states=[StateCache(3)]), make_request("a", range(8))
+        assert admit(manager, a, num_new=4) == 0
+        pages_of_a, state = manager.get_block_ids(a)
+        assert (len(pages_of_a), len(state)) == (1, 3)
+        assert advance(manager, a, 4) == [[5], []]
+        assert advance(manager, a, 1, [9]) == [[6], []]
+        assert manager.get_block_ids(a)[1] == state
+        assert all(manager.pool.blocks[i].block_hash is None for i in state)
+        manager.check_integrity([a])
+        manager.free(a)
+        manager.check_integrity([])
+
+    def test_no_prefix_is_found_where_one_group_has_none(self):
+        manager = make_manager(states=[StateCache(1)])
+        admit(manager, make_request("a", range(8)))
+        assert admit(manager, make_request("b", range(9))) == 0
+
+    def test_they_count_when_a_request_is_started(self):
+        manager = make_manager(states=[StateCache(3)], num_blocks=6)
+        assert admit(manager, make_request("a", range(9)), num_new=4) is None
+        assert admit(manager, make_request("b", range(8)), num_new=4) == 0
+        assert manager.pool.num_free_blocks == 1
+
+    def test_a_shared_state_is_found_by_the_check(self):
+        manager, a = make_manager([], states=[StateCache(2)]), make_request("a", range(8))
+        admit(manager, a)
+        manager.check_integrity([a])
+        manager.pool.touch([manager.pool.blocks[manager.get_block_ids(a)[0][1]]])
+        with pytest.raises(AssertionError, match="block 1, yet to be written"):
+            manager.check_integrity([a])
+
+
 class TestIntegrity:
     @pytest.fixture
     def admitted(self):
@@ -410,7 +451,7 @@ class TestIntegrity:
     def test_a_shared_block_that_will_be_written(self, admitted):
         manager, request = admitted
         manager.pool.touch([manager.pool.blocks[3]])
-        with pytest.raises(AssertionError, match="to write next"):
+        with pytest.raises(AssertionError, match="yet to be written"):
             manager.check_integrity([request])
 
     @pytest.mark.parametrize(
