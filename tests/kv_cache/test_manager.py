@@ -1,6 +1,9 @@
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineCoreRequest
@@ -496,3 +499,89 @@ class TestIntegrity:
         request.num_computed_tokens = 13
         with pytest.raises(AssertionError, match="13 tokens in 12 slots"):
             manager.check_integrity([request])
+
+
+MAX_STEP = 9
+KINDS = st.sampled_from([AttentionCache(1, 1), *pages(1, 6), StateCache(1), StateCache(3)])
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Requests start, go on and end in any order, whatever kinds of cache the model has."""
+
+    @initialize(
+        caches=st.lists(KINDS, min_size=1, max_size=3),
+        num_blocks=st.integers(8, 30),
+        caching=st.booleans(),
+    )
+    def make(self, caches, num_blocks, caching):
+        self.groups = make_kv_cache_groups(caches)
+        config = KVCacheConfig(num_blocks, BLOCK, self.groups)
+        self.manager = KVCacheManager(config, 64, caching)
+        self.live = {}
+        self.num_started = 0
+
+    def books(self):
+        pool, live = self.manager.pool, self.live.values()
+        known = [dict(pool.cached_blocks(group)) for group in range(len(self.groups))]
+        return pool.free_queue.to_list(), known, [self.manager.get_block_ids(r) for r in live]
+
+    def allocate(self, request, start, num_new, hit=None):
+        """Whether there was room; nothing has changed if not."""
+        before = self.books()
+        end = start + num_new
+        new = self.manager.allocate_slots(request, num_new, hit)
+        if new is not None:
+            request.num_computed_tokens = end
+            return True
+        assert self.books() == before
+        most = max_blocks_per_request(self.groups, BLOCK, request.num_tokens, MAX_STEP)
+        others = self.live.keys() - {request.request_id}
+        assert others or self.manager._copies or most > self.manager.pool.num_usable_blocks
+        return False
+
+    @rule(
+        family=st.integers(0, 1),
+        length=st.integers(1, 30),
+        num_new=st.integers(1, MAX_STEP),
+        hashed=st.sampled_from([True, True, False]),
+    )
+    def start(self, family, length, num_new, hashed):
+        self.num_started += 1
+        request = make_request(f"r{self.num_started}", [family] * length, hashed=hashed)
+        hit, start = self.manager.get_computed_blocks(request)
+        assert start < request.num_tokens
+        if self.allocate(request, start, min(num_new, request.num_tokens - start), hit):
+            self.live[request.request_id] = request
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_new=st.integers(1, MAX_STEP))
+    def go_on(self, data, num_new):
+        request = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        if request.num_computed_tokens == request.num_tokens:
+            if request.num_tokens == 64:
+                return
+            request.append_output_token_ids([request.all_token_ids[0]])
+        num_new = min(num_new, request.num_tokens - request.num_computed_tokens)
+        self.allocate(request, request.num_computed_tokens, num_new)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data):
+        self.manager.free(self.live.pop(data.draw(st.sampled_from(sorted(self.live)))))
+
+    @rule()
+    def end_step(self):
+        self.manager.take_blocks_to_copy()
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check_integrity(self.live.values())
+        for request in self.live.values():
+            held = sum(block > 0 for ids in self.manager.get_block_ids(request) for block in ids)
+            assert held <= max_blocks_per_request(self.groups, BLOCK, request.num_tokens, MAX_STEP)
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
