@@ -260,6 +260,13 @@ class TestCopyOnWrite:
         assert admit(manager, c) == 4
         manager.check_integrity([b, c])
 
+    def test_what_others_make_known_in_the_step_does_not_matter(self):
+        manager = make_manager()
+        admit(manager, make_request("a", range(8)))
+        admit(manager, make_request("other", range(50, 58)), end_step=False)
+        assert admit(manager, make_request("b", range(8)), end_step=False) == 7
+        assert len(manager.take_blocks_to_copy()) == 1
+
     def test_nor_is_one_whose_content_is_missing_in_one_group(self):
         manager = make_manager([None, 8])
         a, b, c = (make_request(i, range(8)) for i in "abc")

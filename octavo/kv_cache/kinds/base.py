@@ -26,7 +26,8 @@ class SingleTypeKVCacheManager(ABC):
     ) -> int:
         """Blocks of tokens in the longest known prefix that a request can start from.
 
-        A shorter prefix than the one returned need not do; a longer one does not.
+        A shorter prefix than the one returned need not do; a longer one does not. The request's
+        table begins with the prefix's blocks, one entry for each.
 
         Args:
             block_hashes: of the prefixes to be considered, one for each block of tokens.
