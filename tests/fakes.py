@@ -35,6 +35,11 @@ from tests.state_cache import StateCache
 VOCAB = 50
 
 
+def pages(*windows: int | None) -> tuple[AttentionCache, ...]:
+    """A layer with keys and values for each window; None: without one."""
+    return tuple(AttentionCache(1, 1, window) for window in windows)
+
+
 def extend_hash(prefix: int, token: int) -> int:
     """Hash of a token sequence from the hash of all but its last token."""
     return hash((prefix, token))
@@ -251,7 +256,7 @@ class FakeEngine:
     def __init__(
         self,
         *,
-        caches: Sequence[CacheSpec] = (AttentionCache(1, 1),),
+        caches: Sequence[CacheSpec] = pages(None),
         num_blocks: int = 64,
         block_size: int = 8,
         max_model_len: int = 128,

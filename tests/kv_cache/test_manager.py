@@ -7,16 +7,12 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_bloc
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineCoreRequest
-from octavo.models.cache import AttentionCache
 from octavo.request import Request
+from tests.fakes import pages
 from tests.params import core_params
 from tests.state_cache import StateCache
 
 BLOCK = 4
-
-
-def pages(*windows):
-    return [AttentionCache(1, 1, window) for window in windows]
 
 
 def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True, states=()):
@@ -509,7 +505,7 @@ class TestIntegrity:
 
 
 MAX_STEP = 9
-KINDS = st.sampled_from([AttentionCache(1, 1), *pages(1, 6), StateCache(1), StateCache(3)])
+KINDS = st.sampled_from([*pages(None, 1, 6), StateCache(1), StateCache(3)])
 
 
 class ManagerMachine(RuleBasedStateMachine):

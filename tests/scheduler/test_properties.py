@@ -8,9 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason
-from octavo.models.cache import AttentionCache
 from octavo.request import Request, RequestStatus
-from tests.fakes import VOCAB, FakeEngine, expected_output
+from tests.fakes import VOCAB, FakeEngine, expected_output, pages
 from tests.params import unpack_logprobs
 from tests.state_cache import StateCache
 
@@ -19,7 +18,6 @@ MAX_MODEL_LEN = 64
 windows = st.sampled_from(
     [(None,), (None, None), (11,), (None, 9), (24, None, 24), (5, 12, None), (9, 9, 9, None)]
 )
-pages = windows.map(lambda layers: tuple(AttentionCache(1, 1, window) for window in layers))
 # Layers with a kind of cache that is not in the package: a state for each request.
 states = st.sampled_from([(), (), (), (StateCache(1),), (StateCache(3),)])
 
@@ -27,7 +25,8 @@ states = st.sampled_from([(), (), (), (StateCache(1),), (StateCache(3),)])
 @st.composite
 def engines(draw, **fixed):
     state = draw(states)
-    caches = draw(pages | st.just(())) + state if state else draw(pages)
+    layers = draw(windows | st.just(())) if state else draw(windows)
+    caches = pages(*layers) + state
     num_groups = len(make_kv_cache_groups(caches))
     options = {
         "caches": caches,
