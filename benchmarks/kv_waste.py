@@ -75,7 +75,7 @@ def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste
             wasted += 1 - used / (manager.num_used_blocks * block_size)
             occupancy += manager.usage
             running += len(scheduler.running)
-        req_ids = list(work.num_scheduled_tokens)
+        req_ids = [request.req_id for request in work.scheduled_reqs]
         started = {r.request_id for r in scheduler.running if r.num_output_placeholders}
         tokens = [[0] if req_id in started else [] for req_id in req_ids]
         scheduler.update_from_output(work, ModelRunnerOutput(req_ids, tokens))

@@ -16,8 +16,8 @@ from octavo.kv_cache.groups import (
 )
 from octavo.models.spec import ModelSpec
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
-from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.worker.step_table import StepSize, input_batch_nbytes
 
 # Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
 # users than the engine.
@@ -218,9 +218,8 @@ def make_memory_plan(
         # sampler works in.
         logits = 2 * measured.logits + workspace_nbytes(max_num_seqs, spec.vocab_size)
         loading = spec.loading_nbytes(dtype)
-        rows = InputBatch.nbytes(
-            max_num_seqs, max_model_len, max_num_batched_tokens, cache.block_size, len(groups)
-        )
+        largest = StepSize(max_num_batched_tokens, max_num_seqs, max_num_seqs)
+        rows = input_batch_nbytes(largest, max_model_len, cache.block_size, len(groups))
         rows += state_nbytes(max_num_seqs, spec.vocab_size)
     limit = int(available * cache.gpu_memory_utilization)
     server, requests = (0, 0) if request_memory is None else (SERVER_NBYTES, request_memory)

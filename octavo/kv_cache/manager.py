@@ -12,6 +12,9 @@ and blocks are handed out again while a step in flight may still write to them:
 3. A request writes at its own computed position and beyond. Hashed blocks end at or before the end
    of the step that made them known, and a rejected draft never takes a request back before its
    last known token; so no request, in flight or later, writes into its own hashed blocks again.
+   While drafts are in flight a request counts as computed up to the last of them, and may stand as
+   many positions further back: it has known and computed all that is hashed even then, and keeps
+   what a sliding window may still show it from there.
 4. What a request has in flight beyond its hashed blocks goes to blocks that only it holds. If it
    ends or is preempted meanwhile, these blocks are unhashed; a new owner is scheduled later, so
    its writes come later, and it reads only what it wrote or what was known.
@@ -65,13 +68,11 @@ class KVCacheManager:
 
     Args:
         config: shape of the cache.
-        max_model_len: no request has more tokens; bounds the lookahead slots.
         enable_caching: keep known prefixes after their last user has gone.
     """
 
-    def __init__(self, config: KVCacheConfig, max_model_len: int, enable_caching: bool) -> None:
+    def __init__(self, config: KVCacheConfig, enable_caching: bool) -> None:
         self.config = config
-        self.max_model_len = max_model_len
         self.block_size = config.block_size
         self.managers = [make_manager(group.cache, config.block_size) for group in config.groups]
         self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching)
@@ -131,7 +132,6 @@ class KVCacheManager:
         request: Request,
         num_new_tokens: int,
         new_computed_blocks: KVCacheBlocks | None = None,
-        num_lookahead_tokens: int = 0,
     ) -> list[list[int]] | None:
         """Gets a request the slots for its next tokens.
 
@@ -143,7 +143,6 @@ class KVCacheManager:
             num_new_tokens: tokens to compute in this step, drafts included.
             new_computed_blocks: for a request that holds no blocks, its known prefix as just
                 found, up to which it counts as computed.
-            num_lookahead_tokens: slots beyond, for drafts that the worker makes itself.
 
         Returns:
             Ids of the blocks to append, one list for each group ([] if none), or None with
@@ -155,19 +154,21 @@ class KVCacheManager:
             start = hit.num_tokens
         else:
             start = request.num_computed_tokens
-        end = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        end = start + num_new_tokens
+        # Drafts in flight may be wrong: so much further back the request may stand.
+        lowest = start - request.num_spec_in_flight
         if held is not None:
             if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
                 return []  # the usual decode step
             counts = [manager.num_blocks(end) for manager in self.managers]
-            if self._num_blocks_needed(held, start, counts) > self.pool.num_free_blocks:
+            if self._num_blocks_needed(held, lowest, counts) > self.pool.num_free_blocks:
                 return None
         else:
             assert hit is not None
             held = self._reserve_hit(request, hit, start, end)
             if held is None:
                 return None
-        self._release_unneeded(held, start)
+        self._release_unneeded(held, lowest)
         new_ids: list[list[int]] = []
         if end > held.num_slots:
             held.num_slots = -(-end // self.block_size) * self.block_size
@@ -175,7 +176,7 @@ class KVCacheManager:
                 new = self.pool.get_new_blocks(manager.num_blocks(end) - len(blocks))
                 blocks += new
                 new_ids.append([block.block_id for block in new])
-        self._cache_full_blocks(request, held, start + num_new_tokens)
+        self._cache_full_blocks(request, held, end)
         return new_ids
 
     def free(self, request: Request) -> None:

@@ -22,9 +22,10 @@ from octavo.models.decoder import DecoderModel
 from octavo.models.weights import Weight, model_weights
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.worker.graphs import CapturedSteps, EagerSteps
-from octavo.worker.input_batch import StepBuffers, StepLayout
+from octavo.worker.input_batch import StepBuffers
 from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
+from octavo.worker.step_table import StepLayout
 
 
 def measure_scratch(setup: WorkerSetup) -> Scratch:
@@ -50,7 +51,7 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
     quantized = config.model.quantization is not None
     weights = {w.name: _weight(w, dtype) for w in model_weights(spec, quantized=quantized)}
     kv = KVCacheConfig(1, config.cache.block_size, make_kv_cache_groups(spec.caches))
-    layout = StepLayout(tokens, config.scheduler.max_num_seqs, 1, len(kv.groups))
+    layout = StepLayout(setup.largest_step, 1, len(kv.groups))
     activations, logits = Arena(), Arena()
     with torch.inference_mode():
         CapturedSteps(
@@ -60,6 +61,7 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
                 kv_caches,
                 kv.layer_to_group,
                 StepBuffers(layout, placeholder(layout.nbytes, dtype=torch.uint8).numpy()),
+                setup.kept_layers,
             ),
             ops,
             activations=activations,
@@ -67,7 +69,7 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
         )
     kernels += kernel_nbytes(threads, spec.vocab_size)
     inputs = max(w.shape[1] for w in model_weights(spec, quantized=quantized) if w.kind == "linear")
-    rows = max(tokens, config.scheduler.max_num_seqs)
+    rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
     return Scratch(activations.peak, logits.peak, kernels)
 

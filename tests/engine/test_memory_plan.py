@@ -21,6 +21,7 @@ from octavo.models.spec import ModelSpec
 from octavo.sampling.sizes import state_nbytes
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.worker.step_table import StepSize
 from tests.triton import needs_triton
 
 SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
@@ -58,10 +59,10 @@ def test_every_part_is_what_is_taken():
     assert result.loading == SPEC.loading_nbytes("float32")
     # What a row is in the worker: its tokens, its blocks, its state; and the inputs of a step.
     batch = InputBatch(rows, length, kv_cache)
-    arrays = [batch.token_ids, *batch.block_tables]
+    arrays = [batch.token_ids, batch.block_tables]
     assert result.rows == (
         sum(array.nbytes for array in arrays)
-        + batch.layout(2048, rows).nbytes
+        + batch.layout(StepSize(2048, rows, rows)).nbytes
         + state_nbytes(rows, vocab)
     )
     assert result.num_blocks == rows * -(-length // 16) + 1

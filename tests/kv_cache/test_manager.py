@@ -15,10 +15,10 @@ from tests.state_cache import StateCache
 BLOCK = 4
 
 
-def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True, states=()):
+def make_manager(windows=(None,), num_blocks=20, enable_caching=True, states=()):
     groups = make_kv_cache_groups([*pages(*windows), *states])
     config = KVCacheConfig(num_blocks, BLOCK, groups)
-    return KVCacheManager(config, max_model_len, enable_caching)
+    return KVCacheManager(config, enable_caching)
 
 
 def make_request(request_id, tokens, *, hashed=True, salt=None, **params):
@@ -26,11 +26,11 @@ def make_request(request_id, tokens, *, hashed=True, salt=None, **params):
     return Request(core, make_block_hasher(BLOCK) if hashed else None)
 
 
-def admit(manager, request, num_new=None, *, end_step=True, lookahead=0):
+def admit(manager, request, num_new=None, *, end_step=True):
     """Starts a request as the scheduler does; returns its hit in tokens, or None."""
     hit, start = manager.get_computed_blocks(request)
     num_new = request.num_tokens - start if num_new is None else num_new
-    if manager.allocate_slots(request, num_new, hit, lookahead) is None:
+    if manager.allocate_slots(request, num_new, hit) is None:
         return None
     request.num_computed_tokens = start + num_new
     if end_step:
@@ -84,14 +84,6 @@ class TestAllocation:
         manager = make_manager(num_blocks=5)
         assert admit(manager, make_request("a", range(17)), num_new=4) is None
         assert admit(manager, make_request("b", range(16)), num_new=4) == 0
-
-    def test_lookahead_stays_within_the_context(self):
-        manager = make_manager(max_model_len=14)
-        request = make_request("a", range(6))
-        admit(manager, request, lookahead=3)
-        assert manager.get_block_ids(request) == [[1, 2, 3]]
-        request.num_computed_tokens = 12
-        assert manager.allocate_slots(request, 1, None, 9) == [[4]]
 
     def test_the_end_of_a_request_is_reused_first(self):
         manager = make_manager()
@@ -519,7 +511,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def make(self, caches, num_blocks, caching):
         self.groups = make_kv_cache_groups(caches)
         config = KVCacheConfig(num_blocks, BLOCK, self.groups)
-        self.manager = KVCacheManager(config, 64, caching)
+        self.manager = KVCacheManager(config, caching)
         self.live = {}
         self.num_started = 0
 

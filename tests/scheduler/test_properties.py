@@ -40,7 +40,6 @@ def engines(draw, **fixed):
         "caching": draw(st.booleans()),
         # A state cannot go back behind a draft that was wrong.
         "num_drafts": 0 if state else draw(st.sampled_from([0, 0, 3])),
-        "num_lookahead_tokens": draw(st.sampled_from([0, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
         "fail": ("r3",) if draw(st.booleans()) else (),
@@ -149,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         work = self.engine.schedule()
         if first and first.status == RequestStatus.RUNNING and not may_stand_still:
-            assert first.request_id in work.num_scheduled_tokens
+            assert first.request_id in {r.req_id for r in work.scheduled_reqs}
 
     @precondition(lambda self: self.engine.in_flight)
     @rule()
@@ -163,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             work, _ = self.engine.in_flight.popleft()
             for output in self.scheduler.fail_step(work, "the step failed"):
                 self.engine.outputs[output.request_id].append(output)
-            if work.num_scheduled_tokens:  # an empty step computes nothing that could be lost
+            if work.scheduled_reqs:  # an empty step computes nothing that could be lost
                 self.engine.executor.memory.clear()
             self.scheduler.check_integrity()
 
