@@ -516,7 +516,8 @@ def _find_bitmask(grammar: GrammarOutput, inputs: StepInputs) -> GrammarBitmask:
     asked = np.array([index[req_id] for req_id in grammar.req_ids], np.int64)
     counts = inputs.num_samples[asked]
     at = _ranges((np.cumsum(inputs.num_samples) - inputs.num_samples)[asked], counts)
-    return GrammarBitmask(at, np.frombuffer(grammar.bitmask, np.int32).reshape(len(at), -1))
+    words = np.frombuffer(bytearray(grammar.bitmask), np.int32)  # torch wants to be able to write
+    return GrammarBitmask(at, words.reshape(len(at), -1))
 
 
 def _select(bitmask: GrammarBitmask, at: LongArray) -> GrammarBitmask:

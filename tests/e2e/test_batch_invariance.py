@@ -7,6 +7,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.kernels import native
+from tests.drafts import Drafter
 from tests.models.harness import make_hf
 
 PROMPT_LEN = 150
@@ -126,6 +127,24 @@ def test_with_and_without_a_prefix_hit(dtype, expected, async_scheduling):
         llm.reset_prefix_cache()
         answers(llm, [([*ids[:70], *tokens(9, 30)], its_params)])
         assert answers(llm, [TARGETS[0]]) == expected[:1]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_with_drafts_right_and_wrong(dtype, expected, async_scheduling, enforce_eager, monkeypatch):
+    """Alone and among others, greedy, sampled, with penalties; prefixes are cached on the way."""
+    drafter = Drafter(monkeypatch, [answer.token_ids for answer in expected])
+    settings = {"async_scheduling": async_scheduling, "enforce_eager": enforce_eager}
+    with LLM(dtype=dtype, max_model_len=512, max_num_seqs=16, **settings) as llm:
+        assert alone(llm) == expected
+        assert drafter.num_tokens > 1.2 * drafter.num_steps
+        assert answers(llm, [*others(10), *TARGETS])[-2:] == expected
+        ids, its_params = TARGETS[0]  # what drafts left behind is not taken for known
+        longer = ([*ids, *expected[0].token_ids], its_params)
+        found = answers(llm, [longer])
+        llm.reset_prefix_cache()
+        assert answers(llm, [longer]) == found
+        llm._core.check_integrity()
 
 
 def test_a_prompt_cached_to_its_last_token(dtype):

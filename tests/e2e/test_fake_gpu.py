@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from tests.drafts import Drafter
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
 from tests.triton import needs_triton
@@ -128,6 +130,23 @@ def test_everything_that_sampling_has(blocks: int, tmp_path: Path, gpu: FakeGpu)
     for entry, other in zip(outputs[2].logprobs, expected[2].logprobs, strict=True):
         assert list(entry) == list(other)
     assert gpu.waits, "these do wait"
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 7, "max_model_len": 40}])
+def test_drafts(
+    settings: dict[str, object], tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with drafts are waited for; those between them are captured and keep their tokens."""
+    model = folder("llama", tmp_path)
+    params = [msgspec.structs.replace(p, max_tokens=14) for p in (PLAIN, GREEDY, RICH)]
+    settings = settings | {"batch_invariant": True}
+    expected = ids(run(model, params, gpu, device="cuda", **settings))
+    replays = gpu.replays
+    drafter = Drafter(monkeypatch, expected)
+    assert ids(run(model, params, gpu, device="cuda", **settings)) == expected
+    assert drafter.num_tokens > 1.2 * drafter.num_steps
+    assert gpu.replays > replays
+    assert gpu.waits
 
 
 def test_several_answers_and_prompt_logprobs(tmp_path: Path, gpu: FakeGpu) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from octavo.messages import (
     BadWordsTokenIds,
     CoreSamplingParams,
     GrammarOutput,
+    LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
     ScheduledRequest,
@@ -33,8 +34,9 @@ from octavo.worker.setup import WorkerSetup
 from tests.models.harness import CPU, make_hf
 from tests.models.test_parity import CASES, VOCAB
 from tests.params import core_params, unpack_logprobs
+from tests.triton import needs_triton
 
-BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS = 8, 5, 40, 3
+BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_DRAFTS = 8, 5, 40, 3, 4
 GREEDY = core_params(VOCAB, temperature=0.0)
 
 
@@ -52,7 +54,11 @@ class Runner:
     def __init__(self, folder: Path, **settings: object) -> None:
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
         spec = ModelSpec.from_folder(folder)
-        setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
+        setup = WorkerSetup(
+            *(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN),
+            num_speculative_tokens=MAX_DRAFTS,
+            kept_layers=(0, spec.num_layers - 1),
+        )
         setup = replace(setup, scratch=measure_scratch(setup))
         self.runner = ModelRunner(setup, CPU)
         kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
@@ -103,6 +109,9 @@ class Runner:
         )
         with torch.inference_mode():
             self.runner.execute_model(work)
+            if scheduled:
+                assert self.runner._step is not None
+                self.result = self.runner._step.result
             return self.runner.sample_tokens(grammar)
 
     def generate(self, request: ScheduledRequest, count: int) -> list[int]:
@@ -329,3 +338,154 @@ def test_what_flashinfer_cannot_do_is_refused_before_loading(
     with pytest.raises(ConfigError if refused else InterruptedError) as caught:
         ModelRunner(setup, CPU)
     assert not refused or "attention_backend=triton" in str(caught.value)
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "captured": {},
+    "eager": {"enforce_eager": True},
+    "reference": {"attention_backend": "reference"},
+    "triton": {"attention_backend": "triton", "batch_invariant": True},
+}
+KIND = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs_triton if kind == "triton" else ()) for kind in KINDS]
+)
+NUM_TOKENS = 12
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[LogprobsLists] = field(default_factory=list)
+
+    def packed(self) -> LogprobsLists:
+        return LogprobsLists.join(self.logprobs).select(0, NUM_TOKENS)
+
+
+def answer_three(
+    runner: Runner, draft: Callable[[str, int], list[int]] = lambda *_: []
+) -> tuple[dict[str, Answer], int]:
+    """Greedy, sampled, and with all that looks at earlier tokens, the last one's prompt in chunks.
+
+    Args:
+        runner: without requests.
+        draft: drafts for a request that has so many tokens.
+
+    Returns:
+        The answers, and the steps that they took.
+    """
+    sampled = {"temperature": 1.0, "top_p": 0.95, "min_tokens": 5, "all_stop_token_ids": [7, 9]}
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.7}
+    requests = {
+        "a": (PROMPT, core_params(VOCAB, temperature=0.0, logprobs=2)),
+        "b": (OTHER, core_params(VOCAB, seed=5, **sampled)),
+        "c": (LONG[:11], core_params(VOCAB, seed=6, logprobs=1, **sampled, **penalties)),
+    }
+    new = {req_id: runner.new(req_id, *request) for req_id, request in requests.items()}
+    answers = {req_id: Answer() for req_id in requests}
+    chunks = {"a": [3], "b": [6], "c": [5, 6]}
+    steps = 0
+    while any(len(answer.tokens) < NUM_TOKENS for answer in answers.values()):
+        steps += 1
+        counts, drafts = {}, {}
+        for req_id in "abc" if steps > 1 else "ab":
+            left = NUM_TOKENS - len(answers[req_id].tokens)
+            if chunks[req_id]:
+                counts[req_id] = chunks[req_id].pop(0)
+            elif left:
+                counts[req_id] = 1
+                drafts[req_id] = draft(req_id, len(answers[req_id].tokens))[: left - 1]
+        output = runner.step(
+            counts, [new.pop(req_id) for req_id in counts if req_id in new], drafts=drafts
+        ).get()
+        assert output.errors == {}
+        for req_id in counts:
+            answers[req_id].tokens += token_of(output, req_id)
+            if req_id in output.logprobs:
+                lists = output.logprobs[req_id]
+                assert lists.num_rows == len(token_of(output, req_id))
+                answers[req_id].logprobs.append(lists)
+    return answers, steps
+
+
+@KIND
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_drafts_change_nothing_but_the_number_of_steps(
+    folder: Path, kind: str, wrong: float
+) -> None:
+    """Bit for bit, but for the reference, which adds in another order for more tokens."""
+    expected, many = answer_three(Runner(folder, **KINDS[kind]))
+    assert len({tuple(answer.tokens) for answer in expected.values()}) == 3
+    rng = np.random.default_rng(3)
+
+    def draft(req_id: str, done: int) -> list[int]:
+        right = expected[req_id].tokens[done : done + int(rng.integers(1, MAX_DRAFTS + 1))]
+        return [(token + 1) % VOCAB if rng.random() < wrong else token for token in right]
+
+    answers, steps = answer_three(Runner(folder, **KINDS[kind]), draft)
+    for req_id, answer in expected.items():
+        assert answers[req_id].tokens == answer.tokens
+        if kind != "reference":
+            assert answers[req_id].packed() == answer.packed()
+    assert len(expected["a"].logprobs) == NUM_TOKENS
+    assert steps == many if wrong == 1.0 else steps < many
+
+
+def test_what_fails_behind_a_draft_fails_in_a_step_of_its_own(folder: Path) -> None:
+    """The tokens before it are delivered, as they are without drafts."""
+    alone = Runner(folder)
+    expected = alone.generate(alone.new("a", PROMPT), 4)
+    runner = Runner(folder)
+    runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT), runner.new("b", OTHER)])
+    steps = runner.runner.state.steps
+    runner.runner.state.steps = NanRow(steps, 2)
+    output = runner.step({"a": 1, "b": 1}, drafts={"a": expected[1:]}).get()
+    assert output.errors == {}
+    assert token_of(output, "a") == expected[1:3]
+    runner.runner.state.steps = NanRow(steps, 0)
+    output = runner.step({"a": 1, "b": 1}, drafts={"a": expected[3:]}).get()
+    assert output.errors == {"a": NOT_FINITE}
+    assert token_of(output, "a") == []
+    assert len(token_of(output, "b")) == 1
+
+
+@KIND
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_a_grammar_holds_for_each_position(folder: Path, kind: str, penalty: float) -> None:
+    runner = Runner(folder, **KINDS[kind])
+    params = core_params(VOCAB, temperature=0.0, repetition_penalty=penalty)
+    wanted = [41, 7, 33, 9, 60, 2]
+
+    def allow(req_ids: list[str], tokens: list[int]) -> GrammarOutput:
+        words = np.zeros((len(tokens), -(-VOCAB // 32)), np.uint32)
+        for row, token in zip(words, tokens, strict=True):
+            row[token // 32] = 1 << token % 32
+        return GrammarOutput(req_ids, words.tobytes())
+
+    new = [runner.new(req_id, PROMPT, params) for req_id in "ab"]
+    first = runner.step({"b": 3, "a": 3}, new, grammar=allow(["a"], wanted[:1])).get()
+    assert token_of(first, "a") == wanted[:1]
+    assert token_of(first, "b") != wanted[:1]
+    drafts = {"a": [7, 33, 8], "b": [1]}
+    output = runner.step({"b": 1, "a": 1}, drafts=drafts, grammar=allow(["a"], wanted[1:5])).get()
+    assert token_of(output, "a") == wanted[1:4]
+    output = runner.step({"a": 1, "b": 1}, grammar=allow(["a"], wanted[4:5])).get()
+    assert token_of(output, "a") == wanted[4:5]
+
+
+@KIND
+def test_hidden_states_of_layers_are_kept(folder: Path, kind: str) -> None:
+    runner, reference = Runner(folder, **KINDS[kind]), Runner(folder, enforce_eager=True)
+    for counts, drafts in (({"a": 3, "b": 4}, {}), ({"b": 2}, {}), ({"b": 1, "a": 1}, {"a": [5]})):
+        kept = []
+        for each in (runner, reference):
+            first = not each.runner.state.batch.row_of
+            new = [each.new("a", PROMPT), each.new("b", OTHER)] if first else []
+            each.step(counts, new, drafts=drafts)
+            result, model = each.result, each.runner.model
+            assert list(result.kept) == [0, model.spec.num_layers - 1]
+            normed = model.norm(result.kept[model.spec.num_layers - 1].clone())
+            torch.testing.assert_close(normed, result.hidden, rtol=1e-3, atol=1e-4)
+            kept.append([hidden.clone() for hidden in result.kept.values()])
+        for one, other in zip(*kept, strict=True):
+            assert len(one) == sum(counts.values()) + len(drafts)
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
