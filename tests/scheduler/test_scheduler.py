@@ -4,7 +4,7 @@ import pytest
 from octavo.errors import ContextLengthError, RequestError
 from octavo.messages import FinishReason, ModelRunnerOutput
 from octavo.request import RequestStatus
-from tests.fakes import FakeEngine, expected_output, scheduled_tokens
+from tests.fakes import FakeEngine, expected_output, pages, scheduled_tokens
 from tests.params import unpack_logprobs
 
 
@@ -599,7 +599,7 @@ class TestSpeculation:
     @pytest.mark.parametrize("windows", [(None,), (None, 5)])
     def test_a_request_with_drafts_in_flight_is_scheduled_on(self, windows):
         """As if all drafts were right, and without new ones until that is known."""
-        engine = FakeEngine(num_drafts=4, depth=2, windows=windows)
+        engine = FakeEngine(num_drafts=4, depth=2, caches=pages(*windows))
         a = engine.add("a", range(10), max_tokens=40)
         corrected = 0
         while "a" in engine.scheduler.requests:
