@@ -646,7 +646,7 @@ def mix_tokens_a_second(llm: LLM, sizes: Sizes, vocab: int) -> float:
 
 def device_steps(llm: LLM) -> Any:
     """What runs the steps of an engine, see octavo/worker/device_steps.py."""
-    return llm._core.executor._worker.runner.steps  # type: ignore[attr-defined]
+    return llm._core.executor._worker.runner.state.steps  # type: ignore[attr-defined]
 
 
 def last_step(llm: LLM, sizes: Sizes, batch: int) -> Callable[[], None]:

@@ -48,7 +48,7 @@ class LogitsProcessor(ABC):
     """Keys of `SamplingParams.extra_args` that a plug-in takes; it gets only requests with one."""
     needs_tokens: bool = False
     """Whether what it does depends on which tokens were generated; only then `append` is called.
-    Such rows are slower: they wait for their tokens, and no drafts are made for them."""
+    Such rows are slower: on a GPU they wait for their tokens, and drafts are sampled in turn."""
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
