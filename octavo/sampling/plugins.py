@@ -19,7 +19,8 @@ from octavo.sampling.sizes import rows_per_chunk
 
 logger = logging.getLogger(__name__)
 
-GROUP = "octavo.logits_processors"
+ENTRY_POINTS = "octavo.logits_processors"
+"""Group of entry points: name -> a subclass of `LogitsProcessor`."""
 
 
 def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
@@ -34,9 +35,9 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
     """
     plugins: list[LogitsProcessor] = []
     owners: dict[str, str] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         package = point.dist.name if point.dist else "?"
-        where = f"{GROUP} entry point {point.name} = {point.value} of the package {package}"
+        where = f"{ENTRY_POINTS} entry point {point.name} = {point.value} of the package {package}"
         try:
             kind = point.load()
             if not (inspect.isclass(kind) and issubclass(kind, LogitsProcessor)):
