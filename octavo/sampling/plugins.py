@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 from octavo.errors import ConfigError, RequestError
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import to_device
-from octavo.messages import CoreSamplingParams
-from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, StepRows
+from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.sizes import rows_per_chunk
 
 logger = logging.getLogger(__name__)
@@ -71,19 +69,13 @@ class _Plugin(LogitsProcessor):
         self._failed: dict[int, Exception] = {}
         """What it raised for some of its rows; their requests fail when it is applied."""
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Passes on a request that asks for it."""
-        if self.extra_args.isdisjoint(params.extra_args or ()):
+        if self.extra_args.isdisjoint(new.params.extra_args or ()):
             return False
-        self._rows.add(row)
+        self._rows.add(new.row)
         try:
-            return bool(self._inner.add_row(row, params, token_ids, num_prompt_tokens))
+            return bool(self._inner.add_row(new))
         except Exception as error:
             raise self._error(error) from error
 

@@ -104,8 +104,8 @@ class Faulty(LogitsProcessor):
     needs_tokens = True
     where = None
 
-    def add_row(self, row, params, token_ids, num_prompt_tokens):
-        self.where = params.extra_args["fail_in"]
+    def add_row(self, new):
+        self.where = new.params.extra_args["fail_in"]
         return True
 
     def fail(self, where):

@@ -17,6 +17,24 @@ LongArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request that is new or resumed."""
+
+    row: int
+    """Where it is from now on."""
+    params: CoreSamplingParams
+    token_ids: Sequence[int]
+    """Prompt and what was generated so far."""
+    num_prompt_tokens: int
+    """How many of them are the prompt."""
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """What was generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
 class StepRows:
     """Those A rows of one step's logits that a processor works on."""
 
@@ -54,20 +72,11 @@ class LogitsProcessor(ABC):
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
 
     @abstractmethod
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Takes in a request, new or resumed.
 
         Args:
-            row: an empty one, the request's until `remove_row`.
-            params: the request's.
-            token_ids: prompt and what was generated so far.
-            num_prompt_tokens: how many of them are the prompt.
+            new: the request and its row, which is its own until `remove_row`.
 
         Returns:
             Whether it has anything to do for the row, now or later. Whatever it raises fails this
