@@ -40,11 +40,14 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
             kind = point.load()
             if not (inspect.isclass(kind) and issubclass(kind, LogitsProcessor)):
                 raise TypeError("it is no subclass of LogitsProcessor")
-            if not kind.extra_args:
-                raise ValueError("it names no key of extra_args, so no request could reach it")
+            if not (isinstance(kind.extra_args, frozenset) and kind.extra_args):
+                raise TypeError(
+                    "its extra_args is no frozenset of keys, so nobody could ask for it"
+                )
             for key in kind.extra_args:
-                if (owner := owners.setdefault(key, point.name)) != point.name:
-                    raise ValueError(f"{owner} takes the key {key!r} of extra_args already")
+                if key in owners:
+                    raise ValueError(f"{owners[key]} takes the key {key!r} of extra_args already")
+                owners[key] = point.name
             plugins.append(_Plugin(point.name, kind(max_num_rows, vocab_size)))
         except Exception as error:
             raise ConfigError(
