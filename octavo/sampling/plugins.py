@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from importlib.metadata import entry_points
 
@@ -38,7 +37,7 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
         where = f"{ENTRY_POINTS} entry point {point.name} = {point.value} of the package {package}"
         try:
             kind = point.load()
-            if not (inspect.isclass(kind) and issubclass(kind, LogitsProcessor)):
+            if not issubclass(kind, LogitsProcessor):
                 raise TypeError("it is no subclass of LogitsProcessor")
             if not (isinstance(kind.extra_args, frozenset) and kind.extra_args):
                 raise TypeError(
