@@ -65,6 +65,7 @@ WIDER = {
     "octavo/layers": ["tests/models/test_parity.py"],
     "octavo/models": ["tests/layers/test_*.py", "tests/e2e/test_llm.py"],
     "octavo/sampling": ["tests/e2e/test_llm.py", "tests/e2e/test_prompt_logprobs.py"],
+    "octavo/sampling/logits_processors": ["tests/sampling/test_*.py"],
     "octavo/scheduler": ["tests/engine/test_core.py", "tests/e2e/test_llm.py"],
     "octavo/server": [
         "tests/e2e/test_openai_client.py",

@@ -19,11 +19,11 @@ class NoRepeat(LogitsProcessor):
         super().__init__(max_num_rows, vocab_size)
         self.last = {}
 
-    def add_row(self, row, params, token_ids, num_prompt_tokens):
-        count = params.extra_args["no_repeat"]
+    def add_row(self, new):
+        count = new.params.extra_args["no_repeat"]
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"no_repeat={count!r} is no positive integer")
-        self.last[row] = deque(token_ids[num_prompt_tokens:], maxlen=count)
+        self.last[new.row] = deque(new.output_token_ids, maxlen=count)
         return True
 
     def remove_row(self, row):

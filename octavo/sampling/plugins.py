@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 import numpy as np
@@ -13,13 +11,13 @@ import torch
 from octavo.errors import ConfigError, RequestError
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import to_device
-from octavo.messages import CoreSamplingParams
-from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, StepRows
+from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.sizes import rows_per_chunk
 
 logger = logging.getLogger(__name__)
 
-GROUP = "octavo.logits_processors"
+ENTRY_POINTS = "octavo.logits_processors"
+"""Group of entry points: name -> a subclass of `LogitsProcessor`."""
 
 
 def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
@@ -34,18 +32,21 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
     """
     plugins: list[LogitsProcessor] = []
     owners: dict[str, str] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         package = point.dist.name if point.dist else "?"
-        where = f"{GROUP} entry point {point.name} = {point.value} of the package {package}"
+        where = f"{ENTRY_POINTS} entry point {point.name} = {point.value} of the package {package}"
         try:
             kind = point.load()
-            if not (inspect.isclass(kind) and issubclass(kind, LogitsProcessor)):
+            if not issubclass(kind, LogitsProcessor):
                 raise TypeError("it is no subclass of LogitsProcessor")
-            if not kind.extra_args:
-                raise ValueError("it names no key of extra_args, so no request could reach it")
+            if not (isinstance(kind.extra_args, frozenset) and kind.extra_args):
+                raise TypeError(
+                    "its extra_args is no frozenset of keys, so nobody could ask for it"
+                )
             for key in kind.extra_args:
-                if (owner := owners.setdefault(key, point.name)) != point.name:
-                    raise ValueError(f"{owner} takes the key {key!r} of extra_args already")
+                if key in owners:
+                    raise ValueError(f"{owners[key]} takes the key {key!r} of extra_args already")
+                owners[key] = point.name
             plugins.append(_Plugin(point.name, kind(max_num_rows, vocab_size)))
         except Exception as error:
             raise ConfigError(
@@ -70,19 +71,13 @@ class _Plugin(LogitsProcessor):
         self._failed: dict[int, Exception] = {}
         """What it raised for some of its rows; their requests fail when it is applied."""
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Passes on a request that asks for it."""
-        if self.extra_args.isdisjoint(params.extra_args or ()):
+        if self.extra_args.isdisjoint(new.params.extra_args or ()):
             return False
-        self._rows.add(row)
+        self._rows.add(new.row)
         try:
-            return bool(self._inner.add_row(row, params, token_ids, num_prompt_tokens))
+            return bool(self._inner.add_row(new))
         except Exception as error:
             raise self._error(error) from error
 

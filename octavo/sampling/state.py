@@ -10,7 +10,7 @@ from octavo.errors import RequestError
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.messages import CoreSamplingParams
 from octavo.sampling import philox
-from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, StepRows
+from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.logits_processors.builtin import (
     AllowedTokenIds,
     BadWords,
@@ -91,8 +91,9 @@ class SamplingState:
                         f"logits processor takes; leave it out, or install one (taken: {known}).",
                         "extra_args",
                     )
+            new = NewRow(row, params, token_ids, num_prompt_tokens)
             for takes, processor in zip(self._takes, self.processors, strict=True):
-                takes[row] = processor.add_row(row, params, token_ids, num_prompt_tokens)
+                takes[row] = processor.add_row(new)
                 if takes[row]:
                     self._processed[row] = True
                     self._needs_tokens[row] |= processor.needs_tokens

@@ -299,7 +299,10 @@ class ModelRunner:
             return PendingOutput(output, indices, None)
         rows, tokens = inputs.rows[indices], step.result.tokens
         if tokens is None:
-            metadata = step.metadata or state.sampling.metadata(rows, None, bitmask)
+            metadata = step.metadata
+            if metadata is None:
+                self._collect_tokens(wait=state.sampling.needs_tokens(rows))
+                metadata = state.sampling.metadata(rows, None, bitmask)
             sampled = self.sampler.sample(step.result.logits, metadata)
             tokens = sampled.token_ids
             state.steps.put_tokens(tokens)

@@ -277,3 +277,14 @@ def test_the_example_runs(server):
         timeout=60,
     )
     assert len(done.stdout) > 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_of_plug_ins_that_nobody_takes(client, stream):
+    with pytest.raises(openai.BadRequestError if not stream else openai.APIError) as error:
+        list(
+            client.completions.create(
+                model=MODEL, prompt="Once", stream=stream, extra_body={"vllm_xargs": {"mood": 1}}
+            )
+        )
+    assert "vllm_xargs) has the key 'mood', which no logits processor takes" in error.value.message

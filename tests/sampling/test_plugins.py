@@ -104,8 +104,8 @@ class Faulty(LogitsProcessor):
     needs_tokens = True
     where = None
 
-    def add_row(self, row, params, token_ids, num_prompt_tokens):
-        self.where = params.extra_args["fail_in"]
+    def add_row(self, new):
+        self.where = new.params.extra_args["fail_in"]
         return True
 
     def fail(self, where):
@@ -153,11 +153,13 @@ def test_what_it_does_wrong_fails_its_requests_only(make_state, sampler, where):
 
 
 NO_KEYS = FAULTY.replace('{"fail_in"}', "()")
+TEXT = FAULTY.replace('frozenset({"fail_in"})', '"fail_in"')
 UNUSABLE = {
     "raises": ("raise RuntimeError('no licence')", "X", "no licence"),
     "misses": ("", "Missing", "Missing"),
     "other": ("class X: pass", "X", "no subclass of LogitsProcessor"),
-    "nokeys": (NO_KEYS, "Faulty", "names no key of extra_args"),
+    "nokeys": (NO_KEYS, "Faulty", "no frozenset of keys"),
+    "text": (TEXT, "Faulty", "no frozenset of keys"),
     "abstract": (FAULTY.replace("def apply", "def applies"), "Faulty", "abstract method"),
 }
 

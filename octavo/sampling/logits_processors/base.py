@@ -17,6 +17,24 @@ LongArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request that is new or resumed."""
+
+    row: int
+    """Where it is from now on."""
+    params: CoreSamplingParams
+    token_ids: Sequence[int]
+    """Prompt and what was generated so far."""
+    num_prompt_tokens: int
+    """How many of them are the prompt."""
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """What was generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
 class StepRows:
     """Those A rows of one step's logits that a processor works on."""
 
@@ -48,26 +66,17 @@ class LogitsProcessor(ABC):
     """Keys of `SamplingParams.extra_args` that a plug-in takes; it gets only requests with one."""
     needs_tokens: bool = False
     """Whether what it does depends on which tokens were generated; only then `append` is called.
-    Such rows are slower: they wait for their tokens, and no drafts are made for them."""
+    Such rows are slower: on a GPU they wait for their tokens, and drafts are sampled in turn."""
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
 
     @abstractmethod
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Takes in a request, new or resumed.
 
         Args:
-            row: an empty one, the request's until `remove_row`.
-            params: the request's.
-            token_ids: prompt and what was generated so far.
-            num_prompt_tokens: how many of them are the prompt.
+            new: the request and its row, which is its own until `remove_row`.
 
         Returns:
             Whether it has anything to do for the row, now or later. Whatever it raises fails this

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import to_device
-from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams
-from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, StepRows
+from octavo.messages import NO_TOKEN, BadWordsTokenIds
+from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 
 IntArray = NDArray[np.int32]
 
@@ -32,13 +32,7 @@ class GrammarBitmask(LogitsProcessor):
     def __init__(self, at: LongArray, words: IntArray) -> None:
         self.at, self.words = at, words
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """It keeps nothing."""
         return False
 
@@ -56,17 +50,11 @@ class AllowedTokenIds(LogitsProcessor):
         super().__init__(max_num_rows, vocab_size)
         self._bitmasks: dict[int, IntArray] = {}
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Refers to the request's bitmask."""
-        if params.allowed_token_ids is None:
+        if new.params.allowed_token_ids is None:
             return False
-        self._bitmasks[row] = np.frombuffer(params.allowed_token_ids, np.int32)
+        self._bitmasks[new.row] = np.frombuffer(new.params.allowed_token_ids, np.int32)
         return True
 
     def remove_row(self, row: int) -> None:
@@ -118,18 +106,12 @@ class BadWords(LogitsProcessor):
         self._banned: dict[int, LongArray] = {}
         """By row; rows where nothing is excluded now are not there."""
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Refers to the request's words; the prompt does not count."""
-        if params.bad_words is None:
+        if new.params.bad_words is None:
             return False
-        self._words[row] = _make_words(params.bad_words, token_ids[num_prompt_tokens:])
-        self._find(row)
+        self._words[new.row] = _make_words(new.params.bad_words, new.output_token_ids)
+        self._find(new.row)
         return True
 
     def remove_row(self, row: int) -> None:
@@ -167,21 +149,15 @@ class MinTokens(LogitsProcessor):
         self._min_tokens = np.zeros(max_num_rows, np.int64)
         self._stop_ids: dict[int, LongArray] = {}
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Keeps the stop tokens that the model can generate."""
-        if params.min_tokens <= len(token_ids) - num_prompt_tokens:
+        if new.params.min_tokens <= len(new.output_token_ids):
             return False
-        stops = [t for t in params.all_stop_token_ids if t < self.vocab_size]
+        stops = [t for t in new.params.all_stop_token_ids if t < self.vocab_size]
         if not stops:
             return False
-        self._min_tokens[row] = params.min_tokens
-        self._stop_ids[row] = np.asarray(stops, np.int64)
+        self._min_tokens[new.row] = new.params.min_tokens
+        self._stop_ids[new.row] = np.asarray(stops, np.int64)
         return True
 
     def remove_row(self, row: int) -> None:
@@ -205,19 +181,13 @@ class LogitBias(LogitsProcessor):
         self._token_ids: dict[int, LongArray] = {}
         self._values: dict[int, NDArray[np.float32]] = {}
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Refers to the request's values."""
-        if params.logit_bias is None:
+        if new.params.logit_bias is None:
             return False
-        ids, values = params.logit_bias
-        self._token_ids[row] = np.frombuffer(ids, np.int32).astype(np.int64)
-        self._values[row] = np.frombuffer(values, np.float32)
+        ids, values = new.params.logit_bias
+        self._token_ids[new.row] = np.frombuffer(ids, np.int32).astype(np.int64)
+        self._values[new.row] = np.frombuffer(values, np.float32)
         return True
 
     def remove_row(self, row: int) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import to_device
-from octavo.messages import CoreSamplingParams
-from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, StepRows
+from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.sizes import rows_per_chunk
 
 # Counts of a token: the lowest bit says that it is in the prompt, the others count outputs.
@@ -39,14 +36,9 @@ class Penalties(LogitsProcessor):
         """The first `_num_seen` of a row: the token ids with a count, in no special order."""
         self._num_seen = np.zeros(max_num_rows, np.int64)
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Counts the tokens so far."""
+        row, params = new.row, new.params
         penalties = (
             params.repetition_penalty,
             params.frequency_penalty,
@@ -55,8 +47,8 @@ class Penalties(LogitsProcessor):
         if penalties == (1.0, 0.0, 0.0):
             return False
         self._repetition[row], self._frequency[row], self._presence[row] = penalties
-        tokens = np.asarray(token_ids, np.int64)
-        prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+        tokens = np.asarray(new.token_ids, np.int64)
+        prompt, output = np.split(tokens, [new.num_prompt_tokens])
         prompt = prompt[prompt < self.vocab_size]
         if params.repetition_penalty == 1.0:  # the other penalties do not look at the prompt
             prompt = prompt[:0]
