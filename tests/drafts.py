@@ -46,11 +46,15 @@ class Drafter:
                 continue
             self.num_steps += 1
             self.num_tokens += len(new)
-            tokens = self._tokens.setdefault(req_id, [])
-            tokens += new
-            known = (a for a in self._answers if list(a[: len(tokens)]) == tokens)
-            right = list(next(known, ()))[len(tokens) :][: self._random.randrange(MOST + 1)]
+            tokens = self._tokens.get(req_id, []) + new
+            if (answer := self._find(tokens)) is None:
+                answer = self._find(tokens := list(new))  # an id that had another request before
+            self._tokens[req_id] = tokens
+            right = list(answer or ())[len(tokens) :][: self._random.randrange(MOST + 1)]
             output.draft_token_ids[req_id] = [
                 token + 1 if self._random.random() < self._wrong else token for token in right
             ]
         return output
+
+    def _find(self, tokens: list[int]) -> Sequence[int] | None:
+        return next((a for a in self._answers if list(a[: len(tokens)]) == tokens), None)
