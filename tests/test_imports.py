@@ -29,7 +29,7 @@ LAYERS = [
     {"metrics", "request", "profiler"},
     {"messages"},
     {"sampling_params", "config", "outputs"},
-    {"errors", "logs", "offload"},
+    {"errors", "logs", "offload", "dtypes"},
 ]
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 
