@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import AttentionMetadata, Rotary, cached_head_size, copy_blocks
+from octavo.attention.base import (
+    AttentionMetadata,
+    LargestStep,
+    Rotary,
+    cached_head_size,
+    copy_blocks,
+)
 from octavo.errors import ConfigError
 from octavo.kernels.native import DTYPE_CODES
 
@@ -64,27 +70,19 @@ class CPUAttention:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
-    def scratch_nbytes(
-        self,
-        num_tokens: int,
-        max_model_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        num_threads: int,
-    ) -> int:
+    def scratch_nbytes(self, largest: LargestStep) -> int:
         """What each thread's task takes, and the segments of long contexts: see csrc/attention.h.
 
         Few rows are shared out by segments.
         """
-        width = -(-head_size // _LANES) * _LANES
+        width = -(-largest.head_size // _LANES) * _LANES
         rows = _TILE_ROWS * width * (2 + 4 + 4)  # queries; sums of a segment and of all of them
         tiles = 4 * _TILE * width * 2  # keys and values, widened from bytes and as AMX wants them
         step = _STEP_ROWS * _TILE * (4 + 2)  # scores and probabilities
-        tasks = min(4 * num_threads, num_tokens * num_kv_heads)
-        segments = -(-max_model_len // _SEGMENT)
+        tasks = min(4 * largest.num_threads, largest.num_tokens * largest.num_kv_heads)
+        segments = -(-largest.max_model_len // _SEGMENT)
         parts = 4 * tasks * segments * _SHARED_ROWS * (width + 2) if segments > 1 else 0
-        return num_threads * (rows + tiles + step) + parts
+        return largest.num_threads * (rows + tiles + step) + parts
 
     def write_kv(
         self,

@@ -66,11 +66,15 @@ def _rows(x: Tensor) -> None:
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
 
 
-def _logits(x: Tensor) -> dict[str, int]:
-    """What every kernel is told of float32 rows."""
+def _logits(x: Tensor) -> torch.Size:
+    """The shape of float32 rows, once they are found to be such."""
     _rows(x)
     assert x.dtype == torch.float32
-    return {"x": x.data_ptr(), "x_stride": x.stride(0), "rows": x.shape[0], "dim": x.shape[1]}
+    return x.shape
+
+
+class _Recording(threading.local):
+    arena: Arena | None = None
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -118,7 +122,7 @@ class NativeOps:
     name = "native"
 
     def __init__(self) -> None:
-        self._recording = threading.local()
+        self._recording = _Recording()
 
     @contextmanager
     def record(self, plan: _native.Plan, arena: Arena) -> Iterator[None]:
@@ -138,17 +142,17 @@ class NativeOps:
                 yield
         finally:
             plan.end()
-            del self._recording.arena
+            self._recording.arena = None
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """From the arena while a plan records."""
         return self._empty(*shape, dtype=like.dtype)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        arena: Arena | None = getattr(self._recording, "arena", None)
-        if arena is None:
-            return torch.empty(shape, dtype=dtype)
-        return arena.empty(*shape, dtype=dtype)
+        arena = self._recording.arena
+        return (
+            torch.empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
+        )
 
     def pack_weight(
         self,
@@ -526,8 +530,11 @@ class NativeOps:
         )
 
     def _softmax(self, x: Tensor, log: bool) -> Tensor:
-        out = self._empty(*x.shape, dtype=x.dtype)
-        _native.softmax(**_logits(x), out=out.data_ptr(), log=log)
+        rows, dim = _logits(x)
+        out = self._empty(rows, dim, dtype=x.dtype)
+        _native.softmax(
+            x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim, log=log
+        )
         return out
 
     def softmax(self, x: Tensor) -> Tensor:
@@ -540,46 +547,71 @@ class NativeOps:
 
     def argmax(self, x: Tensor) -> Tensor:
         """Maximum first, then the first index that has it."""
-        out = self._empty(x.shape[0], dtype=torch.int64)
-        _native.argmax(**_logits(x), out=out.data_ptr())
+        rows, dim = _logits(x)
+        out = self._empty(rows, dtype=torch.int64)
+        _native.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
         return out
 
     def row_max(self, x: Tensor) -> Tensor:
         """One pass."""
-        out = self._empty(x.shape[0], dtype=x.dtype)
-        _native.row_max(**_logits(x), out=out.data_ptr())
+        rows, dim = _logits(x)
+        out = self._empty(rows, dtype=x.dtype)
+        _native.row_max(
+            x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim
+        )
         return out
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Without sorting the vocabulary: see csrc/sample.h."""
+        rows, dim = _logits(x)
         assert params.dtype == SAMPLING_ROW
-        assert params.shape == (x.shape[0],)
+        assert params.shape == (rows,)
         assert params.flags.c_contiguous
-        out = self._empty(x.shape[0], dtype=torch.int64)
-        _native.sample(**_logits(x), params=params.ctypes.data, out=out.data_ptr())
+        out = self._empty(rows, dtype=torch.int64)
+        _native.sample(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            params=params.ctypes.data,
+            out=out.data_ptr(),
+            rows=rows,
+            dim=dim,
+        )
         return out
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """Rows that x does not have are passed over. In a plan `rows` is as long as a step."""
-        assert bitmask.shape == (len(rows), -(-x.shape[1] // 32))
+        x_rows, dim = _logits(x)
+        assert bitmask.shape == (len(rows), -(-dim // 32))
         assert bitmask.dtype == torch.int32
         assert bitmask.stride(1) == 1 or bitmask.shape[1] == 1
         assert rows.dtype == torch.int64
         assert rows.is_contiguous()
         _native.apply_bitmask(
-            **_logits(x) | {"rows": len(rows)},
-            x_rows=x.shape[0],
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_rows=x_rows,
             bitmask=bitmask.data_ptr(),
             bitmask_stride=bitmask.stride(0),
             indices=rows.data_ptr(),
+            rows=len(rows),
+            dim=dim,
         )
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """One pass with a heap of k."""
-        assert 0 <= k <= x.shape[1]
-        values = self._empty(x.shape[0], k, dtype=x.dtype)
-        indices = self._empty(x.shape[0], k, dtype=torch.int64)
-        _native.top_k(**_logits(x), values=values.data_ptr(), indices=indices.data_ptr(), k=k)
+        rows, dim = _logits(x)
+        assert 0 <= k <= dim
+        values = self._empty(rows, k, dtype=x.dtype)
+        indices = self._empty(rows, k, dtype=torch.int64)
+        _native.top_k(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            values=values.data_ptr(),
+            indices=indices.data_ptr(),
+            rows=rows,
+            dim=dim,
+            k=k,
+        )
         return values, indices
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
+from octavo.attention.base import KV_CACHE_DTYPES, LargestStep, get_attention_backend
 from octavo.attention.cpu import CPUAttention
 from octavo.device import check_isa, num_cpus
 from octavo.kernels.base import PackedWeight, QuantizedWeight
@@ -37,12 +37,10 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
     asked.kv_cache_shape(
         1, config.cache.block_size, *head, cache_dtype
     )  # refuses what it cannot do
+    threads = config.device.num_threads or num_cpus()
+    tokens, length = setup.max_num_batched_tokens, setup.max_model_len
     kernels = asked.scratch_nbytes(
-        setup.max_num_batched_tokens,
-        setup.max_model_len,
-        spec.num_attention_heads,
-        *head,
-        threads := config.device.num_threads or num_cpus(),
+        LargestStep(tokens, length, spec.num_attention_heads, *head, threads)
     )
 
     ops, backend = NativeOps(), CPUAttention()  # others compute in the same buffers
