@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, EngineCoreRequest, ModelRunnerOutput
+from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
 
@@ -47,10 +48,10 @@ def lognormal_length(rng: random.Random, mean: float, limit: int) -> int:
 def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste:
     """Runs `num_steps` steps at 90 % occupancy and measures the waste."""
     rng = random.Random(seed)
-    groups, size = make_kv_cache_groups([None])
+    groups = make_kv_cache_groups([AttentionCache(1, 1)])
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=1024),
-        KVCacheConfig(KV_TOKENS // block_size + 1, block_size, groups, size, 1),
+        KVCacheConfig(KV_TOKENS // block_size + 1, block_size, groups),
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=2048,
     )
@@ -74,7 +75,7 @@ def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste
             wasted += 1 - used / (manager.num_used_blocks * block_size)
             occupancy += manager.usage
             running += len(scheduler.running)
-        req_ids = list(work.num_scheduled_tokens)
+        req_ids = [request.req_id for request in work.scheduled_reqs]
         started = {r.request_id for r in scheduler.running if r.num_output_placeholders}
         tokens = [[0] if req_id in started else [] for req_id in req_ids]
         scheduler.update_from_output(work, ModelRunnerOutput(req_ids, tokens))

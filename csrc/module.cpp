@@ -1,6 +1,7 @@
 // Python's way in: octavo._native. Tensors come as addresses (tensor.data_ptr()), so that no torch
 // header is needed; the callers in octavo/kernels and octavo/attention check shapes and types.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -29,11 +30,10 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-template <class T>
-std::vector<T*> all_at(const std::vector<Address>& addresses) {
-  std::vector<T*> pointers;
-  for (Address address : addresses) pointers.push_back(at<T>(address));
-  return pointers;
+Dim dim_of(const std::string& name) {
+  for (size_t i = 0; i < kDims.size(); i++)
+    if (name == kDims[i]) return static_cast<Dim>(i);
+  throw nb::value_error(("no dimension of a step: " + name).c_str());
 }
 
 thread_local Plan* recording = nullptr;
@@ -157,42 +157,29 @@ NB_MODULE(_native, m) {
              recording = &plan;
            })
       .def("end", [](Plan&) { recording = nullptr; })
+      .def("bind", [](Plan& plan, const std::string& rows) { plan.bind(dim_of(rows)); })
       .def(
           "run",
-          [](Plan& plan, int64_t rows, int64_t num_reqs) { plan.run({rows, num_reqs}); },
+          [](Plan& plan, int64_t tokens, int64_t requests, int64_t samples) {
+            plan.run({tokens, requests, samples});
+          },
           nb::call_guard<Release>())
       .def("__len__", &Plan::size);
 
-  using Addresses = std::vector<Address>;
+  using ByName = std::map<std::string, Address>;
   nb::class_<StepArrays>(m, "StepArrays")
-      .def("__init__", [](StepArrays* self, int64_t num_reqs, int64_t num_tokens,
-                          Address query_start_loc, Address seq_lens, Address samples,
-                          Address last_tokens, const Addresses& block_tables, Address input_ids,
-                          Address positions, const Addresses& slot_mappings) {
-        new (self) StepArrays{num_reqs, num_tokens,
-                              at<int32_t>(query_start_loc), at<int32_t>(seq_lens),
-                              at<bool>(samples),            at<int64_t>(last_tokens),
-                              all_at<int32_t>(block_tables), at<int64_t>(input_ids),
-                              at<int64_t>(positions),       all_at<int64_t>(slot_mappings)};
+      .def("__init__", [](StepArrays* self, int64_t tokens, int64_t requests, int64_t samples,
+                          const ByName& at) {
+        new (self) StepArrays(tokens, requests, samples, {at});
       });
   nb::class_<InputGatherer>(m, "InputGatherer")
       .def("__init__",
-           [](InputGatherer* self, Address token_ids, int64_t max_num_seqs, int64_t max_model_len,
-              Address num_tokens, Address num_computed_tokens, const Addresses& block_tables,
-              int64_t blocks, int64_t block_size) {
-             new (self) InputGatherer{at<int32_t>(token_ids),
-                                      max_num_seqs,
-                                      max_model_len,
-                                      at<int64_t>(num_tokens),
-                                      at<int64_t>(num_computed_tokens),
-                                      all_at<const int32_t>(block_tables),
-                                      blocks,
-                                      block_size};
+           [](InputGatherer* self, int64_t max_num_seqs, int64_t max_model_len, int64_t groups,
+              int64_t blocks, int64_t block_size, const ByName& at) {
+             new (self)
+                 InputGatherer(max_num_seqs, max_model_len, groups, blocks, block_size, {at});
            })
-      .def("run", [](const InputGatherer& self, int64_t num_reqs, Address rows, Address counts,
-                     const StepArrays& to) {
-        return self.run(num_reqs, at<int64_t>(rows), at<int64_t>(counts), to);
-      });
+      .def("run", &InputGatherer::run);
 
   m.def("set_profiling", [](bool on) { profile.on = on; });
   m.def("take_spans", [] {

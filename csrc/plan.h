@@ -3,6 +3,7 @@
 // While a plan records, calls are noted instead of carried out. They keep the addresses they were
 // given, so their tensors must stay where they are, and be large enough for the largest step.
 #pragma once
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -13,6 +14,11 @@
 #include "kernels.h"
 
 namespace octavo {
+
+// What the sizes of a step are called: the dimensions of worker/step_table.py that calls bind to.
+enum class Dim : int { tokens, requests, samples };
+constexpr std::array<const char*, 3> kDims = {"tokens", "requests", "samples"};
+using StepSizes = std::array<int64_t, kDims.size()>;
 
 struct Span {
   std::string name;
@@ -60,13 +66,16 @@ class Plan {
   Plan() = default;
   Plan(const Plan&) = delete;
 
+  // The rows of the calls that are added from now on are as many as that dimension says.
+  void bind(Dim rows) { rows_ = rows; }
+
   template <class Args>
   void add(std::string name, void (*kernel)(const Args&), const Args& args) {
-    calls_.push_back(std::make_unique<Call<Args>>(std::move(name), kernel, args));
+    calls_.push_back(std::make_unique<Call<Args>>(std::move(name), kernel, args, rows_));
   }
 
-  void run(const StepSize& size) {
-    for (auto& call : calls_) call->run(size);
+  void run(const StepSizes& sizes) {
+    for (auto& call : calls_) call->run(sizes);
   }
 
   size_t size() const { return calls_.size(); }
@@ -74,7 +83,7 @@ class Plan {
  private:
   struct AnyCall {
     virtual ~AnyCall() = default;
-    virtual void run(const StepSize& size) = 0;
+    virtual void run(const StepSizes& sizes) = 0;
   };
 
   template <class Args>
@@ -82,16 +91,20 @@ class Plan {
     std::string name;
     void (*kernel)(const Args&);
     Args args;
+    Dim rows;
 
-    Call(std::string name, void (*kernel)(const Args&), const Args& args)
-        : name(std::move(name)), kernel(kernel), args(args) {}
+    Call(std::string name, void (*kernel)(const Args&), const Args& args, Dim rows)
+        : name(std::move(name)), kernel(kernel), args(args), rows(rows) {}
 
-    void run(const StepSize& size) override {
+    void run(const StepSizes& sizes) override {
+      const StepSize size{sizes[int(rows)], sizes[int(Dim::requests)]};
+      if (size.rows == 0) return;
       args.resize(size);
       run_kernel(name, kernel, args);
     }
   };
 
+  Dim rows_ = Dim::tokens;
   std::vector<std::unique_ptr<AnyCall>> calls_;
 };
 

@@ -6,34 +6,21 @@ weights: these and `philox_uniforms` raise RuntimeError while one records.
 
 class StepArrays:
     def __init__(
-        self,
-        num_reqs: int,
-        num_tokens: int,
-        query_start_loc: int,
-        seq_lens: int,
-        samples: int,
-        last_tokens: int,
-        block_tables: list[int],
-        input_ids: int,
-        positions: int,
-        slot_mappings: list[int],
-        /,
+        self, tokens: int, requests: int, samples: int, addresses: dict[str, int], /
     ) -> None: ...
 
 class InputGatherer:
     def __init__(
         self,
-        token_ids: int,
         max_num_seqs: int,
         max_model_len: int,
-        num_tokens: int,
-        num_computed_tokens: int,
-        block_tables: list[int],
+        groups: int,
         blocks: int,
         block_size: int,
+        addresses: dict[str, int],
         /,
     ) -> None: ...
-    def run(self, num_reqs: int, rows: int, counts: int, to: StepArrays, /) -> int: ...
+    def run(self, num_reqs: int, to: StepArrays, /) -> int: ...
 
 class Plan:
     """A list of recorded kernel calls; see csrc/plan.h."""
@@ -45,8 +32,11 @@ class Plan:
     def end(self) -> None:
         """Ends `begin`."""
 
-    def run(self, rows: int, num_reqs: int, /) -> None:
-        """Carries the calls out for so many rows."""
+    def bind(self, rows: str, /) -> None:
+        """Has the rows of calls from now on counted by that dimension of `StepSize`."""
+
+    def run(self, tokens: int, requests: int, samples: int, /) -> None:
+        """Carries the calls out for a step of that size; those of no rows are left out."""
 
     def __len__(self) -> int: ...
 

@@ -194,41 +194,51 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
-    """A request that the worker does not know: new, or resumed after a preemption."""
+    """What the worker must know of a request that is new, or resumed after a preemption."""
 
-    req_id: str
     token_ids: list[int]
     """Prompt and, if resumed, the tokens generated so far."""
     num_prompt_tokens: int
     sampling_params: CoreSamplingParams
-    block_ids: list[list[int]]
-    """KV blocks in order, one list for each KV-cache group."""
     num_computed_tokens: int
+    """Found in the prefix cache. From here on the worker itself knows how far it is."""
 
 
-class CachedRequestData(msgspec.Struct, array_like=True):
-    """Requests that the worker holds a row for, as parallel lists."""
+class ScheduledRequest(msgspec.Struct, array_like=True):
+    """One request's part of a step. The worker holds a row for it, or is to give it one (`new`)."""
 
-    req_ids: list[str] = []
-    new_block_ids: list[list[list[int]] | None] = []
+    req_id: str
+    num_tokens: int
+    """To compute, drafts included, from where the request truly stands."""
+    new_block_ids: list[list[int]] | None = None
     """Blocks to append, one list for each KV-cache group; None: no new ones."""
-    num_computed_tokens: list[int] = []
+    token_ids: list[int] = []
+    """Drafts to verify: they follow the last token known, and end the request's part."""
+    has_grammar: bool = False
+    """Whether sampling waits for a bitmask, which comes in `GrammarOutput`."""
+    new: NewRequestData | None = None
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """One step's work."""
 
-    scheduled_new_reqs: list[NewRequestData] = []
-    scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
-    num_scheduled_tokens: dict[str, int] = {}
-    """Tokens to compute for each request, speculative ones included; in batch order."""
+    scheduled_reqs: list[ScheduledRequest] = []
+    """In batch order."""
     total_num_scheduled_tokens: int = 0
-    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
-    """Draft tokens to verify, for the requests that have any."""
     finished_req_ids: list[str] = []
     """Requests whose rows the worker gives up before this step: finished or preempted."""
     blocks_to_copy: list[tuple[int, int]] = []
     """(source, destination) block ids to copy before this step: copy on write."""
+
+
+class GrammarOutput(msgspec.Struct, array_like=True):
+    """What the grammars of a step's requests allow; it comes while the model computes."""
+
+    req_ids: list[str]
+    """Those scheduled with `has_grammar` that sample in the step."""
+    bitmask: bytes
+    """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`: in order of `req_ids` a row for
+    each position that the request samples, that is one more than it has drafts."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
@@ -236,7 +246,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
 
     req_ids: list[str] = []
     sampled_token_ids: list[list[int]] = []
-    """New tokens of each request; none while its prompt is still being computed."""
+    """New tokens of each request; none while its prompt is still being computed. Of its drafts
+    those that are what it samples there, and one more."""
     logprobs: dict[str, LogprobsLists] = {}
     prompt_logprobs: dict[str, LogprobsLists] = {}
     draft_token_ids: dict[str, list[int]] = {}

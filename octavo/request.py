@@ -88,7 +88,9 @@ class Request:
         self.num_output_placeholders = 0
         """Tokens that steps in flight will sample (async scheduling)."""
         self.spec_token_ids: list[int] = []
-        """Draft tokens to verify in the next step."""
+        """Drafts of the tokens behind the known ones, to verify as soon as may be."""
+        self.num_spec_in_flight = 0
+        """Drafts in flight: as many placeholders and computed tokens may come to nothing."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0

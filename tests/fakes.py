@@ -26,6 +26,7 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
+from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
 from tests.params import core_params, pack_logprobs
@@ -61,13 +62,18 @@ def expected_output(
             return output
 
 
+def scheduled_tokens(work: SchedulerOutput) -> dict[str, int]:
+    """Tokens to compute for each request of a step, in batch order."""
+    return {request.req_id: request.num_tokens for request in work.scheduled_reqs}
+
+
 class _Row:
-    def __init__(self, data: NewRequestData) -> None:
+    def __init__(self, data: NewRequestData, block_ids: list[list[int]]) -> None:
         self.tokens = list(data.token_ids)
         self.prefixes: list[int] = []
         self.num_prompt_tokens = data.num_prompt_tokens
         self.params = data.sampling_params
-        self.tables = [list(ids) for ids in data.block_ids]
+        self.tables = [list(ids) for ids in block_ids]
         self.num_computed_tokens = data.num_computed_tokens
 
     def prefix(self, position: int) -> int:
@@ -106,22 +112,23 @@ class FakeExecutor:
         # Over the wire and back, so that nothing is shared with the scheduler.
         work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=SchedulerOutput)
         self._update_rows(work)
-        counts = work.num_scheduled_tokens
-        assert sum(counts.values()) == work.total_num_scheduled_tokens
-        for req_id, drafts in work.scheduled_spec_decode_tokens.items():
-            row = self.rows[req_id]
-            assert row.num_computed_tokens == len(row.tokens) - 1
-            assert 0 < len(drafts) == counts[req_id] - 1
-            row.tokens += drafts
+        scheduled = work.scheduled_reqs
+        assert sum(r.num_tokens for r in scheduled) == work.total_num_scheduled_tokens
+        assert len({r.req_id for r in scheduled}) == len(scheduled)
+        for request in scheduled:
+            row = self.rows[request.req_id]
+            if request.token_ids:
+                assert row.num_computed_tokens == len(row.tokens) - 1
+                assert len(request.token_ids) == request.num_tokens - 1
+                row.tokens += request.token_ids
         written: set[tuple[int, int]] = set()
-        for req_id, count in counts.items():
-            self._write(self.rows[req_id], count, written)
-        for req_id, count in counts.items():
-            self._attend(self.rows[req_id], count)
+        for request in scheduled:
+            self._write(self.rows[request.req_id], request.num_tokens, written)
+        for request in scheduled:
+            self._attend(self.rows[request.req_id], request.num_tokens)
         out = ModelRunnerOutput()
-        for req_id, count in counts.items():
-            drafts = work.scheduled_spec_decode_tokens.get(req_id, [])
-            self._sample(req_id, count, drafts, out)
+        for request in scheduled:
+            self._sample(request.req_id, request.num_tokens, request.token_ids, out)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(out), type=ModelRunnerOutput)
 
     def _update_rows(self, work: SchedulerOutput) -> None:
@@ -132,21 +139,15 @@ class FakeExecutor:
         for source, copy in copies:
             self.memory[copy] = dict(self.memory.get(source, {}))
             self.num_copies += 1
-        for data in work.scheduled_new_reqs:
-            assert data.req_id not in self.rows
-            assert data.req_id in work.num_scheduled_tokens
-            self.rows[data.req_id] = _Row(data)
-        cached = work.scheduled_cached_reqs
-        for req_id, new, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = self.rows[req_id]
-            assert row.num_computed_tokens == computed
-            for table, ids in zip(row.tables, new or [[]] * len(row.tables), strict=True):
-                table += ids
-        assert {d.req_id for d in work.scheduled_new_reqs} | set(cached.req_ids) == set(
-            work.num_scheduled_tokens
-        )
+        for request in work.scheduled_reqs:
+            new_blocks = request.new_block_ids or [[]] * len(self.config.groups)
+            if request.new is not None:
+                assert request.req_id not in self.rows
+                self.rows[request.req_id] = _Row(request.new, new_blocks)
+            else:
+                row = self.rows[request.req_id]
+                for table, ids in zip(row.tables, new_blocks, strict=True):
+                    table += ids
 
     def _slot(self, row: _Row, group: int, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.config.block_size)
@@ -167,7 +168,8 @@ class FakeExecutor:
     def _attend(self, row: _Row, count: int) -> None:
         first = row.num_computed_tokens
         for group_id, group in enumerate(self.config.groups):
-            window = group.sliding_window
+            assert isinstance(group.cache, AttentionCache)
+            window = group.cache.sliding_window
             lowest = 0 if window is None else max(0, first - window + 1)
             for position in range(lowest, first + count):
                 block, offset = self._slot(row, group_id, position)
@@ -232,12 +234,11 @@ class FakeEngine:
         depth: int = 1,
         caching: bool = True,
         num_drafts: int = 0,
-        num_lookahead_tokens: int = 0,
         fail: Iterable[str] = (),
         **config: object,
     ) -> None:
-        groups, group_size = make_kv_cache_groups(windows)
-        self.kv_config = KVCacheConfig(num_blocks, block_size, groups, group_size, 1)
+        groups = make_kv_cache_groups([AttentionCache(1, 1, window) for window in windows])
+        self.kv_config = KVCacheConfig(num_blocks, block_size, groups)
         self.now = 0.0
         config.setdefault("max_num_seqs", 8)
         self.scheduler = Scheduler(
@@ -246,7 +247,6 @@ class FakeEngine:
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_caching=caching,
-            num_lookahead_tokens=num_lookahead_tokens,
             clock=lambda: self.now,
         )
         self.executor = FakeExecutor(self.kv_config, num_drafts, fail)

@@ -156,7 +156,7 @@ def mix_tokens_a_second(llm: LLM, sizes: Sizes, vocab: int) -> float:
 
 def device_steps(llm: LLM) -> Any:
     """What runs the steps of an engine, see octavo/worker/device_steps.py."""
-    return llm._core.executor._worker.runner.steps  # type: ignore[attr-defined]
+    return llm._core.executor._worker.runner.state.steps  # type: ignore[attr-defined]
 
 
 def last_step(llm: LLM, sizes: Sizes, batch: int) -> Callable[[], None]:
@@ -167,8 +167,8 @@ def last_step(llm: LLM, sizes: Sizes, batch: int) -> Callable[[], None]:
     """
     captured = device_steps(llm)._graphs[batch]
     length = sizes.decode_prompt + sizes.settle - 1
-    arrays = captured.arrays
-    if not bool(((arrays.seq_lens == length) & (arrays.positions == length - 1)).all()):
+    table = captured.table
+    if not bool(((table.seq_lens == length) & (table.positions == length - 1)).all()):
         raise RuntimeError(f"the last step was no decode step of {batch} requests")
     replay: Callable[[], None] = captured.graph.replay
     return replay

@@ -163,7 +163,7 @@ class EngineCore:
                 work = self.scheduler.schedule()
                 note(
                     step=self._num_scheduled,
-                    requests=len(work.num_scheduled_tokens),
+                    requests=len(work.scheduled_reqs),
                     tokens=work.total_num_scheduled_tokens,
                 )
             forward = self.executor.execute_model(work)
@@ -186,7 +186,7 @@ class EngineCore:
                 outputs = self.scheduler.fail_step(work, message)
             else:
                 with span("update_from_output") as note:
-                    note(step=number, requests=len(work.num_scheduled_tokens))
+                    note(step=number, requests=len(work.scheduled_reqs))
                     outputs = self.scheduler.update_from_output(work, result)
             # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
             self._in_flight.popleft()

@@ -16,8 +16,8 @@ from octavo.kv_cache.groups import (
 )
 from octavo.models.spec import ModelSpec
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
-from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.worker.step_table import StepSize, input_batch_nbytes
 
 # Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
 # users than the engine.
@@ -124,7 +124,7 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
 
 
 def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
-    """The type of the KV cache of a model in `dtype`, as `bytes_per_block` names it.
+    """The type of the KV cache of a model in `dtype`, as `CacheSpec` names it.
 
     Raises:
         ConfigError: for a type of 16 or 32 bits that is not the model's.
@@ -191,15 +191,14 @@ def make_memory_plan(
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
             message names what would.
+        ModelError: if blocks do not take the same bytes in all layers.
     """
     dtype = resolve_dtype(config, spec)
     cache_dtype = resolve_kv_cache_dtype(config, dtype)
     cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
     max_model_len = resolve_max_model_len(config, spec)
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    block_nbytes = bytes_per_block(
-        group_size, cache.block_size, spec.num_key_value_heads, spec.head_size, cache_dtype
-    )
+    groups = make_kv_cache_groups(spec.caches)
+    block_nbytes = bytes_per_block(groups, cache.block_size, cache_dtype)
 
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
@@ -219,9 +218,8 @@ def make_memory_plan(
         # sampler works in.
         logits = 2 * measured.logits + workspace_nbytes(max_num_seqs, spec.vocab_size)
         loading = spec.loading_nbytes(dtype)
-        rows = InputBatch.nbytes(
-            max_num_seqs, max_model_len, max_num_batched_tokens, cache.block_size, len(groups)
-        )
+        largest = StepSize(max_num_batched_tokens, max_num_seqs, max_num_seqs)
+        rows = input_batch_nbytes(largest, max_model_len, cache.block_size, len(groups))
         rows += state_nbytes(max_num_seqs, spec.vocab_size)
     limit = int(available * cache.gpu_memory_utilization)
     server, requests = (0, 0) if request_memory is None else (SERVER_NBYTES, request_memory)
@@ -280,14 +278,7 @@ def make_memory_plan(
         server=server,
         requests=requests,
     )
-    kv_cache = KVCacheConfig(
-        num_blocks=num_blocks,
-        block_size=cache.block_size,
-        groups=groups,
-        group_size=group_size,
-        bytes_per_block=block_nbytes,
-    )
-    return plan, kv_cache
+    return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
 
 
 def _longest_that_fits(blocks_for: Callable[[int], int], num_blocks: int, longest: int) -> int:

@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-_DTYPE_NBYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "int8": 1,
-}
+from octavo.errors import ModelError
+from octavo.models.cache import AttentionCache, CacheSpec
 
 
 @dataclass(frozen=True)
 class KVCacheGroup:
-    """Layers with one kind of attention that share block tables."""
+    """Layers with equal caches, which share block tables."""
 
     layer_indices: tuple[int, ...]
-    sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all before it."""
+    """Among the layers that keep something."""
+    cache: CacheSpec
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Positions that a token sees, itself included; None: all before it."""
+        assert isinstance(self.cache, AttentionCache)
+        return self.cache.sliding_window
 
     def first_needed_position(self, num_computed_tokens: int) -> int:
         """The lowest position whose KV the next token, or any after it, will look at."""
@@ -46,15 +46,11 @@ class KVCacheConfig:
     block_size: int
     """Tokens in a block."""
     groups: Sequence[KVCacheGroup]
-    group_size: int
-    """Layers of the largest group: physical tensors, each shaped for `num_blocks`."""
-    bytes_per_block: int
-    """Bytes of a block in all physical tensors together."""
 
-    @property
-    def num_layers(self) -> int:
-        """Layers with a KV cache."""
-        return len(self.layer_to_group)
+    @cached_property
+    def group_size(self) -> int:
+        """Layers of the largest group: physical tensors, each with room for `num_blocks`."""
+        return _group_size(self.groups)
 
     @cached_property
     def layer_to_group(self) -> list[int]:
@@ -78,44 +74,42 @@ class KVCacheConfig:
         return places
 
 
-def make_kv_cache_groups(
-    layer_windows: Sequence[int | None],
-) -> tuple[list[KVCacheGroup], int]:
-    """Sorts layers into groups of equal size.
+def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
+    """Sorts layers into groups of equal size; the last one of a kind of cache may be short.
 
     Args:
-        layer_windows: for each layer its sliding window, or None for full attention.
-
-    Returns:
-        The groups, and the number of layers in each; the last group of a kind may be short.
+        caches: what each layer that keeps something keeps, as `ModelSpec.caches` has it.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(layer_windows):
-        kinds.setdefault(window, []).append(layer)
+    kinds: dict[CacheSpec, list[int]] = {}
+    for layer, cache in enumerate(caches):
+        kinds.setdefault(cache, []).append(layer)
     size = min(map(len, kinds.values()))
-    groups = [
-        KVCacheGroup(tuple(layers[i : i + size]), window)
-        for window, layers in kinds.items()
+    return [
+        KVCacheGroup(tuple(layers[i : i + size]), cache)
+        for cache, layers in kinds.items()
         for i in range(0, len(layers), size)
     ]
-    return groups, size
 
 
-def bytes_per_block(
-    group_size: int, block_size: int, num_kv_heads: int, head_size: int, dtype: str
-) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in `group_size` layers.
+def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> int:
+    """Bytes of one block in all physical tensors together.
 
     Args:
-        group_size: layers.
+        groups: of the model.
         block_size: tokens.
-        num_kv_heads: heads of keys and values.
-        head_size: elements of a head.
-        dtype: of the cache: "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "int8";
-            the last has a float32 scale for each head.
+        dtype: of the cache, as `CacheSpec` names it.
+
+    Raises:
+        ModelError: if a block does not take the same bytes in all layers.
     """
-    head = head_size * _DTYPE_NBYTES[dtype] + (4 if dtype == "int8" else 0)
-    return 2 * group_size * block_size * num_kv_heads * head
+    sizes = {group.cache: group.cache.block_nbytes(block_size, dtype) for group in groups}
+    if len(set(sizes.values())) > 1:
+        kinds = ", ".join(f"{size} in {cache}" for cache, size in sizes.items())
+        raise ModelError(
+            f"A block of {block_size} tokens in {dtype} takes different numbers of bytes in "
+            f"different layers: {kinds}. Only models whose layers take the same are supported."
+        )
+    return _group_size(groups) * max(sizes.values())
 
 
 def max_blocks_per_request(
@@ -135,3 +129,7 @@ def max_blocks_per_request(
             span = group.sliding_window - 1 + max_num_batched_tokens
             total += min(whole, -(-span // block_size) + 1)
     return total
+
+
+def _group_size(groups: Sequence[KVCacheGroup]) -> int:
+    return max(len(group.layer_indices) for group in groups)

@@ -12,6 +12,9 @@ and blocks are handed out again while a step in flight may still write to them:
 3. A request writes at its own computed position and beyond. Hashed blocks end at or before the end
    of the step that made them known, and a rejected draft never takes a request back before its
    last known token; so no request, in flight or later, writes into its own hashed blocks again.
+   While drafts are in flight a request counts as computed up to the last of them, and may stand as
+   many positions further back: it has known and computed all that is hashed even then, and keeps
+   what a sliding window may still show it from there.
 4. What a request has in flight beyond its hashed blocks goes to blocks that only it holds. If it
    ends or is preempted meanwhile, these blocks are unhashed; a new owner is scheduled later, so
    its writes come later, and it reads only what it wrote or what was known.
@@ -62,13 +65,11 @@ class KVCacheManager:
 
     Args:
         config: shape of the cache.
-        max_model_len: no request has more tokens; bounds the lookahead slots.
         enable_caching: keep known prefixes after their last user has gone.
     """
 
-    def __init__(self, config: KVCacheConfig, max_model_len: int, enable_caching: bool) -> None:
+    def __init__(self, config: KVCacheConfig, enable_caching: bool) -> None:
         self.config = config
-        self.max_model_len = max_model_len
         self.block_size = config.block_size
         self.groups: Sequence[KVCacheGroup] = config.groups
         self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching)
@@ -132,7 +133,6 @@ class KVCacheManager:
         request: Request,
         num_new_tokens: int,
         new_computed_blocks: KVCacheBlocks | None = None,
-        num_lookahead_tokens: int = 0,
     ) -> list[list[int]] | None:
         """Gets a request the slots for its next tokens.
 
@@ -144,7 +144,6 @@ class KVCacheManager:
             num_new_tokens: tokens to compute in this step, drafts included.
             new_computed_blocks: for a request that holds no blocks, its known prefix as just
                 found, up to which it counts as computed.
-            num_lookahead_tokens: slots beyond, for drafts that the worker makes itself.
 
         Returns:
             Ids of the blocks to append, one list for each group ([] if none), or None with
@@ -156,18 +155,20 @@ class KVCacheManager:
             start = hit.num_tokens
         else:
             start = request.num_computed_tokens
-        end = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        end = start + num_new_tokens
+        # Drafts in flight may be wrong: so much further back the request may stand.
+        lowest = start - request.num_spec_in_flight
         if held is not None:
             if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
                 return []  # the usual decode step
-            if self._num_blocks_needed(held, start, end, end) > self.pool.num_free_blocks:
+            if self._num_blocks_needed(held, lowest, end, end) > self.pool.num_free_blocks:
                 return None
         else:
             assert hit is not None
             held = self._reserve_hit(request, hit, start, end)
             if held is None:
                 return None
-        self._release_out_of_window(held, start)
+        self._release_out_of_window(held, lowest)
         new_ids: list[list[int]] = []
         count = -(-end // self.block_size) - len(held.blocks[0])
         if count > 0:
@@ -176,7 +177,7 @@ class KVCacheManager:
                 blocks += new
                 new_ids.append([block.block_id for block in new])
         held.num_slots = len(held.blocks[0]) * self.block_size
-        self._cache_full_blocks(request, held, start + num_new_tokens)
+        self._cache_full_blocks(request, held, end)
         return new_ids
 
     def free(self, request: Request) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata, Rotary
+from octavo.attention.base import Rotary
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
+from octavo.layers.step import StepContext
 
 
 class Attention:
@@ -15,6 +16,7 @@ class Attention:
 
     Args:
         ops: table of operations.
+        cache: index of its cache in `StepContext.caches`.
         qkv_proj: to queries, keys and values, stacked.
         o_proj: from the heads' results to the hidden size.
         num_heads: query heads.
@@ -31,6 +33,7 @@ class Attention:
 
     __slots__ = (
         "alibi_slopes",
+        "cache",
         "clamp_",
         "clip",
         "cos_sin_cache",
@@ -51,6 +54,7 @@ class Attention:
     def __init__(
         self,
         ops: Ops,
+        cache: int,
         qkv_proj: Linear,
         o_proj: Linear,
         *,
@@ -69,6 +73,7 @@ class Attention:
         self.rotary = ops.rotary_embedding
         self.clamp_ = ops.clamp_
         self.empty = ops.empty
+        self.cache = cache
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.num_heads = num_heads
@@ -83,16 +88,10 @@ class Attention:
         self.k_norm = k_norm
         self.clip = clip
 
-    def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        backend: AttentionBackend,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; writes this step's keys and values."""
-        tokens = x.shape[0]
+        tokens, backend = x.shape[0], step.backend
+        kv_cache, metadata = step.caches[self.cache], step.metadata[self.cache]
         qkv = self.qkv_proj(x)
         if self.clip is not None:
             self.clamp_(qkv, self.clip)
@@ -103,7 +102,7 @@ class Attention:
             self.k_norm.heads_(key)
         rotary = None
         if self.cos_sin_cache is not None:
-            rotary = Rotary(self.rotary, positions, query, self.cos_sin_cache)
+            rotary = Rotary(self.rotary, step.positions, query, self.cos_sin_cache)
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
         out = self.empty(tokens, self.num_heads, self.head_size, like=x)
         backend.forward(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding
@@ -15,6 +14,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, get_activation
 from octavo.layers.norm import LayerNorm, Norm, RMSNorm
 from octavo.layers.rotary import build_cos_sin_cache
+from octavo.layers.step import StepContext
 from octavo.models.spec import ModelSpec
 
 
@@ -40,20 +40,14 @@ class PreNormLayer:
         self.post_mlp_norm = post_mlp_norm
 
     def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        backend: AttentionBackend,
+        self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
         """(x, residual), whose sum is the residual stream, to the same behind the layer."""
         if residual is None:
             x, residual = self.input_norm(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
-        x = self.attn(x, positions, kv_cache, metadata, backend)
+        x = self.attn(x, step)
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x)
         x, residual = self.mlp_norm.add(x, residual)
@@ -75,17 +69,11 @@ class PostNormLayer:
         self.mlp_norm = mlp_norm
 
     def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        backend: AttentionBackend,
+        self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
         """As `PreNormLayer`; there is never a residual apart from x."""
         assert residual is None
-        x, _ = self.attn_norm.add(self.attn(x, positions, kv_cache, metadata, backend), x)
+        x, _ = self.attn_norm.add(self.attn(x, step), x)
         x, _ = self.mlp_norm.add(self.mlp(x), x)
         return x, None
 
@@ -131,46 +119,22 @@ class DecoderModel:
         """Type of weights and activations."""
         return self.embed.weight.dtype
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: Sequence[Tensor],
-        attn_metadata: Sequence[AttentionMetadata],
-        backend: AttentionBackend,
-    ) -> Tensor:
-        """Computes the tokens of a step and stores their keys and values.
-
-        Args:
-            input_ids: [T] int64, the tokens of all requests one after the other.
-            positions: [T] int64, their positions, each below max_model_len.
-            kv_caches: one for each layer.
-            attn_metadata: one for each layer; layers may share one.
-            backend: the attention backend that the caches are laid out for.
-
-        Returns:
-            Hidden states [T, hidden_size] behind the final norm, in the model's dtype.
-        """
-        x = self.embed(input_ids, positions)
+    def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """See `Model`; hidden states come from behind the final norm."""
+        x = self.embed(input_ids, step.positions)
         residual: Tensor | None = None
-        for layer, kv_cache, metadata in zip(self.layers, kv_caches, attn_metadata, strict=True):
-            x, residual = layer(x, residual, positions, kv_cache, metadata, backend)
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, step)
+            if index in step.kept_layers:
+                step.kept[index] = x if residual is None else self._add(x, residual)
         if self.norm is None:
             return x if residual is None else self._add(x, residual)
         if residual is None:
             return self.norm(x)
         return self.norm.add(x, residual)[0]
 
-    def compute_logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Hidden states to logits.
-
-        Args:
-            hidden: [T, hidden_size].
-            rows: int64 [M], which of them; None: all.
-
-        Returns:
-            float32 [M, vocab_size].
-        """
+    def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """See `Model`."""
         if rows is not None:
             hidden = self._gather(hidden, rows)
         if self.project_out is not None:
@@ -251,6 +215,7 @@ class _Builder:
         mlp = MLP(self.linear(at + up), self.activation, self.linear(at + "down_proj"))
         attn = Attention(
             self.ops,
+            index,
             self.linear(at + "qkv_proj"),
             self.linear(at + "o_proj"),
             num_heads=spec.num_attention_heads,

@@ -9,11 +9,11 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
+from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ModelError
 from octavo.layers.rope_spec import RopeSpec
+from octavo.models.cache import AttentionCache, CacheSpec
 from octavo.models.config_json import MOST_JSON_NBYTES, require_file
-
-DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,14 @@ class ModelSpec:
         from octavo.models.registry import read_spec
 
         return read_spec(Path(path), trust_remote_code=trust_remote_code)
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps of the tokens that it has seen, in the order of the layers."""
+        return tuple(
+            AttentionCache(self.num_key_value_heads, self.head_size, window)
+            for window in self.layer_windows
+        )
 
     def weight_nbytes(
         self, dtype: str, max_model_len: int | None = None, quantization: str | None = None

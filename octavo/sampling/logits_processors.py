@@ -11,6 +11,7 @@ import math
 import torch
 
 from octavo.kernels.base import Ops
+from octavo.kernels.memory import to_device
 from octavo.sampling.metadata import (
     BiasEntries,
     LogitEntries,
@@ -21,6 +22,10 @@ from octavo.sampling.metadata import (
 
 def apply_logits_processors(ops: Ops, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     """Applies all that can change which token is the most probable one."""
+    if metadata.grammar is not None:
+        grammar = metadata.grammar
+        bitmask, rows = (to_device(array, logits.device) for array in (grammar.words, grammar.at))
+        ops.apply_bitmask_(logits, bitmask, rows)
     if metadata.allowed is not None:
         ops.apply_bitmask_(logits, metadata.allowed.bitmask, metadata.allowed.rows)
     if metadata.banned is not None:

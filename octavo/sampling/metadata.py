@@ -52,6 +52,16 @@ class AllowedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarBitmask:
+    """What the grammars of some rows allow in one step."""
+
+    at: NDArray[np.int64]
+    """[G], the rows of the logits; no row twice."""
+    words: NDArray[np.int32]
+    """[G, ceil(V / 32)] as in `Ops.apply_bitmask_`."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingMetadata:
     """The R rows of one step, in the order of the logits. Made by `SamplingState.metadata`.
 
@@ -63,6 +73,7 @@ class SamplingMetadata:
     """`SAMPLING_ROW` [R]."""
     num_logprobs: NDArray[np.int64]
     """[R]; -1: the whole vocabulary, `NO_LOGPROBS`: none asked for."""
+    grammar: GrammarBitmask | None = None
     allowed: AllowedTokens | None = None
     banned: LogitEntries | None = None
     """Ends of bad words, and stop tokens of rows that have not reached `min_tokens`."""
@@ -84,7 +95,8 @@ class SamplingMetadata:
     def changes_logits(self) -> bool:
         """Whether any processor has work to do."""
         return not (
-            self.allowed is None
+            self.grammar is None
+            and self.allowed is None
             and self.banned is None
             and self.logit_bias is None
             and self.penalties is None

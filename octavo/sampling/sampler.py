@@ -52,13 +52,7 @@ class Sampler:
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        metadata: SamplingMetadata,
-        grammar_bitmask: torch.Tensor | None = None,
-        grammar_rows: torch.Tensor | None = None,
-    ) -> SamplerOutput:
+    def sample(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Chooses a token for each row.
 
         Logprobs are vLLM's `raw_logprobs`: of the logits before any processor.
@@ -66,11 +60,9 @@ class Sampler:
         Args:
             logits: float32 [R, V], contiguous; changed in place.
             metadata: of the same R rows.
-            grammar_bitmask: int32 [G, ceil(V / 32)], bit 1: allowed.
-            grammar_rows: int64 [G], the rows of the logits that the bitmask's rows belong to.
         """
         errors: dict[int, str] = {}
-        changes = metadata.changes_logits or grammar_bitmask is not None
+        changes = metadata.changes_logits
         asking = np.flatnonzero(metadata.num_logprobs != NO_LOGPROBS)
         raw, raw_rows = logits, asking
         if changes and len(asking):
@@ -78,9 +70,6 @@ class Sampler:
 
         if changes:
             self._fail_rows(logits, errors, NOT_FINITE)
-        if grammar_bitmask is not None:
-            assert grammar_rows is not None
-            self.ops.apply_bitmask_(logits, grammar_bitmask, grammar_rows)
         apply_logits_processors(self.ops, logits, metadata)
         if changes:
             self._fail_rows(

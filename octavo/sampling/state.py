@@ -18,6 +18,7 @@ from octavo.sampling.metadata import (
     NO_LOGPROBS,
     AllowedTokens,
     BiasEntries,
+    GrammarBitmask,
     LogitEntries,
     PenaltyEntries,
     SamplingMetadata,
@@ -129,14 +130,19 @@ class SamplingState:
             self.remove_row(row)
             raise
 
-    def advance(self, rows: LongArray) -> None:
-        """Notes that each of `rows` (int64 [R], no row twice) has generated one more token."""
-        self._num_output_tokens[rows] += 1
+    def advance(self, rows: LongArray, counts: LongArray) -> None:
+        """Notes that each of `rows` has generated that many more tokens, whatever they are.
 
-    def append_token(self, rows: LongArray, tokens: LongArray) -> None:
+        Args:
+            rows: int64 [R], no row twice.
+            counts: int64 [R], not negative.
+        """
+        self._num_output_tokens[rows] += counts
+
+    def append(self, rows: LongArray, tokens: LongArray, counts: LongArray) -> None:
         """`advance` and `record` in one."""
-        self.advance(rows)
-        self.record(rows, tokens)
+        self.advance(rows, counts)
+        self.record(rows, tokens, counts)
 
     def needs_tokens(self, rows: LongArray) -> bool:
         """Whether a token of these rows depends on which tokens came before."""
@@ -145,8 +151,23 @@ class SamplingState:
             or (self._bad_words and any(row in self._bad_words for row in rows.tolist()))
         )
 
-    def record(self, rows: LongArray, tokens: LongArray) -> None:
-        """Takes in the tokens of an `advance` (both int64 [R]), in the same order."""
+    def record(self, rows: LongArray, tokens: LongArray, counts: LongArray) -> None:
+        """Takes in the tokens of an `advance`.
+
+        Args:
+            rows: int64 [R], no row twice.
+            tokens: int64 [sum of counts], first all those of the first row, then of the next ...
+            counts: int64 [R], not negative.
+        """
+        if not self.needs_tokens(rows):
+            return
+        starts = np.cumsum(counts) - counts
+        for i in range(counts.max()):
+            some = counts > i
+            self._record_one(rows[some], tokens[starts[some] + i])
+
+    def _record_one(self, rows: LongArray, tokens: LongArray) -> None:
+        """One token for each of `rows`."""
         penalised = self._has_penalties[rows]
         if penalised.any():
             p_rows, p_tokens = rows[penalised], tokens[penalised]
@@ -174,22 +195,35 @@ class SamplingState:
         for extras in (self._logit_bias, self._allowed, self._stop_ids, self._bad_words):
             extras.pop(row, None)
 
-    def metadata(self, rows: LongArray) -> SamplingMetadata:
+    def metadata(
+        self,
+        rows: LongArray,
+        offsets: LongArray | None = None,
+        grammar: GrammarBitmask | None = None,
+    ) -> SamplingMetadata:
         """Gathers what one step needs.
 
+        The penalties are read when they are applied, so sample before the next `append`.
+
         Args:
-            rows: int64 [R]; `rows[i]` belongs to row i of the logits. The penalties are read when
-                they are applied, so sample before the next `append_token`.
+            rows: int64 [R]; `rows[i]` belongs to row i of the logits. A row may come several times.
+            offsets: int64 [R], how many tokens come before this one beyond those appended: drafts
+                taken as right. More than 0 only where `needs_tokens` is false; None: all 0.
+            grammar: what the grammars of some rows allow.
         """
         params = self._params[rows]
+        num_output_tokens = self._num_output_tokens[rows]
+        if offsets is not None:
+            num_output_tokens += offsets
         if params["temperature"].any():
-            # Key: the request's seed; counter: how many tokens it has generated so far.
-            params["uniform"] = philox.uniform(self._seeds[rows], self._num_output_tokens[rows])
+            # Key: the request's seed; counter: how many tokens come before this one.
+            params["uniform"] = philox.uniform(self._seeds[rows], num_output_tokens)
         return SamplingMetadata(
             params=params,
             num_logprobs=self._num_logprobs[rows],
+            grammar=grammar,
             allowed=self._gather_allowed(rows),
-            banned=self._gather_banned(rows),
+            banned=self._gather_banned(rows, num_output_tokens),
             logit_bias=self._gather_logit_bias(rows),
             penalties=self._gather_penalties(rows),
         )
@@ -283,10 +317,10 @@ class SamplingState:
         bitmask = np.stack([words for _, words in found])
         return AllowedTokens(self._tensor(restricted), self._tensor(bitmask))
 
-    def _gather_banned(self, rows: LongArray) -> LogitEntries | None:
+    def _gather_banned(self, rows: LongArray, num_output_tokens: LongArray) -> LogitEntries | None:
         found = [(i, words.banned()) for i, words in _find(self._bad_words, rows)]
         if self._stop_ids:
-            too_short = self._num_output_tokens[rows] < self._min_tokens[rows]
+            too_short = num_output_tokens < self._min_tokens[rows]
             found += [(i, ids) for i, ids in _find(self._stop_ids, rows) if too_short[i]]
         logits_rows, token_ids = _concatenate(found)
         if not len(logits_rows):

@@ -6,7 +6,10 @@ batching, chunked prefill, prefix hits, speculation and recovery after preemptio
 
 Steps may be scheduled before the results of earlier ones are known (async scheduling). The tokens
 that they will sample count as placeholders: they have positions and slots, but no ids here; the
-worker, which executes steps in order, has the ids when it needs them.
+worker, which executes steps in order, has the ids when it needs them. While drafts are in flight
+nobody knows how many of them are right: the request is scheduled on, without drafts, as if all
+were, so that it has slots enough wherever it turns out to stand; the worker computes from there,
+and the counts here are put right when the results come.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from octavo.messages import (
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -38,7 +42,7 @@ _HELD = (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 @dataclass(slots=True)
-class _Step:
+class _ScheduledStep:
     """A step being scheduled, then in flight."""
 
     output: SchedulerOutput
@@ -65,7 +69,6 @@ class Scheduler:
         max_model_len: most tokens of a request, prompt and output.
         max_num_batched_tokens: token budget of a step.
         enable_caching: keep KV blocks of known prefixes after their last user has gone.
-        num_lookahead_tokens: slots beyond a step's tokens that the worker's drafts need.
         clock: the time in seconds, as requests' `deadline` has it.
     """
 
@@ -77,15 +80,13 @@ class Scheduler:
         max_model_len: int,
         max_num_batched_tokens: int,
         enable_caching: bool = True,
-        num_lookahead_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_lookahead_tokens = num_lookahead_tokens
         self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = KVCacheManager(kv_cache_config, max_model_len, enable_caching)
+        self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching)
 
         self.requests: dict[str, Request] = {}
         """All unfinished requests."""
@@ -93,7 +94,7 @@ class Scheduler:
         """Those for which the worker holds a row, in order of service."""
         self.waiting = RequestQueue()
         self._held: dict[str, Request] = {}
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_ScheduledStep] = deque()
         self._finished_req_ids: list[str] = []
         """Rows to be given up by the worker before the next step."""
         self._outputs: list[EngineCoreOutput] = []
@@ -179,7 +180,7 @@ class Scheduler:
         if now >= self._next_deadline:
             self._fail_expired(now)
         output = SchedulerOutput()
-        step = _Step(output, self.max_num_batched_tokens)
+        step = _ScheduledStep(output, self.max_num_batched_tokens)
         self._schedule_running(step, now)
         if not step.preempted:
             while self.waiting and step.budget and self._admit(step, now, preempt=False):
@@ -203,7 +204,7 @@ class Scheduler:
             What is new for each request, in batch order.
         """
         outputs, self._outputs = self._outputs, []
-        if not scheduler_output.num_scheduled_tokens:
+        if not scheduler_output.scheduled_reqs:
             return outputs
         step = self._in_flight.popleft()
         assert step.output is scheduler_output, "steps must be updated in order"
@@ -231,7 +232,7 @@ class Scheduler:
             if num_sampled:
                 tokens = sampled[index[req_id]]
                 assert 0 < len(tokens) <= num_sampled, f"{req_id} got {len(tokens)} tokens"
-                request.num_output_placeholders -= num_sampled
+                _take_placeholders(request, num_sampled)
                 if request.status == RequestStatus.RUNNING:
                     # Rejected drafts were computed in vain. (A preempted request starts over.)
                     request.num_computed_tokens -= num_sampled - len(tokens)
@@ -255,17 +256,15 @@ class Scheduler:
                 any_finished = True
             outputs.append(
                 EngineCoreOutput(
-                    req_id,
-                    tokens,
-                    token_logprobs,
-                    new_prompt_logprobs,
-                    None if finished is None else finished.finish_reason,
-                    request.stop_reason,
-                    None,
-                    None,
-                    request.num_cached_tokens,
-                    request.first_scheduled_time,
-                    request.num_preemptions,
+                    request_id=req_id,
+                    new_token_ids=tokens,
+                    new_logprobs=token_logprobs,
+                    new_prompt_logprobs=new_prompt_logprobs,
+                    finish_reason=None if finished is None else finished.finish_reason,
+                    stop_reason=request.stop_reason,
+                    num_cached_tokens=request.num_cached_tokens,
+                    first_scheduled_time=request.first_scheduled_time,
+                    num_preemptions=request.num_preemptions,
                 )
             )
         if any_finished:
@@ -280,7 +279,7 @@ class Scheduler:
         is emptied, for it knows blocks that were never filled.
         """
         outputs, self._outputs = self._outputs, []
-        if not scheduler_output.num_scheduled_tokens:
+        if not scheduler_output.scheduled_reqs:
             return outputs
         step = self._in_flight.popleft()
         assert step.output is scheduler_output, "steps must be updated in order"
@@ -292,7 +291,8 @@ class Scheduler:
             self._preempt(self.running.pop())
         for later in self._in_flight:
             for request, _, num_sampled in later.entries:
-                request.num_output_placeholders -= num_sampled
+                if num_sampled:
+                    _take_placeholders(request, num_sampled)
             later.entries.clear()
         was_reset = self.kv_cache_manager.reset_prefix_cache()
         assert was_reset, "blocks are in use though nothing runs"
@@ -336,10 +336,12 @@ class Scheduler:
         if {r.request_id: r for r in places} != self.requests or len(places) != len(self.requests):
             raise AssertionError("a request is lost, or in two places")
         placeholders: dict[Request, int] = dict.fromkeys(places, 0)
+        drafts = placeholders.copy()
         for step in self._in_flight:
             for request, _, num_sampled in step.entries:
-                if request in placeholders:
+                if request in placeholders and num_sampled:
                     placeholders[request] += num_sampled
+                    drafts[request] += num_sampled - 1
         for i, request in enumerate(places):
             is_running = request.status == RequestStatus.RUNNING
             if is_running != (i < len(self.running)) or request.status.finished:
@@ -348,6 +350,8 @@ class Scheduler:
                 raise AssertionError(f"{request.request_id} waits with computed tokens")
             if request.num_output_placeholders != placeholders[request]:
                 raise AssertionError(f"{request.request_id} misses tokens of steps in flight")
+            if request.num_spec_in_flight != drafts[request]:
+                raise AssertionError(f"{request.request_id} misses drafts of steps in flight")
             if request.num_computed_tokens > request.num_tokens + placeholders[request]:
                 raise AssertionError(f"{request.request_id} is computed beyond its tokens")
         keys = [request.queue_key for request in self.running]
@@ -373,12 +377,11 @@ class Scheduler:
                 "is off. Shorten the prompt.",
                 "prompt",
             )
-        longest = min(prompt + request.max_tokens + self.num_lookahead_tokens, self.max_model_len)
         needed = max_blocks_per_request(
             self.kv_cache_config.groups,
             self.kv_cache_config.block_size,
-            longest,
-            budget + self.num_lookahead_tokens,
+            min(prompt + request.max_tokens, self.max_model_len),
+            budget,
         )
         usable = self.kv_cache_manager.pool.num_usable_blocks
         if needed > usable:
@@ -388,11 +391,10 @@ class Scheduler:
                 "max_tokens",
             )
 
-    def _schedule_running(self, step: _Step, now: float) -> None:
+    def _schedule_running(self, step: _ScheduledStep, now: float) -> None:
         """Gives each running request its next tokens, in order of service."""
-        running, output = self.running, step.output
+        running = self.running
         allocate_slots = self.kv_cache_manager.allocate_slots
-        cached, lookahead = output.scheduled_cached_reqs, self.num_lookahead_tokens
         may_overtake = self.config.scheduling_policy == "priority"
         i = 0
         while i < len(running) and step.budget:
@@ -403,38 +405,30 @@ class Scheduler:
                 i += may_overtake
                 continue
             total = len(request.all_token_ids) + request.num_output_placeholders
-            num_spec = 0
-            if request.num_output_placeholders:
-                if total >= request.num_prompt_tokens + request.max_tokens:
-                    i += 1  # its last token is in flight
-                    continue
-                if request.spec_token_ids:
-                    i += 1  # how many of its drafts were right must be known first
-                    continue
-            elif request.spec_token_ids:
-                left = request.num_prompt_tokens + request.max_tokens - total
-                num_spec = min(len(request.spec_token_ids), left - 1)
+            left = request.num_prompt_tokens + request.max_tokens - total
+            if left <= 0:
+                i += 1  # its last token is in flight
+                continue
+            drafts: list[int] = []
+            if request.spec_token_ids and not request.num_spec_in_flight:
+                # The first ones are for places whose tokens are in flight.
+                drafts = request.spec_token_ids[request.num_output_placeholders :][: left - 1]
             start = request.num_computed_tokens
-            num_new = total + num_spec - start
+            num_new = total + len(drafts) - start
             if num_new > 1:
                 num_new = min(self._cap(num_new), step.budget)
-                num_spec = max(0, num_new - (total - start))
-            while (new := allocate_slots(request, num_new, None, lookahead)) is None:
+                drafts = drafts[: max(0, num_new - (total - start))]
+            while (new := allocate_slots(request, num_new)) is None:
                 victim = running.pop()
                 self._preempt(victim)
                 step.preempted = True
                 if victim is request:
                     return
-            req_id = request.request_id
-            cached.req_ids.append(req_id)
-            cached.new_block_ids.append(new or None)
-            cached.num_computed_tokens.append(start)
-            if num_spec:
-                output.scheduled_spec_decode_tokens[req_id] = request.spec_token_ids[:num_spec]
-            self._add_to_step(step, request, start, num_new, total, num_spec)
+            scheduled = ScheduledRequest(request.request_id, num_new, new or None, drafts)
+            self._add_to_step(step, request, scheduled, start, total)
             i += 1
 
-    def _admit(self, step: _Step, now: float, *, preempt: bool) -> bool:
+    def _admit(self, step: _ScheduledStep, now: float, *, preempt: bool) -> bool:
         """Starts the next waiting request, if there is room for it.
 
         Args:
@@ -445,7 +439,7 @@ class Scheduler:
         request = self.waiting.peek()
         if request.num_output_placeholders:
             return False  # preempted a moment ago; tokens of steps in flight belong to it
-        manager, lookahead = self.kv_cache_manager, self.num_lookahead_tokens
+        manager = self.kv_cache_manager
         whole = not self.config.enable_chunked_prefill
         while True:
             hit, start = manager.get_computed_blocks(request)
@@ -458,7 +452,7 @@ class Scheduler:
             if request.turn > 0:  # the last eighth is for others than calls of many requests
                 seats -= seats // 8
             has_seat = len(self.running) < seats
-            if has_seat and manager.allocate_slots(request, num_new, hit, lookahead) is not None:
+            if has_seat and manager.allocate_slots(request, num_new, hit) is not None:
                 break
             if not preempt or not self.running or self.running[-1].priority <= request.priority:
                 return False
@@ -470,17 +464,18 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             request.num_cached_tokens = start
-        step.output.scheduled_new_reqs.append(
-            NewRequestData(
-                request.request_id,
+        scheduled = ScheduledRequest(
+            request.request_id,
+            num_new,
+            manager.get_block_ids(request),
+            new=NewRequestData(
                 request.all_token_ids.copy(),
                 request.num_prompt_tokens,
                 request.sampling_params,
-                manager.get_block_ids(request),
                 start,
-            )
+            ),
         )
-        self._add_to_step(step, request, start, num_new, request.num_tokens, 0)
+        self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
 
     def _cap(self, num_new: int) -> int:
@@ -491,17 +486,24 @@ class Scheduler:
         return num_new
 
     def _add_to_step(
-        self, step: _Step, request: Request, start: int, num_new: int, total: int, num_spec: int
+        self,
+        step: _ScheduledStep,
+        request: Request,
+        scheduled: ScheduledRequest,
+        start: int,
+        total: int,
     ) -> None:
-        """Books `num_new` tokens from `start`; `total` tokens are known or in flight."""
-        request.num_computed_tokens = start + num_new
+        """Books a request's part from `start`; `total` tokens are known or in flight."""
+        request.num_computed_tokens = start + scheduled.num_tokens
         num_sampled = 0
-        if start + num_new >= total:
+        if request.num_computed_tokens >= total:
+            num_spec = len(scheduled.token_ids)
             num_sampled = num_spec + 1
             request.num_output_placeholders += num_sampled
-        step.output.num_scheduled_tokens[request.request_id] = num_new
+            request.num_spec_in_flight += num_spec
+        step.output.scheduled_reqs.append(scheduled)
         step.entries.append((request, start, num_sampled))
-        step.budget -= num_new
+        step.budget -= scheduled.num_tokens
 
     def _preempt(self, request: Request) -> None:
         """Puts a request, just taken out of `running`, back to the waiting ones.
@@ -564,8 +566,8 @@ class Scheduler:
         request.error, request.error_kind = message, error_kind
         self._finish(request, RequestStatus.FINISHED_ERROR)
         return EngineCoreOutput(
-            request.request_id,
-            [],
+            request_id=request.request_id,
+            new_token_ids=[],
             finish_reason=request.status.finish_reason,
             error=message,
             error_kind=error_kind,
@@ -590,6 +592,12 @@ class Scheduler:
     def _drop_finished_from_running(self) -> None:
         running = RequestStatus.RUNNING
         self.running = [request for request in self.running if request.status is running]
+
+
+def _take_placeholders(request: Request, num_sampled: int) -> None:
+    """What a step in flight was to sample has come, or never will."""
+    request.num_output_placeholders -= num_sampled
+    request.num_spec_in_flight -= num_sampled - 1
 
 
 def _queue_key(request: Request) -> QueueKey:

@@ -17,62 +17,23 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
-from octavo.worker.graphs import EagerSteps
-from octavo.worker.input_batch import (
-    SAMPLING_ROW_WORDS,
-    InputBatch,
-    StepBuffers,
-    StepInputs,
-    StepLayout,
-)
+from octavo.worker.graphs import EagerSteps, StepResult
+from octavo.worker.input_batch import HostTable, InputBatch, StepBuffers, StepInputs
+from octavo.worker.step_table import SAMPLING_ROW_WORDS, StepLayout, StepSize, StepTable
 
 logger = logging.getLogger(__name__)
 
 # Two steps are in flight, and the inputs of a third are gathered. Steps that sample nothing are
 # waited for by nobody, so a buffer is taken again only when its copy has been made.
 _HOST_BUFFERS = 3
-_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "bool": torch.bool}
+_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
-
-class _DeviceArrays:
-    """The arrays of a step as tensors on the device."""
-
-    def __init__(self, layout: StepLayout, memory: Tensor) -> None:
-        arrays = {
-            name: memory[begin : begin + nbytes].view(_TORCH_DTYPES[dtype]).view(shape)
-            for name, (begin, nbytes, dtype, shape) in layout.arrays.items()
-        }
-        groups = range(layout.num_groups)
-        self.query_start_loc = arrays["query_start_loc"]
-        self.seq_lens = arrays["seq_lens"]
-        self.last_tokens = arrays["last_tokens"]
-        self.sampling_rows = arrays["sampling_rows"]
-        self.sampling_params = arrays["sampling_params"]
-        self.input_ids = arrays["input_ids"]
-        self.positions = arrays["positions"]
-        self.slot_mappings = [arrays[f"slot_mapping_{g}"] for g in groups]
-        self.block_tables = [arrays[f"block_table_{g}"] for g in groups]
-
-    def metadata(self, max_query_len: int, max_seq_len: int) -> list[AttentionMetadata]:
-        """One for each KV-cache group."""
-        return [
-            AttentionMetadata(
-                num_reqs=self.seq_lens.shape[0],
-                num_tokens=self.input_ids.shape[0],
-                max_query_len=max_query_len,
-                max_seq_len=max_seq_len,
-                query_start_loc=self.query_start_loc,
-                seq_lens=self.seq_lens,
-                block_table=table,
-                slot_mapping=slots,
-            )
-            for table, slots in zip(self.block_tables, self.slot_mappings, strict=True)
-        ]
+DeviceTable = StepTable[Tensor]
 
 
 class Graph(Protocol):
@@ -114,8 +75,10 @@ class CudaGraphs:
 class _Graph:
     """A decode step of one size, captured."""
 
-    arrays: _DeviceArrays
     layout: StepLayout
+    table: DeviceTable
+    buffers: list[StepBuffers]
+    """In each of the host's buffers."""
     graph: Graph
 
 
@@ -126,8 +89,7 @@ class DeviceSteps:
         eager: the model, the backend and the KV cache.
         ops: the model's table of operations.
         batch: the rows of the live requests.
-        max_num_tokens: of a step.
-        max_num_reqs: of a step.
+        largest: most of everything in a step.
         max_model_len: longest context.
     """
 
@@ -137,15 +99,14 @@ class DeviceSteps:
         ops: TritonOps,
         batch: InputBatch,
         *,
-        max_num_tokens: int,
-        max_num_reqs: int,
+        largest: StepSize,
         max_model_len: int,
     ) -> None:
         self._eager, self._ops, self._batch = eager, ops, batch
-        self._max_model_len = max_model_len
+        self._largest, self._max_model_len = largest, max_model_len
         self.device = eager.model.device
         self._cuda = self.device.type == "cuda"
-        nbytes = batch.layout(max_num_tokens, max_num_reqs).nbytes
+        nbytes = batch.layout(largest).nbytes
         self._host = [
             torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
             for _ in range(_HOST_BUFFERS)
@@ -154,68 +115,61 @@ class DeviceSteps:
         self._at = 0
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         # Behind the rows one more, which the padding of captured steps writes: row -1.
-        self._sampled = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=self.device)
+        rows = largest.requests
+        self._sampled = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self._rows = self._sampled[:0]  # those that sample in the step run last
         # What captured steps of all sizes return, so that each of them holds no memory of its own.
-        spec, rows = eager.model.spec, (max_num_reqs,)
-        self._hidden = self._sampled.new_empty((*rows, spec.hidden_size), dtype=eager.model.dtype)
-        self._logits = self._sampled.new_empty((*rows, spec.vocab_size), dtype=torch.float32)
-        self._tokens = self._sampled.new_empty(rows)
+        spec, new = eager.model.spec, self._sampled.new_empty
+        self._hidden = new((rows, spec.hidden_size), dtype=eager.model.dtype)
+        self._kept = {layer: torch.empty_like(self._hidden) for layer in eager.kept_layers}
+        self._logits = new((rows, spec.vocab_size), dtype=torch.float32)
+        self._tokens = new((rows,))
         self._graphs: dict[int, _Graph] = {}
-        self._layout = StepLayout(0, 0, 0, 0)
+        self._layout = batch.layout(StepSize(0, 0, 0))
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """Where the inputs of the next step go, on the host."""
-        size = self._graph_size(num_tokens, num_reqs)
-        self._layout = (
-            self._batch.layout(num_tokens, num_reqs) if size is None else self._graphs[size].layout
-        )
         self._at = (self._at + 1) % _HOST_BUFFERS
         copied = self._copied[self._at]
         if copied is not None:
             copied.synchronize()
+        graph = self._find_graph(num_tokens, num_reqs)
+        if graph is not None:
+            self._layout = graph.layout
+            return graph.buffers[self._at]
+        num_samples = min(num_tokens, self._largest.samples)
+        self._layout = self._batch.layout(StepSize(num_tokens, num_reqs, num_samples))
         return StepBuffers(self._layout, self._host[self._at].numpy())
 
-    def run(
-        self, inputs: StepInputs, buffers: StepBuffers, params: np.ndarray | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Launches a step.
-
-        Args:
-            inputs: what was gathered into `buffers`.
-            buffers: the last that `buffers` returned.
-            params: `SAMPLING_ROW` [S] to choose tokens by; None: that is done outside.
-
-        Returns:
-            Hidden states [T, hidden_size], float32 logits [S, vocab], and the tokens int64 [S].
-        """
-        num_reqs, num_logits = len(inputs.req_ids), len(inputs.last_tokens)
-        size = self._graph_size(len(inputs.input_ids), num_reqs)
-        graph = None if size is None else self._graphs[size]
-        rows = inputs.rows[inputs.samples]
-        buffers.sampling_rows[:num_logits] = rows
+    def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
+        """Launches a step; see `StepRunner`."""
+        size, host = inputs.size, inputs.table
+        graph = self._find_graph(size.tokens, size.requests)
+        host.sampling_rows[: size.samples] = inputs.sampling_rows
         # A captured step chooses tokens even if nobody wants them: greedily, which is quick.
         words = 0 if params is None else params.view(np.int64).reshape(-1, SAMPLING_ROW_WORDS)
-        buffers.sampling_params[:num_logits] = words
+        host.sampling_params[: size.samples] = words
         if graph is not None:
-            _pad(buffers, inputs)
+            _pad(host, size)
         nbytes = self._layout.nbytes
         self._memory[:nbytes].copy_(self._host[self._at][:nbytes], non_blocking=True)
         copied = self._copied[self._at]
         if copied is not None:
             copied.record()
-        arrays = _DeviceArrays(self._layout, self._memory) if graph is None else graph.arrays
-        self._rows = arrays.sampling_rows[:num_logits]
         if graph is not None:
+            self._rows = graph.table.sampling_rows[: size.samples]
             graph.graph.replay()
-            tokens = self._tokens[:num_logits] if params is not None else None
-            return self._hidden[:num_reqs], self._logits[:num_logits], tokens
+            return StepResult(
+                self._hidden[: size.requests],
+                self._logits[: size.samples],
+                {layer: hidden[: size.requests] for layer, hidden in self._kept.items()},
+                self._tokens[: size.samples] if params is not None else None,
+            )
+        table = _device_table(self._layout, self._memory).first(size)
+        self._rows = table.sampling_rows
+        max_seq_len = int(host.seq_lens[: size.requests].max())
         return self._forward(
-            arrays,
-            num_logits,
-            int(np.diff(inputs.query_start_loc).max()),
-            int(inputs.seq_lens.max()),
-            sample=params is not None,
+            table, int(inputs.counts.max()), max_seq_len, sample=params is not None
         )
 
     def put_tokens(self, tokens: Tensor) -> None:
@@ -230,23 +184,23 @@ class DeviceSteps:
         start, before = time.monotonic(), self._reserved()
         capture = capture or CudaGraphs(self.device)
         for size in sorted(sizes, reverse=True):
-            layout = self._batch.layout(size, size)
-            arrays = _DeviceArrays(layout, self._memory)
+            layout = self._batch.layout(StepSize(size, size, size))
+            table = _device_table(layout, self._memory)
             self._memory.zero_()
-            arrays.sampling_rows.fill_(-1)
-            torch.arange(size + 1, out=arrays.query_start_loc)
-            for slots in arrays.slot_mappings:
-                slots.fill_(-1)
+            table.sampling_rows.fill_(-1)
+            torch.arange(size + 1, out=table.query_start_loc)
+            table.slot_mappings.fill_(-1)
 
-            def step(arrays: _DeviceArrays = arrays, size: int = size) -> None:
-                hidden, logits, tokens = self._forward(
-                    arrays, size, 1, self._max_model_len, sample=True
-                )
-                assert tokens is not None
-                self._hidden[:size], self._logits[:size] = hidden, logits
-                self._tokens[:size] = tokens
+            def step(table: DeviceTable = table, size: int = size) -> None:
+                result = self._forward(table, 1, self._max_model_len, sample=True)
+                assert result.tokens is not None
+                self._hidden[:size], self._logits[:size] = result.hidden, result.logits
+                self._tokens[:size] = result.tokens
+                for layer, hidden in result.kept.items():
+                    self._kept[layer][:size] = hidden
 
-            self._graphs[size] = _Graph(arrays, layout, capture(step))
+            buffers = [StepBuffers(layout, host.numpy()) for host in self._host]
+            self._graphs[size] = _Graph(layout, table, buffers, capture(step))
         logger.info(
             "captured %d decode steps of up to %d requests in %.1f s, %.0f MiB",
             len(sizes),
@@ -258,54 +212,46 @@ class DeviceSteps:
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self._cuda else 0
 
-    def _graph_size(self, num_tokens: int, num_reqs: int) -> int | None:
+    def _find_graph(self, num_tokens: int, num_reqs: int) -> _Graph | None:
         """The captured step that a decode step of that size fits; None: there is none."""
         if num_tokens != num_reqs:
             return None
-        return min((size for size in self._graphs if size >= num_reqs), default=None)
+        size = min((size for size in self._graphs if size >= num_reqs), default=None)
+        return None if size is None else self._graphs[size]
 
     def _forward(
-        self,
-        arrays: _DeviceArrays,
-        num_logits: int,
-        max_query_len: int,
-        max_seq_len: int,
-        *,
-        sample: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        eager, last_tokens = self._eager, arrays.last_tokens[:num_logits]
-        rows = arrays.sampling_rows[:num_logits]
-        take_tokens(arrays.input_ids, last_tokens, rows, self._sampled)
-        groups = arrays.metadata(max_query_len, max_seq_len)
-        hidden = eager.model.forward(
-            arrays.input_ids,
-            arrays.positions,
-            eager.kv_caches,
-            [groups[g] for g in eager.layer_groups],
-            eager.backend,
-        )
-        if num_logits == 0:
-            return hidden, self._logits[:0], self._tokens[:0]
-        logits = eager.model.compute_logits(hidden, last_tokens)
-        tokens = None
+        self, table: DeviceTable, max_query_len: int, max_seq_len: int, *, sample: bool
+    ) -> StepResult:
+        eager, indices, rows = self._eager, table.logits_indices, table.sampling_rows
+        take_tokens(table.input_ids, indices, rows, self._sampled)
+        step = eager.context(table, max_query_len, max_seq_len)
+        hidden = eager.model.forward(table.input_ids, step)
+        if len(indices) == 0:
+            return StepResult(hidden, self._logits[:0], step.kept, self._tokens[:0])
+        result = StepResult(hidden, eager.model.head(hidden, indices), step.kept)
         if sample:
-            tokens = torch.empty(num_logits, dtype=torch.int64, device=self.device)
-            self._ops.sample_into(logits, arrays.sampling_params[:num_logits], tokens)
+            result.tokens = tokens = torch.empty_like(rows)
+            self._ops.sample_into(result.logits, table.sampling_params, tokens)
             self._sampled[rows] = tokens
-        return hidden, logits, tokens
+        return result
 
 
-def _pad(buffers: StepBuffers, inputs: StepInputs) -> None:
+def _device_table(layout: StepLayout, memory: Tensor) -> DeviceTable:
+    """A step's arrays in uint8 [layout.nbytes or more] on the device."""
+    return layout.table(
+        lambda begin, end, dtype, shape: memory[begin:end].view(_TORCH_DTYPES[dtype]).view(shape)
+    )
+
+
+def _pad(table: HostTable, size: StepSize) -> None:
     """Fills a captured step that is larger than the requests there are: rows that do nothing."""
-    num_reqs, num_logits = len(inputs.req_ids), len(inputs.last_tokens)
-    size = len(buffers.seq_lens)
+    num_reqs, num_samples = size.requests, size.samples
     # One query each, which sees nothing: attention makes it 0.
-    buffers.query_start_loc[num_reqs + 1 :] = np.arange(num_reqs + 1, size + 1)
-    buffers.seq_lens[num_reqs:] = 0
-    buffers.input_ids[num_reqs:] = 0
-    buffers.positions[num_reqs:] = 0
-    for slots in buffers.slot_mappings:
-        slots[num_reqs:] = -1
-    buffers.last_tokens[num_logits:] = 0
-    buffers.sampling_rows[num_logits:] = -1
-    buffers.sampling_params[num_logits:] = 0
+    table.query_start_loc[num_reqs + 1 :] = np.arange(num_reqs + 1, len(table.seq_lens) + 1)
+    table.seq_lens[num_reqs:] = 0
+    table.input_ids[num_reqs:] = 0
+    table.positions[num_reqs:] = 0
+    table.slot_mappings[:, num_reqs:] = -1
+    table.logits_indices[num_samples:] = 0
+    table.sampling_rows[num_samples:] = -1
+    table.sampling_params[num_samples:] = 0

@@ -9,18 +9,22 @@ buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from octavo import _native
 from octavo.attention.base import AttentionBackend, AttentionMetadata
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
-from octavo.models.decoder import DecoderModel
+from octavo.layers.step import StepContext
+from octavo.models.base import Model
 from octavo.worker.input_batch import StepBuffers, StepInputs
+from octavo.worker.step_table import StepTable
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -32,6 +36,20 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [n for n in sizes if n < max_num_seqs] + [max_num_seqs]
 
 
+@dataclass(slots=True)
+class StepResult:
+    """What a step's forward pass brought; the next one may overwrite it."""
+
+    hidden: Tensor
+    """[T, hidden_size]"""
+    logits: Tensor
+    """float32 [S, vocab]."""
+    kept: dict[int, Tensor]
+    """[T, hidden_size] behind each of the layers that were asked for."""
+    tokens: Tensor | None = None
+    """int64 [S], if they have been chosen already."""
+
+
 class StepRunner(Protocol):
     """Runs the model on a step's inputs."""
 
@@ -39,78 +57,96 @@ class StepRunner(Protocol):
         """Where the inputs of the next step, of that size, are to be gathered."""
         ...
 
-    def run(
-        self, inputs: StepInputs, buffers: StepBuffers, params: NDArray[np.void] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Runs a step. What it returns may be overwritten by the next one.
+    def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
+        """Runs a step.
 
         Args:
-            inputs: gathered into `buffers`.
-            buffers: what `buffers` returned.
+            inputs: gathered into what `buffers` returned last.
             params: `SAMPLING_ROW` [S], if tokens may be chosen from the logits as they are.
-
-        Returns:
-            Hidden states [T, hidden_size]; float32 logits [S, vocab] of the S requests that sample;
-            their tokens, int64 [S], if they have been chosen already.
         """
         ...
 
-    def put_tokens(self, tokens: torch.Tensor) -> None:
+    def put_tokens(self, tokens: Tensor) -> None:
         """Takes note of tokens int64 [S] that were chosen outside for the step run last."""
         ...
 
 
 class EagerSteps:
-    """Runs the layers one after the other from Python."""
+    """Runs the layers one after the other from Python.
+
+    Args:
+        model: what to run.
+        backend: computes attention.
+        kv_caches: one for each layer that keeps something.
+        layer_groups: for each of them its KV-cache group.
+        buffers: for a step of the largest size.
+        kept_layers: layers whose hidden states are returned.
+    """
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         backend: AttentionBackend,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[Tensor],
         layer_groups: Sequence[int],
         buffers: StepBuffers,
+        kept_layers: tuple[int, ...] = (),
     ) -> None:
         self._buffers = buffers
         self.model = model
         self.backend = backend
         self.kv_caches = kv_caches
         self.layer_groups = layer_groups
+        self.kept_layers = kept_layers
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """See `StepRunner`."""
         return self._buffers
 
-    def put_tokens(self, tokens: torch.Tensor) -> None:
+    def put_tokens(self, tokens: Tensor) -> None:
         """See `StepRunner`; the next step's inputs have them."""
 
-    def run(
-        self, inputs: StepInputs, buffers: StepBuffers, params: NDArray[np.void] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """See `StepRunner`."""
-        tensor = torch.from_numpy
-        query_start_loc, seq_lens = tensor(inputs.query_start_loc), tensor(inputs.seq_lens)
+    def context(
+        self, table: StepTable[Tensor], max_query_len: int, max_seq_len: int
+    ) -> StepContext:
+        """What the model's blocks are told of a step.
+
+        Args:
+            table: its arrays, no larger than it is.
+            max_query_len: most tokens of a request in it.
+            max_seq_len: longest context.
+        """
         groups = [
             AttentionMetadata(
-                num_reqs=len(inputs.req_ids),
-                num_tokens=len(inputs.input_ids),
-                max_query_len=int(np.diff(inputs.query_start_loc).max()),
-                max_seq_len=int(inputs.seq_lens.max()),
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                block_table=tensor(table),
-                slot_mapping=tensor(slots),
+                num_reqs=len(table.seq_lens),
+                num_tokens=len(table.input_ids),
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_start_loc=table.query_start_loc,
+                seq_lens=table.seq_lens,
+                block_table=block_table,
+                slot_mapping=slot_mapping,
             )
-            for table, slots in zip(inputs.block_tables, inputs.slot_mappings, strict=True)
+            for block_table, slot_mapping in zip(
+                table.block_tables, table.slot_mappings, strict=True
+            )
         ]
-        hidden = self.model.forward(
-            tensor(inputs.input_ids),
-            tensor(inputs.positions),
-            self.kv_caches,
-            [groups[g] for g in self.layer_groups],
-            self.backend,
+        return StepContext(
+            positions=table.positions,
+            caches=self.kv_caches,
+            metadata=[groups[group] for group in self.layer_groups],
+            backend=self.backend,
+            kept_layers=self.kept_layers,
         )
-        return hidden, self.model.compute_logits(hidden, tensor(inputs.last_tokens)), None
+
+    def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
+        """See `StepRunner`."""
+        table = inputs.table.first(inputs.size)
+        max_seq_len = int(table.seq_lens.max())
+        tensors = table.map(torch.from_numpy)
+        step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
+        hidden = self.model.forward(tensors.input_ids, step)
+        return StepResult(hidden, self.model.head(hidden, tensors.logits_indices), step.kept)
 
 
 class CapturedSteps:
@@ -126,50 +162,28 @@ class CapturedSteps:
     def __init__(
         self, eager: EagerSteps, ops: NativeOps, *, activations: Arena, logits: Arena
     ) -> None:
-        buffers = eager.buffers(0, 0)
-        groups = [
-            AttentionMetadata(
-                num_reqs=len(buffers.seq_lens),
-                num_tokens=len(buffers.input_ids),
-                max_query_len=len(buffers.input_ids),
-                max_seq_len=0,
-                query_start_loc=torch.from_numpy(buffers.query_start_loc),
-                seq_lens=torch.from_numpy(buffers.seq_lens),
-                block_table=torch.from_numpy(table),
-                slot_mapping=torch.from_numpy(slots),
-            )
-            for table, slots in zip(buffers.block_tables, buffers.slot_mappings, strict=True)
-        ]
-        self._buffers = buffers
-        self._owners = eager, activations, logits  # of the memory that the plans have addresses of
-        self._forward, self._logits = _native.Plan(), _native.Plan()
-        with ops.record(self._forward, activations):
-            self.hidden = eager.model.forward(
-                torch.from_numpy(buffers.input_ids),
-                torch.from_numpy(buffers.positions),
-                eager.kv_caches,
-                [groups[g] for g in eager.layer_groups],
-                eager.backend,
-            )
-        with ops.record(self._logits, logits):
-            self.logits = eager.model.compute_logits(
-                self.hidden, torch.from_numpy(buffers.last_tokens)
-            )
+        self._buffers = buffers = eager.buffers(0, 0)
+        self._owners = eager, activations, logits  # of the memory that the plan has addresses of
+        self._plan = _native.Plan()
+        table = buffers.table.map(torch.from_numpy)
+        step = eager.context(table, len(table.input_ids), 0)
+        with ops.record(self._plan, activations):
+            self._hidden = eager.model.forward(table.input_ids, step)
+        self._plan.bind("samples")
+        with ops.record(self._plan, logits):
+            self._logits = eager.model.head(self._hidden, table.logits_indices)
+        self._kept = step.kept
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """See `StepRunner`."""
         return self._buffers
 
-    def put_tokens(self, tokens: torch.Tensor) -> None:
+    def put_tokens(self, tokens: Tensor) -> None:
         """See `StepRunner`; the next step's inputs have them."""
 
-    def run(
-        self, inputs: StepInputs, buffers: StepBuffers, params: NDArray[np.void] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """See `StepRunner`."""
-        num_tokens, num_reqs = len(inputs.input_ids), len(inputs.req_ids)
-        num_logits = len(inputs.last_tokens)
-        self._forward.run(num_tokens, num_reqs)
-        if num_logits:
-            self._logits.run(num_logits, num_reqs)
-        return self.hidden[:num_tokens], self.logits[:num_logits], None
+        size = inputs.size
+        self._plan.run(size.tokens, size.requests, size.samples)
+        kept = {layer: hidden[: size.tokens] for layer, hidden in self._kept.items()}
+        return StepResult(self._hidden[: size.tokens], self._logits[: size.samples], kept)

@@ -8,46 +8,65 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
+from octavo.attention.base import KV_CACHE_DTYPES, AttentionBackend, get_attention_backend
 from octavo.errors import ConfigError
+from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena, map_memory, to_device
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     CoreSamplingParams,
+    GrammarOutput,
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
 )
+from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.profiler import span
-from octavo.sampling.metadata import SamplingMetadata
+from octavo.sampling.metadata import GrammarBitmask, SamplingMetadata
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
-from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner, graph_sizes
+from octavo.worker.graphs import (
+    CapturedSteps,
+    EagerSteps,
+    StepResult,
+    StepRunner,
+    graph_sizes,
+)
 from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
 from octavo.worker.setup import WorkerSetup
 
 # Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
 # or for `max_num_seqs` if that is less: no more than the memory plan has for an ordinary step.
 PROMPT_LOGPROBS_ROWS = 64
+_NO_DRAFT = -2  # no token, nor `UNKNOWN`
 
 
 @dataclass(slots=True)
-class _Step:
+class _ComputedStep:
     """What `execute_model` leaves for `sample_tokens`."""
 
     inputs: StepInputs
+    result: StepResult
     metadata: SamplingMetadata | None
-    """Of the S requests that sample; None: there are none."""
-    logits: torch.Tensor
-    """float32 [S, vocab]."""
-    tokens: torch.Tensor | None
-    """int64 [S], if they have been chosen already."""
+    """Of the rows of logits, if what they are sampled by was known before they were computed."""
     prompt_logprobs: dict[str, LogprobsLists]
+
+
+@dataclass(slots=True)
+class RunnerState:
+    """What a model runner has beside the model: the live requests and the way to run a step."""
+
+    kv_tensors: list[torch.Tensor]
+    """The physical tensors of the KV cache."""
+    batch: InputBatch
+    sampling: SamplingState
+    steps: StepRunner
 
 
 class SampledTokens:
@@ -117,88 +136,70 @@ class ModelRunner:
     def __init__(self, setup: WorkerSetup, device: torch.device) -> None:
         self.device = device
         self.spec = setup.spec
+        self.setup = setup
+        self.ops, self.backend = _choose_kernels(setup, device)
         config = setup.config
-        dtype: torch.dtype = getattr(torch, setup.dtype)
-        backend, invariant = config.device.attention_backend, config.device.batch_invariant
-        ops = get_ops(device, backend, batch_invariant=invariant)
-        self.backend = get_attention_backend(
-            backend, device, setup.max_model_len, batch_invariant=invariant
-        )
-        unsupported = setup.spec.alibi_slopes or dtype == torch.float32
-        if self.backend.name == "flashinfer" and unsupported:
-            raise ConfigError(
-                "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
-                "attention_backend=triton."
-            )
         self.model = load_model(
             setup.spec,
             setup.model_path,
-            dtype=dtype,
+            dtype=getattr(torch, setup.dtype),
             device=device,
             load_format=config.load.load_format,
             seed=config.model.seed,
             max_model_len=setup.max_model_len,
             quantization=config.model.quantization,
-            ops=ops,
+            ops=self.ops,
             cache=WeightCache.from_config(config),
         )
-        self.ops, self.setup = ops, setup
-        self.sampler = Sampler(ops)
+        self.sampler = Sampler(self.ops)
+        self._state: RunnerState | None = None
         self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, config.scheduler.max_num_seqs)
         self._prompt_logprobs: dict[str, int] = {}
         """Requests that asked for prompt logprobs, and how many for each position."""
         self._failed: dict[str, str] = {}
         """Requests whose parameters could not be set up, until the step that reports it."""
         self._unknown: list[_Unknown] = []
-        self._step: _Step | None = None
+        self._step: _ComputedStep | None = None
 
-    def initialize_kv_cache(self, kv: KVCacheConfig, *, capture: bool = True) -> None:
+    @property
+    def state(self) -> RunnerState:
+        """What `initialize_kv_cache` made."""
+        assert self._state is not None, "initialize_kv_cache comes first"
+        return self._state
+
+    def initialize_kv_cache(self, kv: KVCacheConfig) -> None:
         """Allocates the KV cache and all that steps need; captures steps."""
-        capture = capture and not self.setup.config.model.enforce_eager
-        setup, device, ops = self.setup, self.device, self.ops
-        config, dtype = setup.config, self.model.dtype
-        cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
-        shape = self.backend.kv_cache_shape(
-            kv.num_blocks,
-            kv.block_size,
-            setup.spec.num_key_value_heads,
-            setup.spec.head_size,
-            cache_dtype,
+        self._state = self._make_state(kv, capture=not self.setup.config.model.enforce_eager)
+
+    def _make_state(self, kv: KVCacheConfig, *, capture: bool) -> RunnerState:
+        setup, device = self.setup, self.device
+        dtype = KV_CACHE_DTYPES.get(setup.config.cache.kv_cache_dtype, self.model.dtype)
+        shapes = []
+        for cache in setup.spec.caches:
+            assert isinstance(cache, AttentionCache)
+            heads = cache.num_kv_heads, cache.head_size
+            shapes.append(self.backend.kv_cache_shape(kv.num_blocks, kv.block_size, *heads, dtype))
+        kv_tensors = [_allocate(shapes[0], dtype, device) for _ in range(kv.group_size)]
+        kv_caches = [
+            kv_tensors[tensor].view(shape)
+            for tensor, shape in zip(kv.layer_to_tensor, shapes, strict=True)
+        ]
+        max_num_seqs = setup.largest_step.requests
+        batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
+        eager = EagerSteps(
+            self.model,
+            self.backend,
+            kv_caches,
+            kv.layer_to_group,
+            StepBuffers(batch.layout(setup.largest_step)),
+            setup.kept_layers,
         )
-        self.kv_tensors = [_allocate(shape, cache_dtype, device) for _ in range(kv.group_size)]
-        self.kv_caches = [self.kv_tensors[kv.layer_to_tensor[i]] for i in range(kv.num_layers)]
-        layer_groups = [kv.layer_to_group[i] for i in range(kv.num_layers)]
-        tokens, max_num_seqs = setup.max_num_batched_tokens, config.scheduler.max_num_seqs
-        self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
-        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
-        buffers = StepBuffers(self.batch.layout(tokens, max_num_seqs))
-        eager = EagerSteps(self.model, self.backend, self.kv_caches, layer_groups, buffers)
-        self.steps: StepRunner = eager
-        if ops.name == "triton":
-            from octavo.kernels.triton.ops import TritonOps
-            from octavo.worker.device_steps import DeviceSteps
-
-            assert isinstance(ops, TritonOps)
-
-            self.steps = steps = DeviceSteps(
-                eager,
-                ops,
-                self.batch,
-                max_num_tokens=tokens,
-                max_num_reqs=max_num_seqs,
-                max_model_len=setup.max_model_len,
-            )
-            if self.backend.name == "triton" and device.type == "cuda" and capture:
-                steps.capture(graph_sizes(max_num_seqs))
-        elif self.backend.name == "cpu" and capture:
-            assert isinstance(ops, NativeOps)
-            assert setup.scratch is not None
-            self.steps = CapturedSteps(
-                eager,
-                ops,
-                activations=Arena(setup.scratch.activations),
-                logits=Arena(setup.scratch.logits),
-            )
+        return RunnerState(
+            kv_tensors,
+            batch,
+            SamplingState(max_num_seqs, setup.spec.vocab_size, device),
+            _make_steps(eager, self.ops, batch, setup, capture=capture),
+        )
 
     def run_largest_step(self) -> tuple[int, int]:
         """Runs a step of the largest size on a KV cache that is made for it and let go again.
@@ -212,9 +213,9 @@ class ModelRunner:
         num_reqs = min(scheduler.max_num_seqs, tokens)
         count = min(setup.max_model_len, tokens // num_reqs)
         blocks = -(-count // cache.block_size)
-        groups, group_size = make_kv_cache_groups(setup.spec.layer_windows)
-        kv = KVCacheConfig(blocks + 1, cache.block_size, groups, group_size, 0)
-        self.initialize_kv_cache(kv, capture=False)
+        groups = make_kv_cache_groups(setup.spec.caches)
+        kv = KVCacheConfig(blocks + 1, cache.block_size, groups)
+        self._state = self._make_state(kv, capture=False)
         # What takes most: logits that are changed beside a copy of them, and more candidates than
         # can be found without sorting.
         params = CoreSamplingParams(
@@ -225,124 +226,211 @@ class ModelRunner:
         )
         # All requests write to the same blocks: what they compute means nothing.
         block_ids = [list(range(1, blocks + 1)) for _ in groups]
-        requests = [
-            NewRequestData(str(i), [0] * count, count, params, block_ids, 0)
-            for i in range(num_reqs)
-        ]
+        new = NewRequestData([0] * count, count, params, 0)
         self.execute_model(
             SchedulerOutput(
-                scheduled_new_reqs=requests,
-                num_scheduled_tokens={request.req_id: count for request in requests},
+                scheduled_reqs=[
+                    ScheduledRequest(str(i), count, block_ids, new=new) for i in range(num_reqs)
+                ],
                 total_num_scheduled_tokens=num_reqs * count,
             )
         )
         self.sample_tokens().get()
-        nbytes = sum(tensor.nbytes for tensor in self.kv_tensors)
-        del self.kv_tensors, self.kv_caches, self.steps, self.batch, self.sampling
+        nbytes = sum(tensor.nbytes for tensor in self.state.kv_tensors)
+        self._state = None
         self._unknown.clear()
         captures = self.backend.name == "triton" and not setup.config.model.enforce_eager
         return nbytes, len(graph_sizes(scheduler.max_num_seqs)) if captures else 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Launches the forward pass of one step and keeps its logits for `sample_tokens`."""
-        scheduled = scheduler_output.num_scheduled_tokens
+        scheduled = scheduler_output.scheduled_reqs
         with span("prepare_inputs"):
             self._update_rows(scheduler_output)
             if not scheduled:
                 self._step = None
                 return
-            buffers = self.steps.buffers(
-                scheduler_output.total_num_scheduled_tokens, len(scheduled)
-            )
-            inputs = self.batch.gather(scheduled, buffers)
+            state, has_drafts, has_grammar = self.state, False, False
+            for request in scheduled:
+                if request.token_ids:
+                    has_drafts = True
+                    state.batch.put_drafts(state.batch.row_of[request.req_id], request.token_ids)
+                has_grammar |= request.has_grammar
+            if has_drafts:  # how many tokens each row gets must be known before it goes on
+                self._collect_tokens(wait=True)
+            tokens = scheduler_output.total_num_scheduled_tokens
+            inputs = state.batch.gather(scheduled, state.steps.buffers(tokens, len(scheduled)))
             metadata = params = None
-            if len(inputs.last_tokens):
-                rows = inputs.rows[inputs.samples]
-                self._collect_tokens(wait=self.sampling.needs_tokens(rows))
-                metadata = self.sampling.metadata(rows)
+            if inputs.size.samples and not (has_drafts or has_grammar):
+                rows = inputs.sampling_rows
+                self._collect_tokens(wait=state.sampling.needs_tokens(rows))
+                metadata = state.sampling.metadata(rows)
                 params = metadata.params if metadata.plain else None
         with span("forward") as note:
-            note(rows=len(inputs.input_ids))
-            hidden, logits, tokens = self.steps.run(inputs, buffers, params)
-        prompt_logprobs = self._compute_prompt_logprobs(inputs, hidden)
-        self._step = _Step(inputs, metadata, logits, tokens, prompt_logprobs)
+            note(rows=inputs.size.tokens)
+            result = state.steps.run(inputs, params)
+        prompt_logprobs = self._compute_prompt_logprobs(inputs, result.hidden)
+        self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs)
 
-    def sample_tokens(self) -> PendingOutput:
-        """Samples one token for each request whose known tokens are all computed."""
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
+        """Samples the next token of each request whose known tokens are all computed.
+
+        Of a request with drafts, the token behind each of them as well, as far as they are what is
+        sampled there.
+
+        Args:
+            grammar: what requests with a grammar may get.
+        """
         step, self._step = self._step, None
         errors, self._failed = self._failed, {}
         if step is None:
             return PendingOutput(ModelRunnerOutput(errors=errors), np.empty(0, np.int64), None)
-        inputs = step.inputs
+        inputs, state = step.inputs, self.state
         output = ModelRunnerOutput(
             req_ids=inputs.req_ids,
             sampled_token_ids=[[] for _ in inputs.req_ids],
             prompt_logprobs=step.prompt_logprobs,
             errors=errors,
         )
-        indices = np.flatnonzero(inputs.samples)
-        if step.metadata is None:
+        state.batch.num_computed_tokens[inputs.rows] += inputs.counts
+        indices = inputs.sampling
+        if not len(indices):
             return PendingOutput(output, indices, None)
-        rows, tokens = inputs.rows[indices], step.tokens
+        bitmask = None if grammar is None else _find_bitmask(grammar, inputs)
+        if inputs.size.samples > len(indices):
+            self._verify_drafts(step, bitmask, output)
+            return PendingOutput(output, indices, None)
+        rows, tokens = inputs.rows[indices], step.result.tokens
         if tokens is None:
-            sampled = self.sampler.sample(step.logits, step.metadata)
+            metadata = step.metadata or state.sampling.metadata(rows, None, bitmask)
+            sampled = self.sampler.sample(step.result.logits, metadata)
             tokens = sampled.token_ids
-            self.steps.put_tokens(tokens)
+            state.steps.put_tokens(tokens)
             for i, message in sampled.errors.items():
                 errors[inputs.req_ids[indices[i]]] = message
             for i, lists in sampled.logprobs.items():
                 output.logprobs[inputs.req_ids[indices[i]]] = lists
-        on_their_way = SampledTokens(tokens)
+        on_their_way, ones = SampledTokens(tokens), inputs.num_samples[indices]
         if on_their_way.ready() and not self._unknown:
             known = np.maximum(on_their_way.numpy(), 0)  # a row that failed computes on in vain
-            self.batch.append_tokens(rows, known)
-            self.sampling.append_token(rows, known)
+            state.batch.append(rows, known, ones)
+            state.sampling.append(rows, known, ones)
         else:
-            places = self.batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
-            self.sampling.advance(rows)
-            self._unknown.append(_Unknown(rows, self.batch.owners[rows], places, on_their_way))
+            places = state.batch.append(rows, np.full(len(rows), UNKNOWN), ones)
+            state.sampling.advance(rows, ones)
+            self._unknown.append(_Unknown(rows, state.batch.owners[rows], places, on_their_way))
         return PendingOutput(output, indices, on_their_way)
+
+    def _verify_drafts(
+        self, step: _ComputedStep, bitmask: GrammarBitmask | None, output: ModelRunnerOutput
+    ) -> None:
+        """Samples a step in which requests have drafts.
+
+        Each position is sampled with its own random number, as if nothing had been drafted, and a
+        draft is kept if it is what comes out: tokens, logprobs and failures are those of a step for
+        each token.
+        """
+        inputs, state = step.inputs, self.state
+        counts, rows = inputs.num_samples[inputs.sampling], inputs.rows[inputs.sampling]
+        first = np.cumsum(counts) - counts  # each request's first row of logits
+        all_rows, num_rows = inputs.sampling_rows, inputs.size.samples
+        offsets = np.arange(num_rows) - np.repeat(first, counts)
+        indices = inputs.table.logits_indices[:num_rows]
+        drafts = inputs.table.input_ids[np.minimum(indices + 1, inputs.size.tokens - 1)]
+        drafts[first + counts - 1] = _NO_DRAFT
+        tokens: LongArray = np.full(num_rows, UNKNOWN)  # not sampled yet, or failed
+        logprobs: dict[int, LogprobsLists] = {}
+        errors: dict[int, str] = {}
+
+        def sample(at: LongArray, ahead: LongArray) -> None:
+            """Samples rows of logits, `ahead` tokens beyond what the sampling state knows."""
+            logits = step.result.logits
+            if len(at) < num_rows:
+                logits = logits[to_device(at, self.device)]
+            allowed = None if bitmask is None else _select(bitmask, at)
+            metadata = state.sampling.metadata(all_rows[at], ahead, allowed)
+            sampled = self.sampler.sample(logits, metadata)
+            tokens[at] = sampled.token_ids.cpu().numpy()
+            logprobs.update((int(at[i]), lists) for i, lists in sampled.logprobs.items())
+            for i, message in sampled.errors.items():
+                tokens[at[i]], errors[int(at[i])] = UNKNOWN, message
+
+        # Where a token depends on which came before it, one position after the other.
+        one_by_one = np.array(
+            [n > 1 and state.sampling.needs_tokens(rows[i : i + 1]) for i, n in enumerate(counts)]
+        )
+        at = np.flatnonzero(~np.repeat(one_by_one, counts) | (offsets == 0))
+        sample(at, offsets[at])
+        known = np.zeros_like(counts)  # tokens of each request that the sampling state has
+        racing, at = np.flatnonzero(one_by_one), first[one_by_one]
+        while (right := tokens[at] == drafts[at]).any():
+            racing, at = racing[right], at[right]
+            ones = np.ones_like(at)
+            state.sampling.append(rows[racing], tokens[at], ones)
+            known[racing] += 1
+            at = at + 1
+            sample(at, np.zeros_like(at))
+
+        wrong = np.flatnonzero(tokens != drafts)  # at least the last row of each request
+        kept = wrong[np.searchsorted(wrong, first)] - first + 1
+        # What fails behind a draft is computed again by the next step, and reported there.
+        kept -= (tokens[first + kept - 1] < 0) & (kept > 1)
+        new = np.maximum(tokens, 0)  # a row that failed computes on in vain
+        state.batch.append(rows, new[_ranges(first, kept)], kept)
+        state.sampling.append(rows, new[_ranges(first + known, kept - known)], kept - known)
+        state.batch.num_computed_tokens[rows] -= counts - kept
+        for i, begin, count in zip(
+            inputs.sampling.tolist(), first.tolist(), kept.tolist(), strict=True
+        ):
+            req_id = inputs.req_ids[i]
+            if begin in errors:
+                output.errors[req_id] = errors[begin]
+            if req_id in output.errors:
+                continue
+            output.sampled_token_ids[i] = tokens[begin : begin + count].tolist()
+            if begin in logprobs:
+                parts = [logprobs[at] for at in range(begin, begin + count)]
+                output.logprobs[req_id] = LogprobsLists.join(parts)
 
     def _collect_tokens(self, *, wait: bool) -> None:
         """Takes the tokens that have come from the device into the rows that still want them."""
+        batch = self.state.batch
         while self._unknown and (wait or self._unknown[0].tokens.ready()):
             step = self._unknown.pop(0)
             tokens = np.maximum(step.tokens.numpy(), 0)
-            same = step.owners == self.batch.owners[step.rows]
+            same = step.owners == batch.owners[step.rows]
             placed = same & (step.places >= 0)
-            self.batch.token_ids[step.rows[placed], step.places[placed]] = tokens[placed]
-            self.sampling.record(step.rows[same], tokens[same])
+            batch.token_ids[step.rows[placed], step.places[placed]] = tokens[placed]
+            rows = step.rows[same]
+            self.state.sampling.record(rows, tokens[same], np.ones_like(rows))
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the persistent rows up to date with the scheduler."""
+        state = self.state
+        batch = state.batch
         for req_id in scheduler_output.finished_req_ids:
-            row = self.batch.remove(req_id)
+            row = batch.remove(req_id)
             if row is not None:
-                self.sampling.remove_row(row)
+                state.sampling.remove_row(row)
                 self._prompt_logprobs.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
-            self.backend.copy_blocks(self.kv_tensors, scheduler_output.blocks_to_copy)
-        for data in scheduler_output.scheduled_new_reqs:
-            self._add_row(data)
-        cached = scheduler_output.scheduled_cached_reqs
-        if cached.req_ids:
-            row_of = self.batch.row_of
-            rows = np.fromiter((row_of[r] for r in cached.req_ids), np.int64, len(cached.req_ids))
-            self.batch.num_computed_tokens[rows] = cached.num_computed_tokens
-            for row, block_ids in zip(rows.tolist(), cached.new_block_ids, strict=True):
-                if block_ids is not None:
-                    self.batch.append_blocks(row, block_ids)
+            self.backend.copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
+        for request in scheduler_output.scheduled_reqs:
+            if request.new is not None:
+                self._add_row(request.req_id, request.new)
+            if request.new_block_ids is not None:
+                batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
 
-    def _add_row(self, data: NewRequestData) -> None:
-        row = self.batch.add(data)
+    def _add_row(self, req_id: str, data: NewRequestData) -> None:
+        row = self.state.batch.add(req_id, data)
         params = data.sampling_params
         try:
-            self.sampling.add_row(row, params, data.token_ids, data.num_prompt_tokens)
+            self.state.sampling.add_row(row, params, data.token_ids, data.num_prompt_tokens)
         except Exception as error:  # whatever one request makes fail, fails that request only
             # The row stays without sampling state: greedy and plain.
-            self._failed[data.req_id] = f"its sampling parameters cannot be used: {error}"
+            self._failed[req_id] = f"its sampling parameters cannot be used: {error}"
         if params.prompt_logprobs is not None:
-            self._prompt_logprobs[data.req_id] = params.prompt_logprobs
+            self._prompt_logprobs[req_id] = params.prompt_logprobs
 
     def _compute_prompt_logprobs(
         self, inputs: StepInputs, hidden: torch.Tensor
@@ -351,24 +439,90 @@ class ModelRunner:
         result: dict[str, LogprobsLists] = {}
         if not self._prompt_logprobs:
             return result
+        batch, starts = self.state.batch, inputs.table.query_start_loc
         for i, req_id in enumerate(inputs.req_ids):
             k = self._prompt_logprobs.get(req_id)
-            row = inputs.rows[i]
-            begin, end = int(inputs.query_start_loc[i]), int(inputs.query_start_loc[i + 1])
-            first = int(self.batch.num_computed_tokens[row])
+            row, begin = inputs.rows[i], int(starts[i])
+            first = int(batch.num_computed_tokens[row])
             # The logits at position p tell of token p + 1, as long as that is a prompt token.
-            count = min(end - begin, int(self.batch.num_prompt_tokens[row]) - 1 - first)
+            count = min(int(inputs.counts[i]), int(batch.num_prompt_tokens[row]) - 1 - first)
             if k is None or count <= 0:
                 continue
             parts: list[LogprobsLists] = []
             for at in range(0, count, self._prompt_logprobs_rows):
                 n = min(self._prompt_logprobs_rows, count - at)
-                logits = self.model.compute_logits(hidden[begin + at : begin + at + n])
-                targets = self.batch.token_ids[row, first + at + 1 : first + at + 1 + n]
+                logits = self.model.head(hidden[begin + at : begin + at + n])
+                targets = batch.token_ids[row, first + at + 1 : first + at + 1 + n]
                 ids = to_device(targets.astype(np.int64), self.device)
                 parts.append(prompt_logprobs(self.sampler.ops, logits, ids, k))
             result[req_id] = LogprobsLists.join(parts)
         return result
+
+
+def _choose_kernels(setup: WorkerSetup, device: torch.device) -> tuple[Ops, AttentionBackend]:
+    """The operations and the attention backend for a device.
+
+    Raises:
+        ConfigError: for a backend that cannot do the model.
+    """
+    asked, invariant = setup.config.device.attention_backend, setup.config.device.batch_invariant
+    ops = get_ops(device, asked, batch_invariant=invariant)
+    backend = get_attention_backend(asked, device, setup.max_model_len, batch_invariant=invariant)
+    if backend.name == "flashinfer" and (setup.spec.alibi_slopes or setup.dtype == "float32"):
+        raise ConfigError(
+            "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
+            "attention_backend=triton."
+        )
+    return ops, backend
+
+
+def _make_steps(
+    eager: EagerSteps, ops: Ops, batch: InputBatch, setup: WorkerSetup, *, capture: bool
+) -> StepRunner:
+    """The way to run steps with these operations, captured if wanted and possible."""
+    if ops.name == "triton":
+        from octavo.kernels.triton.ops import TritonOps
+        from octavo.worker.device_steps import DeviceSteps
+
+        assert isinstance(ops, TritonOps)
+        steps = DeviceSteps(
+            eager, ops, batch, largest=setup.largest_step, max_model_len=setup.max_model_len
+        )
+        if eager.backend.name == "triton" and steps.device.type == "cuda" and capture:
+            steps.capture(graph_sizes(setup.largest_step.requests))
+        return steps
+    if eager.backend.name == "cpu" and capture:
+        assert isinstance(ops, NativeOps)
+        assert setup.scratch is not None
+        return CapturedSteps(
+            eager,
+            ops,
+            activations=Arena(setup.scratch.activations),
+            logits=Arena(setup.scratch.logits),
+        )
+    return eager
+
+
+def _ranges(starts: LongArray, counts: LongArray) -> LongArray:
+    """int64 [sum of counts]: from each start, so many numbers on."""
+    before = np.cumsum(counts) - counts
+    result: LongArray = np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return result
+
+
+def _find_bitmask(grammar: GrammarOutput, inputs: StepInputs) -> GrammarBitmask:
+    """The rows of logits that a bitmask's rows are for."""
+    index = {req_id: i for i, req_id in enumerate(inputs.req_ids)}
+    asked = np.array([index[req_id] for req_id in grammar.req_ids], np.int64)
+    counts = inputs.num_samples[asked]
+    at = _ranges((np.cumsum(inputs.num_samples) - inputs.num_samples)[asked], counts)
+    return GrammarBitmask(at, np.frombuffer(grammar.bitmask, np.int32).reshape(len(at), -1))
+
+
+def _select(bitmask: GrammarBitmask, at: LongArray) -> GrammarBitmask:
+    """What of a bitmask is for the rows of logits `at`, counted among these."""
+    _, place, index = np.intersect1d(at, bitmask.at, assume_unique=True, return_indices=True)
+    return GrammarBitmask(place, bitmask.words[index])
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -16,14 +16,16 @@ from octavo.device import check_isa, num_cpus
 from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
-from octavo.kv_cache.groups import make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.models.cache import AttentionCache
 from octavo.models.decoder import DecoderModel
 from octavo.models.weights import Weight, model_weights
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.worker.graphs import CapturedSteps, EagerSteps
-from octavo.worker.input_batch import StepBuffers, StepLayout
+from octavo.worker.input_batch import StepBuffers
 from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
+from octavo.worker.step_table import StepLayout
 
 
 def measure_scratch(setup: WorkerSetup) -> Scratch:
@@ -32,33 +34,34 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
     config, spec, device = setup.config, setup.spec, torch.device("cpu")
     dtype: torch.dtype = getattr(torch, setup.dtype)
     cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
-    head = spec.num_key_value_heads, spec.head_size
+    tokens, threads = setup.max_num_batched_tokens, config.device.num_threads or num_cpus()
     asked = get_attention_backend(config.device.attention_backend, device, setup.max_model_len)
-    asked.kv_cache_shape(
-        1, config.cache.block_size, *head, cache_dtype
-    )  # refuses what it cannot do
-    threads = config.device.num_threads or num_cpus()
-    tokens, length = setup.max_num_batched_tokens, setup.max_model_len
-    kernels = asked.scratch_nbytes(
-        LargestStep(tokens, length, spec.num_attention_heads, *head, threads)
-    )
+    kernels, kv_caches = 0, []
+    for cache in spec.caches:
+        assert isinstance(cache, AttentionCache)
+        heads = cache.num_kv_heads, cache.head_size
+        asked.kv_cache_shape(1, config.cache.block_size, *heads, cache_dtype)  # or refuses it
+        largest = LargestStep(
+            tokens, setup.max_model_len, spec.num_attention_heads, *heads, threads
+        )
+        kernels = max(kernels, asked.scratch_nbytes(largest))
+        kv_caches.append(placeholder(1, 2, heads[0], 16, heads[1], dtype=dtype))
 
     ops, backend = NativeOps(), CPUAttention()  # others compute in the same buffers
     quantized = config.model.quantization is not None
     weights = {w.name: _weight(w, dtype) for w in model_weights(spec, quantized=quantized)}
-    groups, _ = make_kv_cache_groups(spec.layer_windows)
-    layer_groups = {layer: g for g, group in enumerate(groups) for layer in group.layer_indices}
-    layout = StepLayout(setup.max_num_batched_tokens, config.scheduler.max_num_seqs, 1, len(groups))
+    kv = KVCacheConfig(1, config.cache.block_size, make_kv_cache_groups(spec.caches))
+    layout = StepLayout(setup.largest_step, 1, len(kv.groups))
     activations, logits = Arena(), Arena()
-    kv_cache = placeholder(1, 2, spec.num_key_value_heads, 16, spec.head_size, dtype=dtype)
     with torch.inference_mode():
         CapturedSteps(
             EagerSteps(
                 DecoderModel(spec, weights, ops, device=device, max_model_len=1),
                 backend,
-                [kv_cache] * spec.num_layers,
-                [layer_groups[i] for i in range(spec.num_layers)],
+                kv_caches,
+                kv.layer_to_group,
                 StepBuffers(layout, placeholder(layout.nbytes, dtype=torch.uint8).numpy()),
+                setup.kept_layers,
             ),
             ops,
             activations=activations,
@@ -66,7 +69,7 @@ def measure_scratch(setup: WorkerSetup) -> Scratch:
         )
     kernels += kernel_nbytes(threads, spec.vocab_size)
     inputs = max(w.shape[1] for w in model_weights(spec, quantized=quantized) if w.kind == "linear")
-    rows = max(setup.max_num_batched_tokens, config.scheduler.max_num_seqs)
+    rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
     return Scratch(activations.peak, logits.peak, kernels)
 

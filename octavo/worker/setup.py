@@ -8,6 +8,7 @@ from pathlib import Path
 from octavo.config import EngineConfig
 from octavo.models.spec import ModelSpec
 from octavo.worker.memory import Scratch
+from octavo.worker.step_table import StepSize
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,14 @@ class WorkerSetup:
     max_num_batched_tokens: int
     scratch: Scratch | None = None
     """On a CPU what the memory plan has for steps."""
+    num_speculative_tokens: int = 0
+    """Most drafts of a request in a step."""
+    kept_layers: tuple[int, ...] = ()
+    """Layers whose hidden states steps return, for draft heads and pooling."""
+
+    @property
+    def largest_step(self) -> StepSize:
+        """Most of everything in a step."""
+        requests = self.config.scheduler.max_num_seqs
+        samples = requests * (1 + self.num_speculative_tokens)
+        return StepSize(self.max_num_batched_tokens, requests, samples)

@@ -18,7 +18,7 @@ from octavo.device import (
 )
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.messages import SchedulerOutput
+from octavo.messages import GrammarOutput, SchedulerOutput
 from octavo.profiler import drain_kernels, span
 from octavo.worker.memory import DeviceMemory
 from octavo.worker.model_runner import ModelRunner, PendingOutput
@@ -97,16 +97,16 @@ class Worker:
         with torch.inference_mode(), span("execute_model") as note:
             note(
                 step=self._step,
-                requests=len(scheduler_output.num_scheduled_tokens),
+                requests=len(scheduler_output.scheduled_reqs),
                 tokens=scheduler_output.total_num_scheduled_tokens,
             )
             self.runner.execute_model(scheduler_output)
 
-    def sample_tokens(self) -> PendingOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Samples the tokens of the step run last."""
         with torch.inference_mode(), span("sample_tokens") as note:
             note(step=self._step)
-            output = self.runner.sample_tokens()
+            output = self.runner.sample_tokens(grammar)
         drain_kernels()
         return output
 

@@ -141,12 +141,14 @@ def test_several_answers_and_prompt_logprobs(tmp_path: Path, gpu: FakeGpu) -> No
 
 def test_a_request_whose_logits_are_not_finite(tmp_path: Path, gpu: FakeGpu) -> None:
     with LLM(model=folder("llama", tmp_path), device="cuda", dtype="float32", **SMALL) as llm:
-        steps = llm._core.executor._worker.runner.steps
+        steps = llm._core.executor._worker.runner.state.steps
         forward = steps._forward
 
         def broken(*args, **kwargs):
-            hidden, logits, tokens = forward(*args, **kwargs)
-            return hidden, logits, None if tokens is None else tokens.fill_(-1)
+            result = forward(*args, **kwargs)
+            if result.tokens is not None:
+                result.tokens.fill_(-1)
+            return result
 
         steps._forward = broken
         params = SamplingParams(temperature=0.0, max_tokens=3)

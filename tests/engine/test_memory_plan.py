@@ -21,6 +21,7 @@ from octavo.models.spec import ModelSpec
 from octavo.sampling.sizes import state_nbytes
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.worker.step_table import StepSize
 from tests.triton import needs_triton
 
 SPEC = ModelSpec.from_folder(resolve_model(BUILTIN_MODEL))
@@ -38,9 +39,9 @@ def plan(scratch=SCRATCH, **kwargs):
 def test_parts_add_up_and_stay_below_the_limit():
     result, kv_cache = plan()
     assert result.total <= result.limit
-    assert result.kv_cache == kv_cache.num_blocks * kv_cache.bytes_per_block
+    assert result.kv_cache == kv_cache.num_blocks * result.block_nbytes
     per_token = 2 * SPEC.num_layers * SPEC.num_key_value_heads * SPEC.head_size * 2
-    assert kv_cache.bytes_per_block == 16 * per_token
+    assert result.block_nbytes == 16 * per_token
     for word in ("weights", "KV cache", "logits", f"{result.num_blocks:,} blocks"):
         assert word in result.report()
 
@@ -58,10 +59,10 @@ def test_every_part_is_what_is_taken():
     assert result.loading == SPEC.loading_nbytes("float32")
     # What a row is in the worker: its tokens, its blocks, its state; and the inputs of a step.
     batch = InputBatch(rows, length, kv_cache)
-    arrays = [batch.token_ids, *batch.block_tables]
+    arrays = [batch.token_ids, batch.block_tables]
     assert result.rows == (
         sum(array.nbytes for array in arrays)
-        + batch.layout(2048, rows).nbytes
+        + batch.layout(StepSize(2048, rows, rows)).nbytes
         + state_nbytes(rows, vocab)
     )
     assert result.num_blocks == rows * -(-length // 16) + 1
@@ -72,7 +73,7 @@ def test_every_part_is_what_is_taken():
             result.activations,
             result.logits,
             result.rows,
-            result.num_blocks * kv_cache.bytes_per_block,
+            result.num_blocks * result.block_nbytes,
         )
     )
     assert result.total == result.steady  # loading is over when steps begin

@@ -97,7 +97,7 @@ def test_a_recorded_operation_has_the_bits_of_a_direct_one(name: str, inference:
         for seed, rows in enumerate((ROWS, 1, 4, 0, ROWS)):
             given = random(rows, DIM, seed=seed)
             x[:rows] = given
-            plan.run(rows, 0)
+            plan.run(rows, 0, 0)
             direct = CASES[name](given)
             for got, want in zip(as_tuple(recorded), as_tuple(direct), strict=True):
                 assert got.dtype == want.dtype

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.errors import ModelError
 from octavo.kv_cache.groups import (
     KVCacheConfig,
     KVCacheGroup,
@@ -9,46 +10,68 @@ from octavo.kv_cache.groups import (
     make_kv_cache_groups,
     max_blocks_per_request,
 )
+from octavo.models.cache import AttentionCache
 
 
-def test_one_kind_is_one_group():
-    assert make_kv_cache_groups([None] * 3) == ([KVCacheGroup((0, 1, 2), None)], 3)
-    assert make_kv_cache_groups([64] * 2) == ([KVCacheGroup((0, 1), 64)], 2)
+def caches(windows):
+    return [AttentionCache(2, 64, window) for window in windows]
+
+
+def test_equal_caches_are_one_group():
+    full, local = caches([None, 64])
+    assert make_kv_cache_groups([full] * 3) == [KVCacheGroup((0, 1, 2), full)]
+    assert make_kv_cache_groups([local] * 2) == [KVCacheGroup((0, 1), local)]
 
 
 def test_gemma2_alternates():
-    groups, size = make_kv_cache_groups([4096, None] * 3)
-    assert groups == [KVCacheGroup((0, 2, 4), 4096), KVCacheGroup((1, 3, 5), None)]
-    assert size == 3
+    local, full = caches([4096, None])
+    groups = make_kv_cache_groups([local, full] * 3)
+    assert groups == [KVCacheGroup((0, 2, 4), local), KVCacheGroup((1, 3, 5), full)]
+    assert KVCacheConfig(2, 16, groups).group_size == 3
 
 
 def test_gemma3_has_five_local_layers_for_each_global_one():
-    windows = [None if (i + 1) % 6 == 0 else 512 for i in range(26)]
-    groups, size = make_kv_cache_groups(windows)
-    assert size == 4
+    local, full = caches([512, None])
+    groups = make_kv_cache_groups([full if (i + 1) % 6 == 0 else local for i in range(26)])
     assert [len(g.layer_indices) for g in groups] == [4, 4, 4, 4, 4, 2, 4]
-    assert [g.sliding_window for g in groups] == [512] * 6 + [None]
+    assert [g.cache for g in groups] == [local] * 6 + [full]
+
+
+def test_the_largest_group_says_how_many_tensors_there_are():
+    groups = make_kv_cache_groups(caches([8, None, None]))
+    assert [len(g.layer_indices) for g in groups] == [1, 1, 1]
+    groups = [KVCacheGroup((0,), groups[0].cache), KVCacheGroup((1, 2), groups[1].cache)]
+    assert KVCacheConfig(2, 16, groups).group_size == 2
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([None, 8, 64]), min_size=1, max_size=40))
 def test_layers_of_a_tensor_are_in_different_groups(windows):
-    groups, size = make_kv_cache_groups(windows)
-    config = KVCacheConfig(2, 16, groups, size, 1)
-    assert config.num_layers == len(windows)
+    groups = make_kv_cache_groups(caches(windows))
+    config = KVCacheConfig(2, 16, groups)
     places = list(zip(config.layer_to_group, config.layer_to_tensor, strict=True))
     assert len(set(places)) == len(windows)
-    for window, (group, tensor) in zip(windows, places, strict=True):
-        assert groups[group].sliding_window == window
-        assert 0 <= tensor < size
+    for cache, (group, tensor) in zip(caches(windows), places, strict=True):
+        assert groups[group].cache == cache
+        assert 0 <= tensor < config.group_size
     # The smallest kind fills its group; nothing is split more than it must be.
+    size = config.group_size
+    assert size == min(windows.count(w) for w in windows)
     assert len(groups) == sum(-(-windows.count(w) // size) for w in set(windows))
 
 
 def test_bytes_per_block():
-    assert bytes_per_block(4, 16, 2, 64, "bfloat16") == 4 * 16 * 2 * 64 * 2 * 2
-    assert bytes_per_block(4, 16, 2, 64, "fp8_e4m3") == 4 * 16 * 2 * 64 * 2
-    assert bytes_per_block(4, 16, 2, 64, "int8") == 4 * 16 * 2 * (64 + 4) * 2
+    groups = make_kv_cache_groups(caches([None, 8] * 4))
+    assert bytes_per_block(groups, 16, "bfloat16") == 4 * 16 * 2 * 64 * 2 * 2
+    assert bytes_per_block(groups, 16, "int8") == 4 * 16 * 2 * (64 + 4) * 2
+
+
+def test_blocks_of_different_sizes_are_refused():
+    """Layers of all groups live in the same tensors."""
+    same = make_kv_cache_groups([AttentionCache(2, 64), AttentionCache(4, 32, 8)])
+    assert bytes_per_block(same, 16, "float32") == 16 * 2 * 64 * 2 * 4
+    with pytest.raises(ModelError, match=r"34816 in AttentionCache\(num_kv_heads=2.*36864 in"):
+        bytes_per_block(same, 128, "int8")  # the scales
 
 
 @pytest.mark.parametrize(
@@ -56,11 +79,11 @@ def test_bytes_per_block():
     [(None, 100, 0), (8, 0, 0), (8, 7, 0), (8, 8, 1), (8, 100, 93), (1, 5, 5)],
 )
 def test_first_needed_position(window, computed, first):
-    assert KVCacheGroup((0,), window).first_needed_position(computed) == first
+    assert KVCacheGroup((0,), AttentionCache(1, 1, window)).first_needed_position(computed) == first
 
 
 def test_max_blocks_per_request():
-    full, sliding = KVCacheGroup((0,)), KVCacheGroup((1,), 32)
+    full, sliding = make_kv_cache_groups(caches([None, 32]))
     assert max_blocks_per_request([full], 16, 100, 64) == 7
     assert max_blocks_per_request([sliding], 16, 1000, 64) == 7  # 95 positions in 6 blocks + 1
     assert max_blocks_per_request([sliding], 16, 50, 64) == 4
@@ -76,7 +99,7 @@ def test_max_blocks_per_request():
     data=st.data(),
 )
 def test_no_schedule_needs_more_than_the_maximum(window, block_size, budget, length, data):
-    group = KVCacheGroup((0,), window)
+    group = KVCacheGroup((0,), AttentionCache(1, 1, window))
     most = max_blocks_per_request([group], block_size, length, budget)
     done = 0
     while done < length:

@@ -4,16 +4,17 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineCoreRequest
+from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from tests.params import core_params
 
 BLOCK = 4
 
 
-def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True):
-    groups, size = make_kv_cache_groups(windows)
-    config = KVCacheConfig(num_blocks, BLOCK, groups, size, 1)
-    return KVCacheManager(config, max_model_len, enable_caching)
+def make_manager(windows=(None,), num_blocks=20, enable_caching=True):
+    groups = make_kv_cache_groups([AttentionCache(1, 1, window) for window in windows])
+    config = KVCacheConfig(num_blocks, BLOCK, groups)
+    return KVCacheManager(config, enable_caching)
 
 
 def make_request(request_id, tokens, *, hashed=True, salt=None, **params):
@@ -21,11 +22,11 @@ def make_request(request_id, tokens, *, hashed=True, salt=None, **params):
     return Request(core, make_block_hasher(BLOCK) if hashed else None)
 
 
-def admit(manager, request, num_new=None, *, end_step=True, lookahead=0):
+def admit(manager, request, num_new=None, *, end_step=True):
     """Starts a request as the scheduler does; returns its hit in tokens, or None."""
     hit, start = manager.get_computed_blocks(request)
     num_new = request.num_tokens - start if num_new is None else num_new
-    if manager.allocate_slots(request, num_new, hit, lookahead) is None:
+    if manager.allocate_slots(request, num_new, hit) is None:
         return None
     request.num_computed_tokens = start + num_new
     if end_step:
@@ -79,14 +80,6 @@ class TestAllocation:
         manager = make_manager(num_blocks=5)
         assert admit(manager, make_request("a", range(17)), num_new=4) is None
         assert admit(manager, make_request("b", range(16)), num_new=4) == 0
-
-    def test_lookahead_stays_within_the_context(self):
-        manager = make_manager(max_model_len=14)
-        request = make_request("a", range(6))
-        admit(manager, request, lookahead=3)
-        assert manager.get_block_ids(request) == [[1, 2, 3]]
-        request.num_computed_tokens = 12
-        assert manager.allocate_slots(request, 1, None, 9) == [[4]]
 
     def test_the_end_of_a_request_is_reused_first(self):
         manager = make_manager()

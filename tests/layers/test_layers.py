@@ -15,6 +15,7 @@ from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, get_activation
 from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.step import StepContext
 from octavo.models.positions import alibi_slopes_bloom, alibi_slopes_mpt
 
 
@@ -114,6 +115,7 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
     out = torch.randn(16, heads * head)
     attention = Attention(
         ops,
+        0,
         Linear(ops, ops.pack_weight(qkv)),
         Linear(ops, ops.pack_weight(out)),
         num_heads=heads,
@@ -135,7 +137,7 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
         slot_mapping=torch.arange(16, 16 + tokens),
     )
     cache = torch.zeros(backend.kv_cache_shape(2, 16, kv_heads, head))
-    result = attention(x, torch.arange(tokens), cache, metadata, backend)
+    result = attention(x, StepContext(torch.arange(tokens), [cache], [metadata], backend))
     projected = (x @ qkv.T).clamp(-1, 1).view(tokens, -1, head).transpose(0, 1)
     query, key, value = projected.split([heads, kv_heads, kv_heads])
     expected = F.scaled_dot_product_attention(

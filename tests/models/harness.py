@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.layers.step import StepContext
 from octavo.models.decoder import DecoderModel
 from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
@@ -42,6 +43,8 @@ class Runner:
         self.block_table = (blocks + 1).view(num_reqs, per_req)
         self.block_size = block_size
         self.num_computed = [0] * num_reqs
+        self.kept_layers: tuple[int, ...] = ()
+        self.kept: dict[int, Tensor] = {}
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
         """Computes tokens for some requests; returns their logits [tokens, vocab_size]."""
@@ -67,14 +70,15 @@ class Runner:
             slot_mapping=torch.cat(slots),
         )
         with torch.inference_mode():
-            hidden = self.model.forward(
-                torch.tensor(ids),
+            step = StepContext(
                 torch.cat(positions),
                 self.kv_caches,
                 [metadata] * len(self.kv_caches),
                 self.backend,
+                self.kept_layers,
+                self.kept,
             )
-            logits = self.model.compute_logits(hidden)
+            logits = self.model.head(self.model.forward(torch.tensor(ids), step))
         return {req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)}
 
 

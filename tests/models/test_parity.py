@@ -12,6 +12,7 @@ from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
 from tests.models.harness import (
     CPU,
+    Runner,
     assert_same_as_hf,
     generate,
     load,
@@ -156,6 +157,21 @@ def test_parity(case: str, tmp_path: Path) -> None:
     # The plain torch backend is slow, so it gets fewer tokens, and the prompts in chunks.
     reference = generate(model, prompts, 5, "reference", chunk=23)
     assert_same_as_hf(hf_model, prompts, reference)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "opt-350m"])
+def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    hf_model = make_hf(architecture, **config)
+    (prompt,) = make_prompts(VOCAB, (30,))
+    with torch.inference_mode():
+        expected = hf_model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    runner = Runner(save_and_load(hf_model, tmp_path), 1, 30)
+    runner.kept_layers = (0, 1)
+    runner.step({0: prompt})
+    assert set(runner.kept) == {0, 1}
+    for layer, hidden in runner.kept.items():
+        torch.testing.assert_close(hidden, expected[layer + 1][0], atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])

@@ -7,6 +7,7 @@ from scipy import stats
 
 from octavo.kernels import native
 from octavo.sampling import philox
+from octavo.sampling.metadata import GrammarBitmask
 from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
 from tests.params import Params, unpack_logprobs
 from tests.sampling.harness import Row, make_metadata, make_state, random_row, reference_sample
@@ -326,9 +327,11 @@ def test_no_rows(sampler):
 def test_grammar_restricts_its_rows_only(sampler):
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3))
     params = Params(seed=1, logprobs=1)
-    metadata = make_metadata([Row(GREEDY), Row(params), Row(params)], 40)
-    bitmask = torch.tensor([[0, 1 << 5], [0, 0]], dtype=torch.int32)
-    out = sampler.sample(logits.clone(), metadata, bitmask, torch.tensor([1, 2]))
+    state = make_state([Row(GREEDY), Row(params), Row(params)], 40)
+    words = np.array([[0, 1 << 5], [0, 0]], np.int32)
+    metadata = state.metadata(np.arange(3), grammar=GrammarBitmask(np.array([1, 2]), words))
+    assert not metadata.plain
+    out = sampler.sample(logits.clone(), metadata)
     assert out.token_ids.tolist() == [logits[0].argmax().item(), 37, -1]
     assert list(out.errors) == [2]
     # Logprobs are those of the model, not of what the grammar left.

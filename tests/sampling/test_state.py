@@ -72,6 +72,11 @@ def drawn(params, position):
     return philox.uniform(np.array([params.seed % 2**64], np.uint64), np.array([position]))[0]
 
 
+def append(state, row, *tokens):
+    """Gives a row the tokens that it has generated."""
+    state.append(np.array([row]), np.array(tokens), np.array([len(tokens)]))
+
+
 PLAIN = core_params(temperature=0.0)
 ONE = np.array([1])
 
@@ -126,13 +131,66 @@ def test_append_counts_and_moves_on():
     state.add_row(2, other, [10], 1)
     rows = np.array([2, 0])
     for tokens in ([5, 10], [5, 20], [5, 20]):
-        state.append_token(rows, np.array(tokens))
+        state.append(rows, np.array(tokens), np.ones(2, np.int64))
     meta = state.metadata(np.array([0]))
     assert meta.params["uniform"][0] == drawn(RICH, 3)
     counts = {token: values[0] for (_, token), values in entries(meta.penalties).items()}
     assert counts == {10: 1.0, 20: 2.0}
     assert set(entries(meta.banned)) == {(0, 9)}  # min_tokens is reached
     assert state.metadata(np.array([2])).params["uniform"][0] == drawn(other, 3)
+
+
+def test_several_tokens_at_once_equal_one_after_the_other():
+    rng = np.random.default_rng(3)
+    frequent = core_params(seed=5, frequency_penalty=1.0)
+    words = core_params(temperature=0.0, bad_words_token_ids=[[9], [1, 2, 8], [2, 1]])
+    kinds = [RICH, PLAIN, frequent, words, core_params(seed=4, min_tokens=9, stop_token_ids=[2])]
+    at_once, one_by_one = SamplingState(5, VOCAB), SamplingState(5, VOCAB)
+    for state in (at_once, one_by_one):
+        for row, params in enumerate(kinds):
+            state.add_row(row, params, [1, 2, 3], 2)
+    for _ in range(8):
+        rows = rng.permutation(5)
+        counts = rng.integers(0, 5, 5)
+        tokens = rng.integers(0, 4, counts.sum())  # few: the same one often comes twice
+        at_once.append(rows, tokens, counts)
+        pieces = np.split(tokens, np.cumsum(counts)[:-1])
+        for row, some in zip(rows.tolist(), pieces, strict=True):
+            for token in some.tolist():
+                append(one_by_one, row, token)
+        assert same(at_once.metadata(np.arange(5)), one_by_one.metadata(np.arange(5)))
+
+
+def test_counts_are_known_before_the_tokens():
+    state, other = SamplingState(2, VOCAB), SamplingState(2, VOCAB)
+    for each in (state, other):
+        each.add_row(1, RICH, [1], 1)
+    state.advance(ONE, np.array([3]))
+    meta = state.metadata(ONE)
+    assert meta.params["uniform"][0] == drawn(RICH, 3)
+    assert set(entries(meta.penalties)) == {(0, 1)}
+    state.record(ONE, np.array([5, 6, 5]), np.array([3]))
+    append(other, 1, 5, 6, 5)
+    assert same(state.metadata(ONE), other.metadata(ONE))
+
+
+def test_offsets_give_what_the_row_would_have_after_its_drafts():
+    params = core_params(seed=6, min_tokens=3, stop_token_ids=[7], logit_bias={2: 1.0}, logprobs=1)
+    state = SamplingState(3, VOCAB)
+    state.add_row(0, PLAIN, [1], 1)
+    state.add_row(1, params, [1, 2], 1)
+    # Two rows, the second one with three drafts behind its last token.
+    meta = state.metadata(np.array([1, 1, 0, 1, 1]), np.array([0, 1, 0, 2, 3]))
+    seen = entries(meta.banned)
+    for i, position in ((0, 0), (1, 1), (3, 2), (4, 3)):
+        alone = state.metadata(ONE)
+        assert meta.params[i] == alone.params[0]
+        assert meta.params["uniform"][i] == drawn(params, position + 1)
+        assert {t for row, t in seen if row == i} == {t for _, t in entries(alone.banned)}
+        assert meta.num_logprobs[i] == 1
+        append(state, 1, 4)
+    assert set(entries(meta.logit_bias)) == {(i, 2) for i in (0, 1, 3, 4)}
+    assert seen.keys() == {(0, 7), (1, 7)}
 
 
 def test_bad_word_is_banned_only_after_its_beginning():
@@ -146,7 +204,7 @@ def test_bad_word_is_banned_only_after_its_beginning():
 
     seen = [banned()]
     for token in (1, 2, 2, 1, 2):
-        state.append_token(np.array([0]), np.array([token]))
+        append(state, 0, token)
         seen.append(banned())
     assert seen == [{4}, {4}, {4, 7, 8}, {4, 7}, {4}, {4, 7, 8}]
 
@@ -165,17 +223,17 @@ def test_resumed_row_equals_one_that_never_stopped(cut):
     state, resumed = SamplingState(3, VOCAB), SamplingState(3, VOCAB)
     state.add_row(1, RICH, prompt, len(prompt))
     for token in output:
-        state.append_token(ONE, np.array([token]))
+        append(state, 1, token)
     resumed.add_row(1, RICH, prompt + output[:cut], len(prompt))
     for token in output[cut:]:
-        resumed.append_token(ONE, np.array([token]))
+        append(resumed, 1, token)
     assert same(state.metadata(ONE), resumed.metadata(ONE))
 
 
 def test_removed_row_leaves_nothing_behind():
     used, fresh = SamplingState(2, VOCAB), SamplingState(2, VOCAB)
     used.add_row(1, RICH, [1, 2, 3, 4], 2)
-    used.append_token(ONE, np.array([7]))
+    append(used, 1, 7)
     used.remove_row(1)
     meta = used.metadata(ONE)
     assert meta.params["temperature"][0] == 0.0
@@ -218,7 +276,7 @@ def test_row_stays_empty_whatever_goes_wrong():
     assert same(state.metadata(ONE), SamplingState(2, VOCAB).metadata(ONE))
     # Its request's failure is not known yet where steps are scheduled ahead: it samples on.
     assert not state.needs_tokens(ONE)
-    state.append_token(ONE, np.array([7]))
+    append(state, 1, 7)
     assert not state.metadata(ONE).changes_logits
     state.remove_row(1)
     fresh = SamplingState(2, VOCAB)
@@ -239,5 +297,5 @@ def test_arrays_stay_within_the_planned_bytes():
     assert sum(a.nbytes for a in arrays) <= state_nbytes(8, VOCAB)
     # A row that has seen every token still fits its arrays.
     state.add_row(0, core_params(temperature=0.0, repetition_penalty=2.0), range(VOCAB), VOCAB)
-    state.append_token(np.array([0]), np.array([VOCAB - 1]))
+    append(state, 0, VOCAB - 1)
     assert len(entries(state.metadata(np.array([0])).penalties)) == VOCAB

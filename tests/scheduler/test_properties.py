@@ -22,7 +22,7 @@ windows = st.sampled_from(
 @st.composite
 def engines(draw, **fixed):
     layers = draw(windows)
-    num_groups = len(make_kv_cache_groups(layers)[0])
+    num_groups = len(make_kv_cache_groups(layers))
     options = {
         "windows": layers,
         # From room for one request of the greatest length up to room for several.
@@ -34,7 +34,6 @@ def engines(draw, **fixed):
         "depth": draw(st.integers(1, 3)),
         "caching": draw(st.booleans()),
         "num_drafts": draw(st.sampled_from([0, 0, 3])),
-        "num_lookahead_tokens": draw(st.sampled_from([0, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
         "fail": ("r3",) if draw(st.booleans()) else (),
@@ -143,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         work = self.engine.schedule()
         if first and first.status == RequestStatus.RUNNING and not may_stand_still:
-            assert first.request_id in work.num_scheduled_tokens
+            assert first.request_id in {r.req_id for r in work.scheduled_reqs}
 
     @precondition(lambda self: self.engine.in_flight)
     @rule()
@@ -157,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             work, _ = self.engine.in_flight.popleft()
             for output in self.scheduler.fail_step(work, "the step failed"):
                 self.engine.outputs[output.request_id].append(output)
-            if work.num_scheduled_tokens:  # an empty step computes nothing that could be lost
+            if work.scheduled_reqs:  # an empty step computes nothing that could be lost
                 self.engine.executor.memory.clear()
             self.scheduler.check_integrity()
 

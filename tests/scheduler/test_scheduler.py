@@ -4,7 +4,7 @@ import pytest
 from octavo.errors import ContextLengthError, RequestError
 from octavo.messages import FinishReason, ModelRunnerOutput
 from octavo.request import RequestStatus
-from tests.fakes import FakeEngine, expected_output
+from tests.fakes import FakeEngine, expected_output, scheduled_tokens
 from tests.params import unpack_logprobs
 
 
@@ -55,9 +55,9 @@ class TestBudget:
         engine.add("b", range(20, 35))
         engine.add("c", range(40, 50))
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 9}
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 9}
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 6, "c": 3}
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 6, "c": 3}
         assert engine.steps[-1].total_num_scheduled_tokens == 10
         engine.run()
 
@@ -67,9 +67,9 @@ class TestBudget:
         engine.add("b", range(20, 30))
         engine.add("c", range(2))
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 12}  # nobody overtakes b
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 12}  # nobody overtakes b
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 10, "c": 2}
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 10, "c": 2}
         engine.run()
 
     def test_a_preempted_request_longer_than_the_budget_is_split_all_the_same(self):
@@ -85,9 +85,9 @@ class TestBudget:
         assert b.num_preemptions > 0
         check_tokens(engine, a, b)
         assert any(
-            data.req_id == "b" and len(data.token_ids) > 16
+            r.req_id == "b" and r.new is not None and len(r.new.token_ids) > 16
             for work in engine.steps
-            for data in work.scheduled_new_reqs
+            for r in work.scheduled_reqs
         )
 
     def test_long_prompts_are_limited(self):
@@ -95,9 +95,9 @@ class TestBudget:
         engine.add("a", range(20))
         engine.add("b", range(30, 35))
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 6, "b": 5}
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 6, "b": 5}
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 6, "b": 1}
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 6, "b": 1}
 
     def test_max_num_seqs(self):
         engine = FakeEngine(max_num_seqs=2)
@@ -286,10 +286,10 @@ class TestPreemption:
         assert a.num_preemptions == 0
         assert b.num_preemptions > 0
         again = [
-            data.num_computed_tokens
+            r.new.num_computed_tokens
             for work in engine.steps
-            for data in work.scheduled_new_reqs
-            if data.req_id == "b"
+            for r in work.scheduled_reqs
+            if r.req_id == "b" and r.new is not None
         ]
         assert again[0] == 16
         assert set(again) != {16}, "it finds more than at first"
@@ -303,7 +303,7 @@ class TestPreemption:
             engine.add(f"r{i}", [i] * 10, max_tokens=30)
         engine.run()
         for work in engine.steps:
-            assert not set(work.finished_req_ids) & set(work.num_scheduled_tokens)
+            assert not set(work.finished_req_ids) & set(scheduled_tokens(work))
 
     def test_memory_for_two_and_many_offered(self):
         engine = FakeEngine(num_blocks=2 * 8 + 1, max_num_seqs=32, depth=2)
@@ -406,7 +406,7 @@ class TestPriority:
         engine.step()
         engine.add("b", range(20), priority=0)
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"b": 8}
+        assert scheduled_tokens(engine.steps[-1]) == {"b": 8}
         assert engine.scheduler.make_stats().num_preemptions == 0
         engine.run()
 
@@ -419,7 +419,7 @@ class TestPriority:
         engine.step()
         engine.add("c", range(20), priority=1)
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 1}
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 1}
         engine.run()
         assert a.num_preemptions == b.num_preemptions == 0
 
@@ -527,8 +527,7 @@ class TestAsync:
         engine = FakeEngine(depth=3)
         a = engine.add("a", range(4), max_tokens=5)
         works = [engine.schedule() for _ in range(3)]
-        assert [w.num_scheduled_tokens for w in works] == [{"a": 4}, {"a": 1}, {"a": 1}]
-        assert [w.scheduled_cached_reqs.num_computed_tokens for w in works] == [[], [4], [5]]
+        assert [scheduled_tokens(w) for w in works] == [{"a": 4}, {"a": 1}, {"a": 1}]
         assert a.num_output_placeholders == 3
         engine.run()
         check_tokens(engine, a)
@@ -574,7 +573,7 @@ class TestAsync:
 class TestSpeculation:
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_tokens_are_those_without(self, depth):
-        engine = FakeEngine(num_drafts=4, depth=depth, num_lookahead_tokens=4)
+        engine = FakeEngine(num_drafts=4, depth=depth)
         requests = [engine.add(f"r{i}", [i] * 10, max_tokens=40) for i in range(4)]
         engine.run()
         check_tokens(engine, *requests)
@@ -594,15 +593,44 @@ class TestSpeculation:
             engine.step()
             if a.status == RequestStatus.RUNNING:
                 assert a.num_computed_tokens == a.num_tokens - 1
-        drafts = sum(len(w.scheduled_spec_decode_tokens.get("a", [])) for w in engine.steps)
+        drafts = sum(len(r.token_ids) for w in engine.steps for r in w.scheduled_reqs)
         assert drafts > engine.executor.num_accepted > 0
 
-    def test_a_request_with_drafts_in_flight_waits_for_them(self):
-        engine = FakeEngine(num_drafts=4, depth=2)
+    @pytest.mark.parametrize("windows", [(None,), (None, 5)])
+    def test_a_request_with_drafts_in_flight_is_scheduled_on(self, windows):
+        """As if all drafts were right, and without new ones until that is known."""
+        engine = FakeEngine(num_drafts=4, depth=2, windows=windows)
         a = engine.add("a", range(10), max_tokens=40)
-        while "a" not in engine.schedule().scheduled_spec_decode_tokens:
-            engine.update()
-        assert "a" not in engine.schedule().num_scheduled_tokens
+        corrected = 0
+        while "a" in engine.scheduler.requests:
+            engine.schedule()
+            while len(engine.in_flight) > 1:
+                engine.update()
+            [scheduled] = engine.steps[-1].scheduled_reqs or [None]
+            if scheduled is not None and scheduled.token_ids:
+                expected = a.num_computed_tokens
+                [behind] = engine.schedule().scheduled_reqs or [None]
+                if behind is None:  # its last token may be in flight
+                    assert a.num_tokens + a.num_output_placeholders == 50
+                    continue
+                assert (behind.num_tokens, behind.token_ids) == (1, [])
+                assert a.num_computed_tokens == expected + 1
+                engine.update()
+                corrected += a.num_computed_tokens < expected + 1
+        assert corrected > 1
+        assert engine.executor.num_accepted > 1
+        engine.run()
+        check_tokens(engine, a)
+
+    def test_drafts_for_places_in_flight_are_left_out(self):
+        engine = FakeEngine(depth=2)
+        a = engine.add("a", range(10), max_tokens=9)
+        engine.schedule()
+        engine.schedule()
+        engine.update()
+        a.spec_token_ids = [7, 8, 9]  # behind the first token; the second one is in flight
+        [scheduled] = engine.schedule().scheduled_reqs
+        assert (scheduled.num_tokens, scheduled.token_ids) == (3, [8, 9])
         engine.run()
         check_tokens(engine, a)
 
@@ -620,7 +648,7 @@ class TestSpeculation:
             assert rows == engine.tokens("a")
 
     def test_never_past_the_context(self):
-        engine = FakeEngine(num_drafts=4, max_model_len=20, num_lookahead_tokens=4)
+        engine = FakeEngine(num_drafts=4, max_model_len=20)
         a = engine.add("a", range(10), max_tokens=40)
         engine.run()
         check_tokens(engine, a)
@@ -659,7 +687,7 @@ class TestCaching:
         engine = FakeEngine()
         requests = [engine.add(f"r{i}", range(20), seed=i) for i in range(4)]
         engine.step()
-        assert engine.steps[0].num_scheduled_tokens == {"r0": 20, "r1": 4, "r2": 4, "r3": 4}
+        assert scheduled_tokens(engine.steps[0]) == {"r0": 20, "r1": 4, "r2": 4, "r3": 4}
         engine.run()
         check_tokens(engine, *requests)
 
@@ -669,7 +697,7 @@ class TestCaching:
         engine.step()
         b = engine.add("b", range(16), max_tokens=20, seed=3)
         engine.step()
-        assert engine.steps[-1].num_scheduled_tokens == {"a": 1, "b": 1}
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 1}
         assert len(engine.steps[-1].blocks_to_copy) == 1
         engine.run()
         check_tokens(engine, a, b)
@@ -681,10 +709,10 @@ class TestCaching:
             engine.add(name, [i] * 16, max_tokens=20)
         engine.run()
         resumed = [
-            data.num_computed_tokens
+            r.new.num_computed_tokens
             for work in engine.steps
-            for data in work.scheduled_new_reqs
-            if len(data.token_ids) > data.num_prompt_tokens
+            for r in work.scheduled_reqs
+            if r.new is not None and len(r.new.token_ids) > r.new.num_prompt_tokens
         ]
         assert any(resumed)
 
@@ -741,5 +769,5 @@ def test_a_worker_that_samples_nothing_is_a_bug():
 def test_an_empty_step_brings_nothing():
     engine = FakeEngine()
     work = engine.scheduler.schedule()
-    assert work.num_scheduled_tokens == {}
+    assert work.scheduled_reqs == []
     assert engine.scheduler.update_from_output(work, ModelRunnerOutput()) == []

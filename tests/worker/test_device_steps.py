@@ -13,11 +13,12 @@ import torch
 from octavo.attention.base import get_attention_backend
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, NewRequestData
+from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
 from octavo.worker.graphs import EagerSteps, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
+from octavo.worker.step_table import StepSize
 from tests.models.harness import CPU, make_hf
 from tests.models.test_parity import CASES
 
@@ -61,23 +62,22 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     model = load_model(
         spec, folder, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
     )
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
     backend = get_attention_backend("triton", CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
     )
     caches = [torch.full(shape, torch.nan) for _ in range(spec.num_layers)]
     batch = InputBatch(MAX_REQS, MAX_LEN, kv)
-    buffers = StepBuffers(batch.layout(MAX_LEN, MAX_REQS))
-    eager = EagerSteps(model, backend, caches, [0] * spec.num_layers, buffers)
-    steps = DeviceSteps(
-        eager, ops, batch, max_num_tokens=64, max_num_reqs=MAX_REQS, max_model_len=MAX_LEN
-    )
+    largest = StepSize(64, MAX_REQS, MAX_REQS)
+    buffers = StepBuffers(batch.layout(largest))
+    eager = EagerSteps(model, backend, caches, [0] * spec.num_layers, buffers, (0,))
+    steps = DeviceSteps(eager, ops, batch, largest=largest, max_model_len=MAX_LEN)
     for i, req_id in enumerate("abc"):
         blocks = list(range(1 + i * BLOCKS, 1 + (i + 1) * BLOCKS))
         ids = list(range(3 + i, 9 + 2 * i))
-        batch.add(NewRequestData(req_id, ids, len(ids), CoreSamplingParams(), [blocks], 0))
+        row = batch.add(req_id, NewRequestData(ids, len(ids), CoreSamplingParams(), 0))
+        batch.append_blocks(row, [blocks])
     return steps, batch
 
 
@@ -92,14 +92,15 @@ def params(count: int) -> np.ndarray:
 def run(steps: DeviceSteps, batch: InputBatch, scheduled: dict[str, int]) -> list[torch.Tensor]:
     """One step whose tokens the host never learns."""
     buffers = steps.buffers(sum(scheduled.values()), len(scheduled))
-    inputs = batch.gather(scheduled, buffers)
-    hidden, logits, tokens = steps.run(inputs, buffers, params(len(inputs.last_tokens)))
-    assert tokens is not None
-    result = [hidden.clone(), logits.clone(), tokens.clone()]
-    rows = inputs.rows[inputs.samples]
-    batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
-    batch.num_computed_tokens[inputs.rows] += list(scheduled.values())
-    return result
+    requests = [ScheduledRequest(req_id, count) for req_id, count in scheduled.items()]
+    inputs = batch.gather(requests, buffers)
+    result = steps.run(inputs, params(inputs.size.samples))
+    assert result.tokens is not None
+    seen = [t.clone() for t in (result.hidden, result.logits, result.tokens, result.kept[0])]
+    rows = inputs.sampling_rows
+    batch.append(rows, np.full(len(rows), UNKNOWN), np.ones_like(rows))
+    batch.num_computed_tokens[inputs.rows] += inputs.counts
+    return seen
 
 
 class Event:

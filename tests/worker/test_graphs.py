@@ -13,17 +13,19 @@ from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, NewRequestData
+from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers
 from octavo.worker.scratch import measure_scratch
 from octavo.worker.setup import WorkerSetup
+from octavo.worker.step_table import StepSize
 from tests.models.harness import CPU, save_config
 from tests.models.test_parity import CASES, VOCAB
 
 BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_TOKENS = 8, 12, 96, 3, 64
+KEPT = (0, 1)
 
 
 def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
@@ -36,13 +38,13 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         load_format="dummy",
         max_model_len=MAX_LEN,
     )
-    groups, group_size = make_kv_cache_groups(spec.layer_windows)
-    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups, group_size, 1)
+    groups = make_kv_cache_groups(spec.caches)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups)
     backend = get_attention_backend("cpu", CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.num_key_value_heads, spec.head_size
     )
-    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(group_size)]
+    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(kv.group_size)]
     layers = range(spec.num_layers)
     batch = InputBatch(MAX_REQS, MAX_LEN, kv)
     return EagerSteps(
@@ -50,7 +52,8 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         backend,
         [tensors[kv.layer_to_tensor[i]] for i in layers],
         [kv.layer_to_group[i] for i in layers],
-        StepBuffers(batch.layout(MAX_TOKENS, MAX_REQS)),
+        StepBuffers(batch.layout(StepSize(MAX_TOKENS, MAX_REQS, MAX_REQS))),
+        KEPT,
     ), batch
 
 
@@ -64,6 +67,7 @@ def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
         dtype=dtype,
         max_model_len=MAX_LEN,
         max_num_batched_tokens=MAX_TOKENS,
+        kept_layers=KEPT,
     )
     scratch = measure_scratch(setup)
     activations, logits = Arena(scratch.activations), Arena(scratch.logits)
@@ -97,22 +101,27 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
                 list(range(first + g * BLOCKS, first + (g + 1) * BLOCKS)) for g in range(groups)
             ]
             tokens = rng.integers(3, VOCAB, MAX_LEN).tolist()
-            batch.add(NewRequestData(req_id, tokens, MAX_LEN, CoreSamplingParams(), blocks, 0))
+            row = batch.add(req_id, NewRequestData(tokens, MAX_LEN, CoreSamplingParams(), 0))
+            batch.append_blocks(row, blocks)
         seen = []
         with torch.inference_mode():
             for scheduled in STEPS:
                 for req_id, count in scheduled.items():
                     row = batch.row_of[req_id]
                     end = int(batch.num_computed_tokens[row]) + count
-                    batch.num_tokens[row] = end if req_id != "a" or len(seen) % 4 == 0 else MAX_LEN
+                    batch.num_tokens[row] = end if req_id != "a" or len(seen) % 8 == 0 else MAX_LEN
+                requests = [ScheduledRequest(req_id, n) for req_id, n in scheduled.items()]
                 buffers = runner.buffers(sum(scheduled.values()), len(scheduled))
-                inputs = batch.gather(scheduled, buffers)
-                assert len(inputs.last_tokens) in (len(scheduled), len(scheduled) - 1)
-                hidden, logits, tokens = runner.run(inputs, buffers, None)
-                assert tokens is None
-                assert logits.shape == (inputs.samples.sum(), VOCAB)
-                seen += [hidden.clone(), logits.clone()]
-                batch.num_computed_tokens[inputs.rows] += list(scheduled.values())
+                inputs = batch.gather(requests, buffers)
+                assert len(inputs.sampling) in (len(scheduled), len(scheduled) - 1)
+                result = runner.run(inputs, None)
+                assert result.tokens is None
+                assert result.logits.shape == (len(inputs.sampling), VOCAB)
+                assert list(result.kept) == list(KEPT)
+                kept = list(result.kept.values())
+                assert {hidden.shape for hidden in kept} == {result.hidden.shape}
+                seen += [t.clone() for t in (result.hidden, result.logits, *kept)]
+                batch.num_computed_tokens[inputs.rows] += inputs.counts
         results.append(seen)
     for eager, captured_result in zip(*results, strict=True):
         assert eager.isfinite().all()
@@ -128,10 +137,28 @@ def test_a_plan_computes_nothing_while_it_records() -> None:
         z = ops.relu(y)
     assert len(plan) == 2
     assert z.count_nonzero() == 0
-    plan.run(3, 0)
+    plan.run(3, 0, 0)
     assert torch.equal(z[:3], (x + x)[:3])
     assert z[3].count_nonzero() == 0
     assert ops.add(x, x).sum() == 256, "calls are carried out again"
+
+
+def test_calls_have_the_rows_of_the_dimension_that_they_are_bound_to() -> None:
+    ops, plan = NativeOps(), _native.Plan()
+    x, arena = torch.ones(4, 32), Arena(4096)
+    with ops.record(plan, arena):
+        tokens = ops.relu(x)
+    plan.bind("samples")
+    with ops.record(plan, arena):
+        samples = ops.relu(x)
+    for sizes in ((3, 4, 1), (4, 4, 0)):
+        tokens.zero_()
+        samples.zero_()
+        plan.run(*sizes)
+        assert tokens[:, 0].tolist() == [1.0] * sizes[0] + [0.0] * (4 - sizes[0])
+        assert samples[:, 0].tolist() == [1.0] * sizes[2] + [0.0] * (4 - sizes[2])
+    with pytest.raises(ValueError, match="no dimension of a step: pages"):
+        plan.bind("pages")
 
 
 def test_recording_ends_with_an_error() -> None:

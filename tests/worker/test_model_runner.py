@@ -16,10 +16,11 @@ from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     BadWordsTokenIds,
-    CachedRequestData,
     CoreSamplingParams,
+    GrammarOutput,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
 )
 from octavo.models.spec import ModelSpec
@@ -54,56 +55,63 @@ class Runner:
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
         setup = replace(setup, scratch=measure_scratch(setup))
         self.runner = ModelRunner(setup, CPU)
-        groups, group_size = make_kv_cache_groups(spec.layer_windows)
+        kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         with torch.inference_mode():
-            self.runner.initialize_kv_cache(
-                KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, groups, group_size, 1)
-            )
-        self.computed: dict[str, int] = {}
+            self.runner.initialize_kv_cache(kv)
         self._first_block = 1
 
     def new(
-        self, req_id: str, token_ids: Sequence[int], params: CoreSamplingParams = GREEDY
-    ) -> NewRequestData:
+        self,
+        req_id: str,
+        token_ids: Sequence[int],
+        params: CoreSamplingParams = GREEDY,
+        *,
+        block_ids: list[int] | None = None,
+        computed: int = 0,
+    ) -> ScheduledRequest:
+        """A request's first part, whose number of tokens `step` sets."""
         blocks = list(range(self._first_block, self._first_block + BLOCKS))
         self._first_block += BLOCKS
-        self.computed[req_id] = 0
-        return NewRequestData(req_id, list(token_ids), len(token_ids), params, [blocks], 0)
+        data = NewRequestData(list(token_ids), len(token_ids), params, computed)
+        return ScheduledRequest(req_id, 0, [block_ids or blocks], new=data)
 
     def step(
         self,
         counts: dict[str, int],
-        new: Sequence[NewRequestData] = (),
+        new: Sequence[ScheduledRequest] = (),
         finished: Sequence[str] = (),
         more_blocks: dict[str, list[int]] | None = None,
         copies: Sequence[tuple[int, int]] = (),
+        drafts: dict[str, list[int]] | None = None,
+        grammar: GrammarOutput | None = None,
     ) -> model_runner.PendingOutput:
-        """Runs a step of so many tokens of each request."""
+        """Runs a step of so many tokens of each request, and its drafts."""
         blocks = {req_id: [ids] for req_id, ids in (more_blocks or {}).items()}
-        cached = [req_id for req_id in counts if req_id not in {data.req_id for data in new}]
+        drafts, first = drafts or {}, {request.req_id: request for request in new}
+        scheduled = []
+        for req_id, count in counts.items():
+            request = first.get(req_id) or ScheduledRequest(req_id, 0, blocks.get(req_id))
+            request.token_ids = drafts.get(req_id, [])
+            request.num_tokens = count + len(request.token_ids)
+            request.has_grammar = grammar is not None and req_id in grammar.req_ids
+            scheduled.append(request)
         work = SchedulerOutput(
-            scheduled_new_reqs=list(new),
-            scheduled_cached_reqs=CachedRequestData(
-                cached,
-                [blocks.get(req_id) for req_id in cached],
-                [self.computed[req_id] for req_id in cached],
-            ),
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_reqs=scheduled,
+            total_num_scheduled_tokens=sum(request.num_tokens for request in scheduled),
             finished_req_ids=list(finished),
             blocks_to_copy=list(copies),
         )
-        for req_id, count in counts.items():
-            self.computed[req_id] += count
         with torch.inference_mode():
             self.runner.execute_model(work)
-            return self.runner.sample_tokens()
+            return self.runner.sample_tokens(grammar)
 
-    def generate(self, data: NewRequestData, count: int) -> list[int]:
+    def generate(self, request: ScheduledRequest, count: int) -> list[int]:
         """Tokens of a request that runs alone."""
-        tokens = token_of(self.step({data.req_id: len(data.token_ids)}, [data]).get(), data.req_id)
+        assert request.new is not None
+        req_id = request.req_id
+        tokens = token_of(self.step({req_id: len(request.new.token_ids)}, [request]).get(), req_id)
         while len(tokens) < count:
-            tokens += token_of(self.step({data.req_id: 1}).get(), data.req_id)
+            tokens += token_of(self.step({req_id: 1}).get(), req_id)
         return tokens
 
 
@@ -134,11 +142,11 @@ class NanRow:
         self.steps, self.row, self.ids = steps, row, np.empty(0, np.int64)
         self.buffers, self.put_tokens = steps.buffers, steps.put_tokens
 
-    def run(self, inputs, buffers, params):
-        self.ids = np.append(self.ids, inputs.input_ids)
-        hidden, logits, tokens = self.steps.run(inputs, buffers, params)
-        logits[self.row :][:1] = torch.nan
-        return hidden, logits, tokens
+    def run(self, inputs, params):
+        self.ids = np.append(self.ids, inputs.table.first(inputs.size).input_ids)
+        result = self.steps.run(inputs, params)
+        result.logits[self.row :][:1] = torch.nan
+        return result
 
 
 @pytest.mark.parametrize("late_tokens", [False, True])
@@ -151,7 +159,7 @@ def test_logits_that_are_no_numbers_fail_their_request_only(
     expected = alone.generate(alone.new("b", OTHER), 3)
 
     runner = Runner(folder)
-    runner.runner.steps = steps = NanRow(runner.runner.steps, 0)
+    runner.runner.state.steps = steps = NanRow(runner.runner.state.steps, 0)
     late[0] = not late_tokens
     outputs = [runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT), runner.new("b", OTHER)])]
     late[0] = True
@@ -187,7 +195,7 @@ def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
         runner.step({"a": 3}, [runner.new("a", PROMPT)])  # its token would be at place 3
         new = [runner.new("b", prompt, penalised)]
         runner.step({"b": 2}, new, finished=["a"])
-        assert runner.runner.batch.row_of == {"b": 0}
+        assert runner.runner.state.batch.row_of == {"b": 0}
         late[0] = True
         output = runner.step({"b": 1, "c": 4}, [runner.new("c", [3, 3, 4, 4])]).get()
         left = len(prompt) - 3
@@ -254,15 +262,13 @@ def test_prompt_logprobs_are_the_same_in_chunks(folder: Path) -> None:
 def test_blocks_come_as_they_are_needed(folder: Path) -> None:
     whole, runner = Runner(folder), Runner(folder)
     expected = whole.generate(whole.new("a", LONG), 8)
-    data = runner.new("a", LONG)
-    data.block_ids = [[7]]
-    output = runner.step({"a": 8}, [data])
+    output = runner.step({"a": 8}, [runner.new("a", LONG, block_ids=[7])])
     assert output.ready()
     assert (output.get().req_ids, output.get().sampled_token_ids) == (["a"], [[]])
     runner.step({"a": 4}, more_blocks={"a": [2, 11]})
     tokens = token_of(runner.step({"a": 7}).get(), "a")
     while len(tokens) < 8:
-        more = {"a": [5]} if runner.computed["a"] == 24 else None
+        more = {"a": [5]} if len(LONG) + len(tokens) == 25 else None
         tokens += token_of(runner.step({"a": 1}, more_blocks=more).get(), "a")
     assert tokens == expected
 
@@ -271,8 +277,7 @@ def test_copied_blocks_hold_what_was_computed(folder: Path) -> None:
     whole, runner = Runner(folder), Runner(folder)
     expected = whole.generate(whole.new("a", LONG), 3)
     runner.step({"a": 19}, [runner.new("a", LONG)])  # blocks 1 to 5
-    data = runner.new("b", LONG)  # blocks 6 to 10
-    data.num_computed_tokens = runner.computed["b"] = 18
+    data = runner.new("b", LONG, computed=18)  # blocks 6 to 10
     tokens = token_of(
         runner.step({"b": 1}, [data], finished=["a"], copies=[(1, 6), (2, 7), (3, 8)]).get(), "b"
     )
@@ -296,8 +301,8 @@ def test_parameters_that_cannot_be_used_fail_their_request_once(runner: Runner) 
 
 def test_steps_are_captured_unless_eager_is_enforced(folder: Path) -> None:
     captured, eager = Runner(folder), Runner(folder, enforce_eager=True)
-    assert isinstance(captured.runner.steps, CapturedSteps)
-    assert isinstance(eager.runner.steps, EagerSteps)
+    assert isinstance(captured.runner.state.steps, CapturedSteps)
+    assert isinstance(eager.runner.state.steps, EagerSteps)
     assert captured.generate(captured.new("a", LONG), 4) == eager.generate(eager.new("a", LONG), 4)
 
 

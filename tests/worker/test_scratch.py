@@ -72,18 +72,18 @@ def test_layer_by_layer_a_step_takes_no_more(case: str, backend: str, tmp_path: 
     architecture, config = CASES[case]
     spec = save_config(tmp_path, architecture, config | {"vocab_size": 3000})
     runner = Runner(load_dummy(tmp_path, torch.float32), 1, 128, backend)
-    compute_logits, tokens = runner.model.compute_logits, list(range(100))
+    head, tokens = runner.model.head, list(range(100))
     scratch = measure(spec, "float32", 100, 100, attention_backend=backend)
     inputs = 8192  # the harness's own small tensors
     hidden: list[torch.Tensor] = []
-    runner.model.compute_logits = lambda x: hidden.append(x) or x  # type: ignore[method-assign, func-returns-value]
+    runner.model.head = lambda x: hidden.append(x) or x  # type: ignore[method-assign, func-returns-value]
     with PeakMemory() as forward:
         runner.step({0: tokens})
     planned = scratch.activations + (scratch.kernels if backend == "reference" else 0)
     assert planned / 3 < forward.peak < planned + inputs
     rows = torch.arange(100)
     with PeakMemory() as logits, torch.inference_mode():
-        compute_logits(hidden[0], rows)
+        head(hidden[0], rows)
     assert 0.9 * scratch.logits < logits.peak <= scratch.logits
 
 

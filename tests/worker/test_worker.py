@@ -13,7 +13,12 @@ import torch
 from octavo.config import EngineConfig
 from octavo.engine.memory_plan import make_memory_plan
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.messages import CoreSamplingParams, NewRequestData, SchedulerOutput
+from octavo.messages import (
+    CoreSamplingParams,
+    NewRequestData,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from octavo.models.spec import ModelSpec
 from octavo.worker import worker as under_test
 from octavo.worker.setup import WorkerSetup
@@ -60,14 +65,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_step(worker: Worker) -> list[list[int]]:
-    request = NewRequestData("a", [5, 6, 7], 3, CoreSamplingParams(temperature=0.0), [[1]], 0)
-    worker.execute_model(
-        SchedulerOutput(
-            scheduled_new_reqs=[request],
-            num_scheduled_tokens={"a": 3},
-            total_num_scheduled_tokens=3,
-        )
-    )
+    data = NewRequestData([5, 6, 7], 3, CoreSamplingParams(temperature=0.0), 0)
+    worker.execute_model(SchedulerOutput([ScheduledRequest("a", 3, [[1]], new=data)], 3))
     return worker.sample_tokens().get().sampled_token_ids
 
 
@@ -141,15 +140,16 @@ def test_the_largest_step(
     assert captured == graphs
     [work] = steps
     num_reqs = min(settings["max_num_seqs"], 20)
-    assert len(work.scheduled_new_reqs) == num_reqs
-    assert set(work.num_scheduled_tokens.values()) == {20 // num_reqs}
+    assert len(work.scheduled_reqs) == num_reqs
     assert work.total_num_scheduled_tokens == 20 // num_reqs * num_reqs
-    for request in work.scheduled_new_reqs:
-        assert len(request.token_ids) == request.num_prompt_tokens == 20 // num_reqs
-        assert request.num_computed_tokens == 0
-        assert request.block_ids == [list(range(1, blocks + 1))]
-        assert request.sampling_params.logprobs is not None
-        assert request.sampling_params.logit_bias is not None
+    for request in work.scheduled_reqs:
+        assert request.num_tokens == 20 // num_reqs
+        assert request.new_block_ids == [list(range(1, blocks + 1))]
+        assert request.new is not None
+        assert len(request.new.token_ids) == request.new.num_prompt_tokens == 20 // num_reqs
+        assert request.new.num_computed_tokens == 0
+        assert request.new.sampling_params.logprobs is not None
+        assert request.new.sampling_params.logit_bias is not None
 
 
 def test_nothing_is_planned_for_captured_steps_that_are_switched_off(

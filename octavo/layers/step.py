@@ -1,0 +1,31 @@
+"""What blocks know of a step beside their input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from octavo.attention.base import AttentionBackend, AttentionMetadata
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One step, as the blocks of a model see it.
+
+    Attributes:
+        positions: int64 [T], each below max_model_len.
+        caches: one for each layer that keeps something, laid out as the backend wants it.
+        metadata: likewise; layers of one group share one.
+        backend: computes attention.
+        kept_layers: layers whose hidden states are wanted.
+        kept: filled by the model: [T, hidden_size] behind each of them, the residual added.
+    """
+
+    positions: Tensor
+    caches: Sequence[Tensor]
+    metadata: Sequence[AttentionMetadata]
+    backend: AttentionBackend
+    kept_layers: tuple[int, ...] = ()
+    kept: dict[int, Tensor] = field(default_factory=dict)
