@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,16 +89,15 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            if not func.is_view:
+                raise RuntimeError(
+                    f"{func} cannot be recorded: a plan repeats native operations only. Use one of "
+                    "NativeOps, or compute it before."
+                )
+            return func(*args, **kwargs)
         with self:  # what is made of other operations is judged by these
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        if not func.is_view:
-            raise RuntimeError(
-                f"{func} cannot be recorded: a plan repeats native operations only. Use one of "
-                "NativeOps, or compute it before."
-            )
-        return func(*args, **kwargs)
+            return func.decompose(*args, **kwargs)
 
 
 def _new_quantized(
