@@ -219,17 +219,17 @@ void sort_descending(uint64_t* keys, int64_t count) {
   std::sort(keys, keys + count, std::greater<>());
 }
 
-void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,
-           int64_t* indices) {
+void top_k(const TopKArgs& a) {
   auto one = [&](int64_t row) {
-    const float* from = x + row * x_stride;
+    const int64_t k = a.k;
+    const float* from = a.x + row * a.x_stride;
     using Entry = std::pair<float, int64_t>;
     auto before = [](const Entry& a, const Entry& b) {
       return a.first > b.first || (a.first == b.first && a.second < b.second);
     };
     std::vector<Entry> heap;  // the worst of the k best on top
     heap.reserve(k);
-    for (int64_t i = 0; i < dim; i++) {
+    for (int64_t i = 0; i < a.dim; i++) {
       const float v = from[i] == from[i] ? from[i] : -__builtin_inff();
       if (int64_t(heap.size()) < k) {
         heap.emplace_back(v, i);
@@ -242,12 +242,12 @@ void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t 
     }
     std::sort_heap(heap.begin(), heap.end(), before);
     for (int64_t i = 0; i < k; i++) {
-      values[row * k + i] = heap[i].first;
-      indices[row * k + i] = heap[i].second;
+      a.values[row * k + i] = heap[i].first;
+      a.indices[row * k + i] = heap[i].second;
     }
   };
   run_parallel(
-      rows, 1, true,
+      a.rows, 1, true,
       [](void* context, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) (*static_cast<decltype(one)*>(context))(row);
       },

@@ -15,7 +15,9 @@ OCTAVO_BEGIN
 
 constexpr int kVectors = 4;  // accumulators side by side
 constexpr int kPanel = kVectors * W;
-constexpr int kRows = kRegisters == 32 ? 6 : W == 8 ? 3 : 2;  // rows at once: what the registers hold
+// Rows at once of a weight of type T: what the registers hold. Widening 16 bits takes some.
+template <class T>
+constexpr int kRows = kRegisters == 32 ? 6 : W == 8 && sizeof(T) == 4 ? 3 : 2;
 constexpr int kStreamed = 2;  // rows so few that weights go by as fast as memory gives them
 constexpr int kPastCachesAhead = 2048, kStreamAhead = 4096;  // bytes
 constexpr int kRowBlock = 96;  // rows of x that go through one panel together
@@ -51,16 +53,12 @@ struct Panel<bf16> {
   using A = float;
   template <int R>
   static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const bf16* w) {
-    UNROLL for (int odd = 0; odd < 2; odd++) {
-      vf b[kVectors];
-      UNROLL for (int j = 0; j < kVectors; j++) {
-        vu pair = load_raw<vu>(w + 2 * j * W);
-        b[j] = (vf)(odd ? pair & 0xffff0000u : pair << 16);
+    UNROLL for (int odd = 0; odd < 2; odd++)
+      UNROLL for (int j = 0; j < kVectors; j++) {  // outside, so that one vector of weights is held
+        const vu pair = load_raw<vu>(w + 2 * j * W);
+        const vf b = (vf)(odd ? pair & 0xffff0000u : pair << 16);
+        UNROLL for (int i = 0; i < R; i++) acc[i][j] = fma(x[i * stride + odd], b, acc[i][j]);
       }
-      UNROLL for (int i = 0; i < R; i++)
-        UNROLL for (int j = 0; j < kVectors; j++)
-          acc[i][j] = fma(x[i * stride + odd], b[j], acc[i][j]);
-    }
   }
 #endif
 };
@@ -126,7 +124,7 @@ template <class T>
 INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
                           int64_t k, float* c, const T* after) {
   memset(c, 0, rows * kPanel * sizeof(float));
-  const int64_t passes = ceil_div(rows, kRows), some = ceil_div(rows, passes);
+  const int64_t passes = ceil_div(rows, kRows<T>), some = ceil_div(rows, passes);
   for (int64_t from = 0; from < k; from += kBlock<T>) {
     const int64_t depth = min<int64_t>(kBlock<T>, k - from);
     const T* block = w + from * kPanel;
@@ -134,7 +132,7 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
     for (int64_t i = 0; i < rows; i += some) {
       const int n = int(min(some, rows - i));
       auto pass = [&](auto fetched) {
-        micro_kernels<T, decltype(fetched), kRows>(n, x + i * stride + from, stride, block, depth,
+        micro_kernels<T, decltype(fetched), kRows<T>>(n, x + i * stride + from, stride, block, depth,
                                                    c + i * kPanel, ahead);
       };
       constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
@@ -204,7 +202,8 @@ INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost,
   const int64_t half = a.n / 2, panels = ceil_div(gated ? half : a.n, kPanel);
   // Narrow weights have too few panels to keep all threads busy to the end: fewer rows at once.
   const int64_t parts = ceil_div(8 * num_threads(), panels);
-  const int64_t some = ceil_div(max<int64_t>(1, ceil_div(m, parts)), 4 * kRows) * 4 * kRows;
+  constexpr int64_t whole = 4 * kRows<float>;  // which other types' rows at once divide as well
+  const int64_t some = ceil_div(max<int64_t>(1, ceil_div(m, parts)), whole) * whole;
   const int64_t block = min<int64_t>(kRowBlock, some);
   parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task, int64_t next_task) {
     const int64_t first = task / panels * block, rows = min(block, m - first);

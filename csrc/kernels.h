@@ -249,6 +249,29 @@ struct SampleArgs {
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
 
+struct TopKArgs {
+  const float* x;  // [rows, dim]
+  int64_t x_stride;
+  float* values;  // [rows, k], dense: the largest first, the lower index first among equals
+  int64_t* indices;  // [rows, k]
+  int64_t rows, dim, k;  // NaN counts as -inf
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {4.0 * rows * dim, 0.0}; }
+};
+
+struct BitmaskArgs {
+  float* x;  // [x_rows, dim]
+  int64_t x_stride, x_rows;
+  const int32_t* bitmask;  // [rows, ceil(dim / 32)]; bit b of word w: keep the number at 32 w + b
+  int64_t bitmask_stride;
+  const int64_t* indices;  // [rows]: for which row of x; one that x does not have is passed over
+  int64_t rows, dim;
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {4.0 * rows * dim, 0.0}; }
+};
+
 struct GatherArgs {
   const void* table;  // [n, dim], or a packed weight of that shape
   int64_t table_stride, n;
@@ -341,6 +364,8 @@ struct KernelTable {
   void (*argmax)(const ArgmaxArgs&);
   void (*row_max)(const RowMaxArgs&);
   void (*sample)(const SampleArgs&);
+  void (*top_k)(const TopKArgs&);
+  void (*apply_bitmask)(const BitmaskArgs&);
   void (*gather)(const GatherArgs&);
   void (*add)(const AddArgs&);
   void (*write_kv)(const WriteKvArgs&);
@@ -359,8 +384,6 @@ void* scratch(size_t bytes, int which = 0);
 
 void sort_descending(uint64_t* keys, int64_t count);
 
-// The k largest of each row, largest first, the lower index first among equals; NaN counts as -inf.
-void top_k(const float* x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k, float* values,
-           int64_t* indices);
+void top_k(const TopKArgs& a);
 
 }  // namespace octavo

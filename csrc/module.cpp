@@ -36,24 +36,86 @@ Dim dim_of(const std::string& name) {
   throw nb::value_error(("no dimension of a step: " + name).c_str());
 }
 
-DType dtype_of(int code) {
-  if (code < 0 || code > 2) throw nb::value_error("unknown dtype code");
-  return static_cast<DType>(code);
-}
-
-CacheType cache_type_of(int code) {
-  if (code < 0 || code > 3) throw nb::value_error("unknown cache type code");
-  return static_cast<CacheType>(code);
-}
-
 thread_local Plan* recording = nullptr;
+
+// How many codes an enumeration has, from its first one on.
+template <class E>
+constexpr int kCodes = 0;
+template <>
+constexpr int kCodes<DType> = 3;
+template <>
+constexpr int kCodes<CacheType> = 4;
+template <>
+constexpr int kCodes<QuantFormat> = 4;
+template <>
+constexpr int kCodes<Unary> = 10;
+template <>
+constexpr int kCodes<Gated> = 4;
+
+// What Python gives for a member of an argument struct: addresses and codes as numbers.
+template <class T>
+struct Given {
+  using Type = std::conditional_t<std::is_pointer_v<T>, Address,
+                                  std::conditional_t<std::is_enum_v<T>, int, T>>;
+  static T to(const char* name, Type value) {
+    if constexpr (std::is_pointer_v<T>) {
+      return reinterpret_cast<T>(value);
+    } else if constexpr (std::is_enum_v<T>) {
+      const int code = value + std::is_same_v<T, Gated>;  // whose first one is -1
+      if (code < 0 || code >= kCodes<T>)
+        throw nb::value_error((std::string(name) + ": unknown code " + std::to_string(value)).c_str());
+      return static_cast<T>(value);
+    } else {
+      return (void)name, value;
+    }
+  }
+};
+
+void refuse_recording(const char* name) {
+  if (recording) throw std::runtime_error(std::string(name) + " cannot be recorded");
+}
 
 // Carries a call out, or notes it in the plan that records.
 template <class Args>
-void submit(std::string name, void (*kernel)(const Args&), const Args& args) {
-  if (recording) return recording->add(std::move(name), kernel, args);
-  Release release;
-  run_kernel(name, kernel, args);
+void submit(const char* name, void (*kernel)(const Args&), const Args& args) {
+  if constexpr (requires { args.work(); }) {
+    std::string label = name;
+    if constexpr (requires { args.gated; })
+      label += " " + std::to_string(args.n) + "x" + std::to_string(args.k);
+    if (recording) return recording->add(std::move(label), kernel, args);
+    Release release;
+    run_kernel(label, kernel, args);
+  } else {
+    refuse_recording(name);
+    Release release;
+    kernel(args);
+  }
+}
+
+template <class Args, class T>
+struct Keyword {
+  const char* name;
+  T Args::*member;
+};
+
+template <class Args, class T>
+Keyword<Args, T> keyword(const char* name, T Args::*member) {
+  return {name, member};
+}
+#define BY(name) keyword(#name, &Args::name)
+
+// A kernel as a function of keywords; members of its arguments that have none are zero.
+template <class Args, class... T>
+void def_kernel(nb::module_& m, const char* name, void (*KernelTable::*kernel)(const Args&),
+                Keyword<Args, T>... keywords) {
+  m.def(
+      name,
+      [=](typename Given<T>::Type... values) {
+        Args args{};
+        ((args.*keywords.member = Given<T>::to(keywords.name, values)), ...);
+        submit(name, kernels().*kernel, args);
+      },
+      nb::kw_only(), nb::arg(keywords.name)...);
 }
 
 // Gives the pages wholly inside a read-only mapping of a file back to the system.
@@ -89,7 +151,11 @@ NB_MODULE(_native, m) {
 
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<>())
-      .def("begin", [](Plan& plan) { recording = &plan; })
+      .def("begin",
+           [](Plan& plan) {
+             refuse_recording("another plan");
+             recording = &plan;
+           })
       .def("end", [](Plan&) { recording = nullptr; })
       .def("bind", [](Plan& plan, const std::string& rows) { plan.bind(dim_of(rows)); })
       .def(
@@ -128,162 +194,122 @@ NB_MODULE(_native, m) {
     return result;
   });
 
-  m.def(
-      "pack_weight",
-      [](Address src, int64_t src_stride, Address dst, int64_t row0, int64_t rows, int64_t n,
-         int64_t k, int src_dtype, int dtype) {
-        const PackArgs args = {at<void>(src), src_stride, at<void>(dst),       row0,
-                               rows,          n,          k, dtype_of(src_dtype),
-                               dtype_of(dtype)};
-        Release release;
-        kernels().pack_weight(args);
-      });
-
-  m.def("linear", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
-                     int64_t out_stride, int64_t rows, int64_t n, int64_t k, int gated, int dtype,
-                     int out_dtype) {
-    submit("linear " + std::to_string(n) + "x" + std::to_string(k), kernels().linear,
-           {at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out), out_stride,
-            rows, n, k, static_cast<Gated>(gated), dtype_of(dtype), dtype_of(out_dtype)});
-  });
+  {
+    using Args = PackArgs;
+    def_kernel(m, "pack_weight", &KernelTable::pack_weight, BY(src), BY(src_stride), BY(dst),
+               BY(row0), BY(rows), BY(n), BY(k), BY(src_dtype), BY(dtype));
+  }
+  {
+    using Args = LinearArgs;
+    def_kernel(m, "linear", &KernelTable::linear, BY(x), BY(x_stride), BY(weight), BY(bias),
+               BY(out), BY(out_stride), BY(m), BY(n), BY(k), BY(gated), BY(dtype), BY(out_dtype));
+  }
 
   m.def("linear_scratch", [](int64_t rows, int64_t k, int64_t threads) {
     return kernels().linear_scratch(rows, k, threads);
   });
 
-  m.def("quantize_weight", [](Address src, int64_t src_stride, Address dst, int64_t row0,
-                              int64_t rows, int64_t n, int64_t k, int64_t group, int format,
-                              int dtype) {
-    const QuantizeArgs args = {at<void>(src), src_stride, at<void>(dst), row0, rows, n, k, group,
-                               static_cast<QuantFormat>(format), dtype_of(dtype)};
-    Release release;
-    kernels().quantize_weight(args);
-  });
-
-  m.def("pack_quant", [](Address codes, Address scales, Address zeros, Address dst, int64_t row0,
-                         int64_t rows, int64_t n, int64_t k, int64_t group, int format) {
-    const PackQuantArgs args = {at<uint8_t>(codes), at<float>(scales), at<uint8_t>(zeros),
-                                at<void>(dst), row0, rows, n, k, group,
-                                static_cast<QuantFormat>(format)};
-    Release release;
-    kernels().pack_quant(args);
-  });
-
-  m.def("linear_q", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
-                       int64_t out_stride, int64_t rows, int64_t n, int64_t k, int64_t group,
-                       int format, int gated, int dtype, int out_dtype) {
-    submit("linear_q " + std::to_string(n) + "x" + std::to_string(k), kernels().linear_q,
-           {at<void>(x), x_stride, at<void>(weight), at<void>(bias), at<void>(out), out_stride,
-            rows, n, k, group, static_cast<QuantFormat>(format), static_cast<Gated>(gated),
-            dtype_of(dtype), dtype_of(out_dtype)});
-  });
-
-  m.def("rms_norm", [](Address x, int64_t x_stride, int64_t x_head_stride, Address residual,
-                       Address residual_out, Address weight, Address out, int64_t out_stride,
-                       int64_t out_head_stride, int64_t rows, int64_t heads, int64_t dim,
-                       float eps, float weight_offset, int dtype) {
-    submit("rms_norm", kernels().rms_norm,
-           {at<void>(x), x_stride, x_head_stride, at<void>(residual), at<void>(residual_out),
-            at<void>(weight), nullptr, at<void>(out), out_stride, out_head_stride, rows, heads,
-            dim, eps, weight_offset, dtype_of(dtype)});
-  });
-
-  m.def("layer_norm", [](Address x, int64_t x_stride, Address weight, Address bias, Address out,
-                         int64_t rows, int64_t dim, float eps, int dtype) {
-    submit("layer_norm", kernels().layer_norm,
-           {at<void>(x), x_stride, 0, nullptr, nullptr, at<void>(weight), at<void>(bias),
-            at<void>(out), dim, 0, rows, 1, dim, eps, 0.0f, dtype_of(dtype)});
-  });
-
-  m.def("gated", [](int kind, Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim,
-                    int dtype) {
-    submit("gated", kernels().gated,
-           {at<void>(x), x_stride, at<void>(out), rows, dim, static_cast<Gated>(kind),
-            dtype_of(dtype)});
-  });
-
-  m.def("unary", [](int kind, Address x, Address out, int64_t rows, int64_t dim, float param,
-                    int dtype) {
-    submit("unary", kernels().unary,
-           {at<void>(x), at<void>(out), rows, dim, param, static_cast<Unary>(kind),
-            dtype_of(dtype)});
-  });
-
-  m.def("add", [](Address x, Address y, Address out, int64_t rows, int64_t dim, int dtype) {
-    submit("add", kernels().add,
-           {at<void>(x), at<void>(y), at<void>(out), rows, dim, dtype_of(dtype)});
-  });
-
-  m.def("gather", [](Address table, int64_t table_stride, int64_t n, Address ids, Address out,
-                     int64_t rows, int64_t dim, bool packed, int dtype) {
-    submit("gather", kernels().gather,
-           {at<void>(table), table_stride, n, at<int64_t>(ids), at<void>(out), rows, dim, packed,
-            dtype_of(dtype)});
-  });
-
-  m.def("rotary", [](Address positions, Address query, int64_t query_stride,
-                     int64_t query_head_stride, int64_t query_heads, Address key,
-                     int64_t key_stride, int64_t key_head_stride, int64_t key_heads,
-                     Address cos_sin, int64_t tokens, int64_t rotary_dim, bool is_neox, int dtype) {
-    submit("rotary", kernels().rotary,
-           {at<int64_t>(positions), at<void>(query), query_stride, query_head_stride, query_heads,
-            at<void>(key), key_stride, key_head_stride, key_heads, at<float>(cos_sin), tokens,
-            rotary_dim, is_neox, dtype_of(dtype)});
-  });
-
-  m.def("softmax",
-        [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim, bool log) {
-          submit("softmax", kernels().softmax,
-                 {at<float>(x), x_stride, at<float>(out), rows, dim, log});
-        });
-
-  m.def("argmax", [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim) {
-    submit("argmax", kernels().argmax, {at<float>(x), x_stride, at<int64_t>(out), rows, dim});
-  });
-
-  m.def("row_max", [](Address x, int64_t x_stride, Address out, int64_t rows, int64_t dim) {
-    submit("row_max", kernels().row_max, {at<float>(x), x_stride, at<float>(out), rows, dim});
-  });
-
-  m.def("sample", [](Address x, int64_t x_stride, Address params, Address out, int64_t rows,
-                     int64_t dim) {
-    submit("sample", kernels().sample,
-           {at<float>(x), x_stride, at<SamplingRow>(params), at<int64_t>(out), rows, dim});
-  });
+  {
+    using Args = QuantizeArgs;
+    def_kernel(m, "quantize_weight", &KernelTable::quantize_weight, BY(src), BY(src_stride),
+               BY(dst), BY(row0), BY(rows), BY(n), BY(k), BY(group), BY(format), BY(dtype));
+  }
+  {
+    using Args = PackQuantArgs;
+    def_kernel(m, "pack_quant", &KernelTable::pack_quant, BY(codes), BY(scales), BY(zeros), BY(dst),
+               BY(row0), BY(rows), BY(n), BY(k), BY(group), BY(format));
+  }
+  {
+    using Args = LinearQArgs;
+    def_kernel(m, "linear_q", &KernelTable::linear_q, BY(x), BY(x_stride), BY(weight), BY(bias),
+               BY(out), BY(out_stride), BY(m), BY(n), BY(k), BY(group), BY(format), BY(gated),
+               BY(dtype), BY(out_dtype));
+  }
+  {
+    using Args = NormArgs;
+    def_kernel(m, "rms_norm", &KernelTable::rms_norm, BY(x), BY(x_stride), BY(x_head_stride),
+               BY(residual), BY(residual_out), BY(weight), BY(out), BY(out_stride),
+               BY(out_head_stride), BY(rows), BY(heads), BY(dim), BY(eps), BY(weight_offset),
+               BY(dtype));
+  }
+  {
+    using Args = NormArgs;
+    def_kernel(m, "layer_norm", &KernelTable::layer_norm, BY(x), BY(x_stride), BY(weight), BY(bias),
+               BY(out), BY(out_stride), BY(rows), BY(heads), BY(dim), BY(eps), BY(dtype));
+  }
+  {
+    using Args = GatedArgs;
+    def_kernel(m, "gated", &KernelTable::gated, BY(x), BY(x_stride), BY(out), BY(rows), BY(dim),
+               BY(kind), BY(dtype));
+  }
+  {
+    using Args = UnaryArgs;
+    def_kernel(m, "unary", &KernelTable::unary, BY(x), BY(out), BY(rows), BY(dim), BY(param),
+               BY(kind), BY(dtype));
+  }
+  {
+    using Args = AddArgs;
+    def_kernel(m, "add", &KernelTable::add, BY(x), BY(y), BY(out), BY(rows), BY(dim), BY(dtype));
+  }
+  {
+    using Args = GatherArgs;
+    def_kernel(m, "gather", &KernelTable::gather, BY(table), BY(table_stride), BY(n), BY(ids),
+               BY(out), BY(rows), BY(dim), BY(packed), BY(dtype));
+  }
+  {
+    using Args = RotaryArgs;
+    def_kernel(m, "rotary", &KernelTable::rotary, BY(positions), BY(query), BY(query_stride),
+               BY(query_head_stride), BY(query_heads), BY(key), BY(key_stride), BY(key_head_stride),
+               BY(key_heads), BY(cos_sin), BY(tokens), BY(rotary_dim), BY(is_neox), BY(dtype));
+  }
+  {
+    using Args = SoftmaxArgs;
+    def_kernel(m, "softmax", &KernelTable::softmax, BY(x), BY(x_stride), BY(out), BY(rows), BY(dim),
+               BY(log));
+  }
+  {
+    using Args = ArgmaxArgs;
+    def_kernel(m, "argmax", &KernelTable::argmax, BY(x), BY(x_stride), BY(out), BY(rows), BY(dim));
+  }
+  {
+    using Args = RowMaxArgs;
+    def_kernel(m, "row_max", &KernelTable::row_max, BY(x), BY(x_stride), BY(out), BY(rows),
+               BY(dim));
+  }
+  {
+    using Args = SampleArgs;
+    def_kernel(m, "sample", &KernelTable::sample, BY(x), BY(x_stride), BY(params), BY(out),
+               BY(rows), BY(dim));
+  }
+  {
+    using Args = TopKArgs;
+    def_kernel(m, "top_k", &KernelTable::top_k, BY(x), BY(x_stride), BY(values), BY(indices),
+               BY(rows), BY(dim), BY(k));
+  }
+  {
+    using Args = BitmaskArgs;
+    def_kernel(m, "apply_bitmask", &KernelTable::apply_bitmask, BY(x), BY(x_stride), BY(x_rows),
+               BY(bitmask), BY(bitmask_stride), BY(indices), BY(rows), BY(dim));
+  }
 
   m.def("philox_uniforms", [](Address seeds, Address positions, uint32_t stream, int64_t count,
                               Address out) {
+    refuse_recording("philox_uniforms");
     philox_uniforms(at<uint64_t>(seeds), at<int64_t>(positions), stream, count, at<double>(out));
   });
 
-  m.def("top_k", [](Address x, int64_t x_stride, int64_t rows, int64_t dim, int64_t k,
-                    Address values, Address indices) {
-    Release release;
-    top_k(at<float>(x), x_stride, rows, dim, k, at<float>(values), at<int64_t>(indices));
-  });
-
-  m.def("write_kv", [](Address key, int64_t key_stride, int64_t key_head_stride, Address value,
-                       int64_t value_stride, int64_t value_head_stride, Address kv_cache,
-                       Address slot_mapping, int64_t tokens, int64_t kv_heads, int64_t head_size,
-                       int64_t block_size, int dtype, int cache) {
-    submit("write_kv", kernels().write_kv,
-           {at<void>(key), key_stride, key_head_stride, at<void>(value), value_stride,
-            value_head_stride, at<void>(kv_cache), at<int64_t>(slot_mapping), tokens, kv_heads,
-            head_size, block_size, dtype_of(dtype), cache_type_of(cache)});
-  });
-
-  m.def("attention", [](Address query, int64_t query_stride, int64_t query_head_stride,
-                        Address out, int64_t out_stride, int64_t out_head_stride,
-                        Address kv_cache, Address query_start_loc, Address seq_lens,
-                        Address block_table, int64_t block_table_stride, int64_t num_reqs,
-                        int64_t heads, int64_t kv_heads, int64_t head_size, int64_t block_size,
-                        int64_t window, float scale, float soft_cap, Address alibi_slopes,
-                        int dtype, int cache) {
-    submit("attention", kernels().attention,
-           {at<void>(query), query_stride, query_head_stride, at<void>(out), out_stride,
-            out_head_stride, at<void>(kv_cache), at<int32_t>(query_start_loc),
-            at<int32_t>(seq_lens), at<int32_t>(block_table), block_table_stride, num_reqs, heads,
-            kv_heads, head_size, block_size, window, scale, soft_cap, at<float>(alibi_slopes),
-            dtype_of(dtype), cache_type_of(cache)});
-  });
+  {
+    using Args = WriteKvArgs;
+    def_kernel(m, "write_kv", &KernelTable::write_kv, BY(key), BY(key_stride), BY(key_head_stride),
+               BY(value), BY(value_stride), BY(value_head_stride), BY(kv_cache), BY(slot_mapping),
+               BY(tokens), BY(kv_heads), BY(head_size), BY(block_size), BY(dtype), BY(cache));
+  }
+  {
+    using Args = AttentionArgs;
+    def_kernel(m, "attention", &KernelTable::attention, BY(query), BY(query_stride),
+               BY(query_head_stride), BY(out), BY(out_stride), BY(out_head_stride), BY(kv_cache),
+               BY(query_start_loc), BY(seq_lens), BY(block_table), BY(block_table_stride),
+               BY(num_reqs), BY(heads), BY(kv_heads), BY(head_size), BY(block_size), BY(window),
+               BY(scale), BY(soft_cap), BY(alibi_slopes), BY(dtype), BY(cache));
+  }
 }

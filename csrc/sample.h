@@ -35,6 +35,21 @@ void row_max(const RowMaxArgs& a) {
   });
 }
 
+// What the bitmask has no bit for becomes -inf.
+void apply_bitmask(const BitmaskArgs& a) {
+  vu bit;
+  for (int i = 0; i < W; i++) bit[i] = 1u << i;
+  parallel_for(a.rows, a.rows * a.dim / W, [&](int64_t row) {
+    const int32_t* words = a.bitmask + row * a.bitmask_stride;
+    if (a.indices[row] < 0 || a.indices[row] >= a.x_rows) return;
+    float* x = a.x + a.indices[row] * a.x_stride;
+    for_lanes(a.dim, [&](int64_t i, int n) {
+      const uint32_t kept = uint32_t(words[i / 32]) >> i % 32;
+      store(x + i, (bit & kept) != 0u ? load(x + i, n) : splat(-INFINITY), n);
+    });
+  });
+}
+
 // Value first, then the lower id: the greater key ranks first.
 INLINE uint64_t rank_key(float value, int64_t id) {
   const float plain = value + 0.0f;  // -0 ranks like 0

@@ -1,4 +1,8 @@
-"""The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`); 0: none."""
+"""The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`); 0: none.
+
+Functions of keywords only are kernels, and a `Plan` can record them, but for those that pack
+weights: these and `philox_uniforms` raise RuntimeError while one records.
+"""
 
 class StepArrays:
     def __init__(
@@ -54,6 +58,7 @@ def set_isa(name: str, /) -> None: ...
 def set_num_threads(n: int, /) -> None: ...
 def num_threads() -> int: ...
 def pack_weight(
+    *,
     src: int,
     src_stride: int,
     dst: int,
@@ -63,25 +68,25 @@ def pack_weight(
     k: int,
     src_dtype: int,
     dtype: int,
-    /,
 ) -> None: ...
 def linear(
+    *,
     x: int,
     x_stride: int,
     weight: int,
     bias: int,
     out: int,
     out_stride: int,
-    rows: int,
+    m: int,
     n: int,
     k: int,
     gated: int,
     dtype: int,
     out_dtype: int,
-    /,
 ) -> None: ...
 def linear_scratch(rows: int, k: int, threads: int, /) -> int: ...
 def quantize_weight(
+    *,
     src: int,
     src_stride: int,
     dst: int,
@@ -92,9 +97,9 @@ def quantize_weight(
     group: int,
     format: int,
     dtype: int,
-    /,
 ) -> None: ...
 def pack_quant(
+    *,
     codes: int,
     scales: int,
     zeros: int,
@@ -105,16 +110,16 @@ def pack_quant(
     k: int,
     group: int,
     format: int,
-    /,
 ) -> None: ...
 def linear_q(
+    *,
     x: int,
     x_stride: int,
     weight: int,
     bias: int,
     out: int,
     out_stride: int,
-    rows: int,
+    m: int,
     n: int,
     k: int,
     group: int,
@@ -122,9 +127,9 @@ def linear_q(
     gated: int,
     dtype: int,
     out_dtype: int,
-    /,
 ) -> None: ...
 def rms_norm(
+    *,
     x: int,
     x_stride: int,
     x_head_stride: int,
@@ -140,28 +145,52 @@ def rms_norm(
     eps: float,
     weight_offset: float,
     dtype: int,
-    /,
 ) -> None: ...
 def layer_norm(
+    *,
     x: int,
     x_stride: int,
     weight: int,
     bias: int,
     out: int,
+    out_stride: int,
     rows: int,
+    heads: int,
     dim: int,
     eps: float,
     dtype: int,
-    /,
 ) -> None: ...
 def gated(
-    kind: int, x: int, x_stride: int, out: int, rows: int, dim: int, dtype: int, /
+    *,
+    x: int,
+    x_stride: int,
+    out: int,
+    rows: int,
+    dim: int,
+    kind: int,
+    dtype: int,
 ) -> None: ...
 def unary(
-    kind: int, x: int, out: int, rows: int, dim: int, param: float, dtype: int, /
+    *,
+    x: int,
+    out: int,
+    rows: int,
+    dim: int,
+    param: float,
+    kind: int,
+    dtype: int,
 ) -> None: ...
-def add(x: int, y: int, out: int, rows: int, dim: int, dtype: int, /) -> None: ...
+def add(
+    *,
+    x: int,
+    y: int,
+    out: int,
+    rows: int,
+    dim: int,
+    dtype: int,
+) -> None: ...
 def gather(
+    *,
     table: int,
     table_stride: int,
     n: int,
@@ -171,9 +200,9 @@ def gather(
     dim: int,
     packed: bool,
     dtype: int,
-    /,
 ) -> None: ...
 def rotary(
+    *,
     positions: int,
     query: int,
     query_stride: int,
@@ -188,17 +217,65 @@ def rotary(
     rotary_dim: int,
     is_neox: bool,
     dtype: int,
-    /,
 ) -> None: ...
-def softmax(x: int, x_stride: int, out: int, rows: int, dim: int, log: bool, /) -> None: ...
-def argmax(x: int, x_stride: int, out: int, rows: int, dim: int, /) -> None: ...
-def row_max(x: int, x_stride: int, out: int, rows: int, dim: int, /) -> None: ...
-def sample(x: int, x_stride: int, params: int, out: int, rows: int, dim: int, /) -> None: ...
-def philox_uniforms(seeds: int, positions: int, stream: int, count: int, out: int, /) -> None: ...
+def softmax(
+    *,
+    x: int,
+    x_stride: int,
+    out: int,
+    rows: int,
+    dim: int,
+    log: bool,
+) -> None: ...
+def argmax(
+    *,
+    x: int,
+    x_stride: int,
+    out: int,
+    rows: int,
+    dim: int,
+) -> None: ...
+def row_max(
+    *,
+    x: int,
+    x_stride: int,
+    out: int,
+    rows: int,
+    dim: int,
+) -> None: ...
+def sample(
+    *,
+    x: int,
+    x_stride: int,
+    params: int,
+    out: int,
+    rows: int,
+    dim: int,
+) -> None: ...
 def top_k(
-    x: int, x_stride: int, rows: int, dim: int, k: int, values: int, indices: int, /
+    *,
+    x: int,
+    x_stride: int,
+    values: int,
+    indices: int,
+    rows: int,
+    dim: int,
+    k: int,
 ) -> None: ...
+def apply_bitmask(
+    *,
+    x: int,
+    x_stride: int,
+    x_rows: int,
+    bitmask: int,
+    bitmask_stride: int,
+    indices: int,
+    rows: int,
+    dim: int,
+) -> None: ...
+def philox_uniforms(seeds: int, positions: int, stream: int, count: int, out: int, /) -> None: ...
 def write_kv(
+    *,
     key: int,
     key_stride: int,
     key_head_stride: int,
@@ -213,9 +290,9 @@ def write_kv(
     block_size: int,
     dtype: int,
     cache: int,
-    /,
 ) -> None: ...
 def attention(
+    *,
     query: int,
     query_stride: int,
     query_head_stride: int,
@@ -238,5 +315,4 @@ def attention(
     alibi_slopes: int,
     dtype: int,
     cache: int,
-    /,
 ) -> None: ...

@@ -10,16 +10,16 @@ from octavo.config import ConfigField, EngineConfig, config_fields, optional_typ
 from octavo.errors import ConfigError
 
 
-def add_engine_settings(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> None:
+def add_engine_settings(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
     """Adds a flag for each setting of `EngineConfig`, a group for each section.
 
     Args:
         parser: where to.
-        but: names of settings that the parser has a flag for already.
+        exclude: names of settings that the parser has a flag for already.
     """
     by_section: dict[str, list[ConfigField]] = {}
     for field in config_fields(EngineConfig):
-        if field.name not in but:
+        if field.name not in exclude:
             by_section.setdefault(field.section, []).append(field)
     for section, fields in by_section.items():
         add_settings(parser, section, fields)

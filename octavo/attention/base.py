@@ -76,6 +76,27 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class LargestStep:
+    """What bounds the memory that attention takes.
+
+    Attributes:
+        num_tokens: of the step.
+        max_model_len: longest context.
+        num_heads: query heads.
+        num_kv_heads: heads of keys and values.
+        head_size: elements of a head.
+        num_threads: that compute.
+    """
+
+    num_tokens: int
+    max_model_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rotary:
     """The rotary embedding of a step's queries and keys: see `Ops.rotary_embedding`.
 
@@ -135,25 +156,8 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def scratch_nbytes(
-        self,
-        num_tokens: int,
-        max_model_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        num_threads: int,
-    ) -> int:
-        """Most bytes that a step takes on the host beside the arguments of `forward`.
-
-        Args:
-            num_tokens: of the step.
-            max_model_len: longest context.
-            num_heads: query heads.
-            num_kv_heads: heads of keys and values.
-            head_size: elements of a head.
-            num_threads: that compute.
-        """
+    def scratch_nbytes(self, largest: LargestStep) -> int:
+        """Most bytes that a step takes on the host beside the arguments of `forward`."""
         ...
 
     def write_kv(

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import AttentionMetadata, Rotary, cached_head_size, copy_blocks
+from octavo.attention.base import (
+    AttentionMetadata,
+    LargestStep,
+    Rotary,
+    cached_head_size,
+    copy_blocks,
+)
 from octavo.errors import ConfigError
 from octavo.kernels.native import DTYPE_CODES
 
@@ -64,27 +70,19 @@ class CPUAttention:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
-    def scratch_nbytes(
-        self,
-        num_tokens: int,
-        max_model_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        num_threads: int,
-    ) -> int:
+    def scratch_nbytes(self, largest: LargestStep) -> int:
         """What each thread's task takes, and the segments of long contexts: see csrc/attention.h.
 
         Few rows are shared out by segments.
         """
-        width = -(-head_size // _LANES) * _LANES
+        width = -(-largest.head_size // _LANES) * _LANES
         rows = _TILE_ROWS * width * (2 + 4 + 4)  # queries; sums of a segment and of all of them
         tiles = 4 * _TILE * width * 2  # keys and values, widened from bytes and as AMX wants them
         step = _STEP_ROWS * _TILE * (4 + 2)  # scores and probabilities
-        tasks = min(4 * num_threads, num_tokens * num_kv_heads)
-        segments = -(-max_model_len // _SEGMENT)
+        tasks = min(4 * largest.num_threads, largest.num_tokens * largest.num_kv_heads)
+        segments = -(-largest.max_model_len // _SEGMENT)
         parts = 4 * tasks * segments * _SHARED_ROWS * (width + 2) if segments > 1 else 0
-        return num_threads * (rows + tiles + step) + parts
+        return largest.num_threads * (rows + tiles + step) + parts
 
     def write_kv(
         self,
@@ -108,20 +106,20 @@ class CPUAttention:
         assert kv_cache.shape[2] == kv_heads
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         _native.write_kv(
-            key.data_ptr(),
-            key.stride(0),
-            key.stride(1),
-            value.data_ptr(),
-            value.stride(0),
-            value.stride(1),
-            kv_cache.data_ptr(),
-            slot_mapping.data_ptr(),
-            tokens,
-            kv_heads,
-            head_size,
-            kv_cache.shape[3],
-            DTYPE_CODES[key.dtype],
-            _cache_code(kv_cache, key.dtype),
+            key=key.data_ptr(),
+            key_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            value=value.data_ptr(),
+            value_stride=value.stride(0),
+            value_head_stride=value.stride(1),
+            kv_cache=kv_cache.data_ptr(),
+            slot_mapping=slot_mapping.data_ptr(),
+            tokens=tokens,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            block_size=kv_cache.shape[3],
+            dtype=DTYPE_CODES[key.dtype],
+            cache=_cache_code(kv_cache, key.dtype),
         )
 
     def forward(
@@ -153,28 +151,28 @@ class CPUAttention:
             slopes = alibi_slopes.data_ptr()
         query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses
         _native.attention(
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            out.data_ptr(),
-            out.stride(0),
-            out.stride(1),
-            kv_cache.data_ptr(),
-            query_start_loc,
-            seq_lens,
-            block_table,
-            block_table_stride,
-            metadata.num_reqs,
-            heads,
-            kv_heads,
-            head_size,
-            block_size,
-            sliding_window or 0,
-            scale,
-            logits_soft_cap or 0.0,
-            slopes,
-            DTYPE_CODES[query.dtype],
-            _cache_code(kv_cache, query.dtype),
+            query=query.data_ptr(),
+            query_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            out_head_stride=out.stride(1),
+            kv_cache=kv_cache.data_ptr(),
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            block_table_stride=block_table_stride,
+            num_reqs=metadata.num_reqs,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            window=sliding_window or 0,
+            scale=scale,
+            soft_cap=logits_soft_cap or 0.0,
+            alibi_slopes=slopes,
+            dtype=DTYPE_CODES[query.dtype],
+            cache=_cache_code(kv_cache, query.dtype),
         )
 
     def copy_blocks(

@@ -12,7 +12,7 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
+from octavo.attention.base import AttentionMetadata, LargestStep, Rotary, copy_blocks
 from octavo.attention.triton import write_rotated_kv
 from octavo.errors import ConfigError
 
@@ -50,15 +50,7 @@ class FlashInferAttention:
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
-    def scratch_nbytes(
-        self,
-        num_tokens: int,
-        max_model_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        num_threads: int,
-    ) -> int:
+    def scratch_nbytes(self, largest: LargestStep) -> int:
         """None: what it takes is on the device, where it is measured."""
         return 0
 

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, Rotary, cached_head_size, copy_blocks
+from octavo.attention.base import (
+    AttentionMetadata,
+    LargestStep,
+    Rotary,
+    cached_head_size,
+    copy_blocks,
+)
 from octavo.kernels.reference import to_bytes
 
 # Of float32 logits: as they come, without what is hidden, their exponentials, their shares.
@@ -61,19 +67,13 @@ class ReferenceAttention:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
-    def scratch_nbytes(
-        self,
-        num_tokens: int,
-        max_model_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        num_threads: int,
-    ) -> int:
+    def scratch_nbytes(self, largest: LargestStep) -> int:
         """One request's logits, some copies of them, and its keys and values for each head."""
-        rows = min(num_tokens, max_model_len)
-        logits = (4 * _LOGITS_COPIES * num_heads + 16) * rows * max_model_len
-        return logits + 4 * max_model_len * head_size * (4 * num_kv_heads + 4 * num_heads)
+        length = largest.max_model_len
+        rows = min(largest.num_tokens, length)
+        logits = (4 * _LOGITS_COPIES * largest.num_heads + 16) * rows * length
+        heads = 4 * largest.num_kv_heads + 4 * largest.num_heads
+        return logits + 4 * length * largest.head_size * heads
 
     def write_kv(
         self,

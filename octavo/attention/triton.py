@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, Rotary, copy_blocks
+from octavo.attention.base import AttentionMetadata, LargestStep, Rotary, copy_blocks
 from octavo.device import cuda_capability, cuda_cores
 from octavo.errors import ConfigError
 from octavo.kernels.triton.attention import attention, splits_floats
@@ -101,15 +101,7 @@ class TritonAttention:
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
-    def scratch_nbytes(
-        self,
-        num_tokens: int,
-        max_model_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        num_threads: int,
-    ) -> int:
+    def scratch_nbytes(self, largest: LargestStep) -> int:
         """None: what it takes is on the device, where it is measured."""
         return 0
 

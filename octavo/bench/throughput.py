@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-json", metavar="FILE", help="Save the figures, of each request too, as JSON.")
     add("--disable-tqdm", action="store_true", help="No progress bar.")
     add_dataset_arguments(parser)
-    add_engine_settings(parser, but=("seed",))  # one seed for the data set and the engine
+    add_engine_settings(parser, exclude=("seed",))  # one seed for the data set and the engine
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -319,7 +319,7 @@ class Ops(Protocol):
         Args:
             x: float32 [M, V], dense.
             bitmask: int32 [G, ceil(V / 32)]; bit b of word w is 1 if token 32 w + b is allowed.
-            rows: int64 [G], the row of x for each row of the bitmask.
+            rows: int64 [G], the row of x for each row of the bitmask; none of them twice.
         """
         ...
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import _native
 from octavo.kernels.base import (
@@ -63,6 +67,39 @@ def _rows(x: Tensor) -> None:
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
 
 
+def _logits(x: Tensor) -> torch.Size:
+    """The shape of float32 rows, once they are found to be such."""
+    _rows(x)
+    assert x.dtype == torch.float32
+    return x.shape
+
+
+class _Recording(threading.local):
+    arena: Arena | None = None
+
+
+class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While a plan records, torch may make views; whatever computes would run once, unrecorded."""
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            if not func.is_view:
+                raise RuntimeError(
+                    f"{func} cannot be recorded: a plan repeats native operations only. Use one of "
+                    "NativeOps, or compute it before."
+                )
+            return func(*args, **kwargs)
+        with self:  # what is made of other operations is judged by these
+            return func.decompose(*args, **kwargs)
+
+
 def _new_quantized(
     n: int, k: int, format: QuantFormat, group_size: int, out: Tensor | None = None
 ) -> QuantizedWeight:
@@ -86,31 +123,37 @@ class NativeOps:
     packs_weights = True
 
     def __init__(self) -> None:
-        self._recording = threading.local()
+        self._recording = _Recording()
 
     @contextmanager
     def record(self, plan: _native.Plan, arena: Arena) -> Iterator[None]:
         """Has this thread's operations noted in `plan` instead of carried out.
 
-        Results lie in `arena`. The tensors of the recorded calls must outlive the plan.
+        Results lie in `arena`. The tensors and arrays of the recorded calls must outlive the plan.
+        When it runs, they are as many rows long as it is told.
+
+        Raises:
+            RuntimeError: from whatever cannot be recorded: operations of torch but for views,
+                packing of weights, another recording.
         """
-        self._recording.arena = arena
         plan.begin()
+        self._recording.arena = arena
         try:
-            yield
+            with _OnlyViews():  # type: ignore[no-untyped-call]
+                yield
         finally:
             plan.end()
-            del self._recording.arena
+            self._recording.arena = None
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """From the arena while a plan records."""
         return self._empty(*shape, dtype=like.dtype)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        arena: Arena | None = getattr(self._recording, "arena", None)
-        if arena is None:
-            return torch.empty(shape, dtype=dtype)
-        return arena.empty(*shape, dtype=dtype)
+        arena = self._recording.arena
+        return (
+            torch.empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
+        )
 
     def pack_weight(
         self,
@@ -131,15 +174,15 @@ class NativeOps:
             _rows(part)
             assert part.shape[1] == k
             _native.pack_weight(
-                part.data_ptr(),
-                part.stride(0),
-                data.data_ptr(),
-                row,
-                part.shape[0],
-                n,
-                k,
-                DTYPE_CODES[part.dtype],
-                DTYPE_CODES[dtype],
+                src=part.data_ptr(),
+                src_stride=part.stride(0),
+                dst=data.data_ptr(),
+                row0=row,
+                rows=part.shape[0],
+                n=n,
+                k=k,
+                src_dtype=DTYPE_CODES[part.dtype],
+                dtype=DTYPE_CODES[dtype],
             )
             row += part.shape[0]
         return PackedWeight(data, n, k, dtype, _native.panel())
@@ -171,24 +214,26 @@ class NativeOps:
             assert bias.is_contiguous()
         width = weight.n if gate is None else weight.n // 2
         out = self._empty(x.shape[0], width, dtype=out_dtype)
-        operands = (
-            x.data_ptr(),
-            x.stride(0),
-            weight.data.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            width,
-            x.shape[0],
-            weight.n,
-            weight.k,
-        )
-        dtypes = DTYPE_CODES[x.dtype], DTYPE_CODES[out_dtype]
         if isinstance(weight, QuantizedWeight):
-            form = weight.group_size, _QUANT_FORMATS[weight.format]
-            _native.linear_q(*operands, *form, _GATES[gate], *dtypes)
+            form = {"group": weight.group_size, "format": _QUANT_FORMATS[weight.format]}
+            kernel = partial(_native.linear_q, **form)
         else:
             assert x.dtype == weight.dtype
-            _native.linear(*operands, _GATES[gate], *dtypes)
+            kernel = partial(_native.linear)
+        kernel(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=weight.data.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=width,
+            m=x.shape[0],
+            n=weight.n,
+            k=weight.k,
+            gated=_GATES[gate],
+            dtype=DTYPE_CODES[x.dtype],
+            out_dtype=DTYPE_CODES[out_dtype],
+        )
         return out
 
     def quantize_weight(
@@ -206,16 +251,16 @@ class NativeOps:
             _rows(part)
             assert part.shape[1] == k
             _native.quantize_weight(
-                part.data_ptr(),
-                part.stride(0),
-                packed.data.data_ptr(),
-                row,
-                part.shape[0],
-                n,
-                k,
-                group_size,
-                _QUANT_FORMATS[format],
-                DTYPE_CODES[part.dtype],
+                src=part.data_ptr(),
+                src_stride=part.stride(0),
+                dst=packed.data.data_ptr(),
+                row0=row,
+                rows=part.shape[0],
+                n=n,
+                k=k,
+                group=group_size,
+                format=_QUANT_FORMATS[format],
+                dtype=DTYPE_CODES[part.dtype],
             )
             row += part.shape[0]
         return packed
@@ -239,16 +284,16 @@ class NativeOps:
                 assert tensor is None or tensor.dtype == dtype
                 assert tensor is None or tensor.is_contiguous()
             _native.pack_quant(
-                part.codes.data_ptr(),
-                part.scales.data_ptr(),
-                0 if part.zeros is None else part.zeros.data_ptr(),
-                packed.data.data_ptr(),
-                row,
-                rows,
-                n,
-                k,
-                group_size,
-                _QUANT_FORMATS[format],
+                codes=part.codes.data_ptr(),
+                scales=part.scales.data_ptr(),
+                zeros=0 if part.zeros is None else part.zeros.data_ptr(),
+                dst=packed.data.data_ptr(),
+                row0=row,
+                rows=rows,
+                n=n,
+                k=k,
+                group=group_size,
+                format=_QUANT_FORMATS[format],
             )
             row += rows
         assert row == n
@@ -275,21 +320,21 @@ class NativeOps:
         assert weight.is_contiguous()
         heads = x.shape[1] if x.dim() == 3 else 1
         _native.rms_norm(
-            x.data_ptr(),
-            x.stride(0),
-            x.stride(1),
-            0,
-            0,
-            weight.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            out.stride(1),
-            x.shape[0],
-            heads,
-            dim,
-            eps,
-            weight_offset,
-            DTYPE_CODES[x.dtype],
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_head_stride=x.stride(1),
+            residual=0,
+            residual_out=0,
+            weight=weight.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            out_head_stride=out.stride(1),
+            rows=x.shape[0],
+            heads=heads,
+            dim=dim,
+            eps=eps,
+            weight_offset=weight_offset,
+            dtype=DTYPE_CODES[x.dtype],
         )
         return out
 
@@ -311,21 +356,21 @@ class NativeOps:
         assert x.dtype == weight.dtype == residual.dtype
         out, total = (self._empty(rows, dim, dtype=x.dtype) for _ in range(2))
         _native.rms_norm(
-            x.data_ptr(),
-            x.stride(0),
-            0,
-            residual.data_ptr(),
-            total.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            dim,
-            0,
-            rows,
-            1,
-            dim,
-            eps,
-            weight_offset,
-            DTYPE_CODES[x.dtype],
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_head_stride=0,
+            residual=residual.data_ptr(),
+            residual_out=total.data_ptr(),
+            weight=weight.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=dim,
+            out_head_stride=0,
+            rows=rows,
+            heads=1,
+            dim=dim,
+            eps=eps,
+            weight_offset=weight_offset,
+            dtype=DTYPE_CODES[x.dtype],
         )
         return out, total
 
@@ -342,15 +387,17 @@ class NativeOps:
             assert x.dtype == bias.dtype
         out = self._empty(rows, dim, dtype=x.dtype)
         _native.layer_norm(
-            x.data_ptr(),
-            x.stride(0),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            dim,
-            eps,
-            DTYPE_CODES[x.dtype],
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=weight.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=dim,
+            rows=rows,
+            heads=1,
+            dim=dim,
+            eps=eps,
+            dtype=DTYPE_CODES[x.dtype],
         )
         return out
 
@@ -363,13 +410,13 @@ class NativeOps:
         assert x.is_contiguous()
         rows = x.shape[0]
         _native.unary(
-            kind,
-            x.data_ptr(),
-            out.data_ptr(),
-            rows,
-            x.numel() // max(rows, 1),
-            param,
-            DTYPE_CODES[x.dtype],
+            kind=kind,
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            rows=rows,
+            dim=x.numel() // max(rows, 1),
+            param=param,
+            dtype=DTYPE_CODES[x.dtype],
         )
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
@@ -379,13 +426,13 @@ class NativeOps:
         assert gate_up.shape[1] == 2 * dim
         out = self._empty(rows, dim, dtype=gate_up.dtype)
         _native.gated(
-            _GATES[activation],
-            gate_up.data_ptr(),
-            gate_up.stride(0),
-            out.data_ptr(),
-            rows,
-            dim,
-            DTYPE_CODES[gate_up.dtype],
+            kind=_GATES[activation],
+            x=gate_up.data_ptr(),
+            x_stride=gate_up.stride(0),
+            out=out.data_ptr(),
+            rows=rows,
+            dim=dim,
+            dtype=DTYPE_CODES[gate_up.dtype],
         )
         return out
 
@@ -417,12 +464,12 @@ class NativeOps:
         assert y.is_contiguous()
         out = self._empty(*x.shape, dtype=x.dtype)
         _native.add(
-            x.data_ptr(),
-            y.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            x.numel() // max(x.shape[0], 1),
-            DTYPE_CODES[x.dtype],
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            out=out.data_ptr(),
+            rows=x.shape[0],
+            dim=x.numel() // max(x.shape[0], 1),
+            dtype=DTYPE_CODES[x.dtype],
         )
         return out
 
@@ -467,27 +514,28 @@ class NativeOps:
         assert cos_sin_cache.dtype == torch.float32
         assert cos_sin_cache.is_contiguous()
         _native.rotary(
-            positions.data_ptr(),
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            query.shape[1],
-            key.data_ptr(),
-            key.stride(0),
-            key.stride(1),
-            key.shape[1],
-            cos_sin_cache.data_ptr(),
-            tokens,
-            rotary_dim,
-            is_neox,
-            DTYPE_CODES[query.dtype],
+            positions=positions.data_ptr(),
+            query=query.data_ptr(),
+            query_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            query_heads=query.shape[1],
+            key=key.data_ptr(),
+            key_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            key_heads=key.shape[1],
+            cos_sin=cos_sin_cache.data_ptr(),
+            tokens=tokens,
+            rotary_dim=rotary_dim,
+            is_neox=is_neox,
+            dtype=DTYPE_CODES[query.dtype],
         )
 
     def _softmax(self, x: Tensor, log: bool) -> Tensor:
-        _rows(x)
-        assert x.dtype == torch.float32
-        out = torch.empty(x.shape)
-        _native.softmax(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1], log)
+        rows, dim = _logits(x)
+        out = self._empty(rows, dim, dtype=x.dtype)
+        _native.softmax(
+            x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim, log=log
+        )
         return out
 
     def softmax(self, x: Tensor) -> Tensor:
@@ -500,61 +548,70 @@ class NativeOps:
 
     def argmax(self, x: Tensor) -> Tensor:
         """Maximum first, then the first index that has it."""
-        _rows(x)
-        assert x.dtype == torch.float32
-        out = torch.empty(x.shape[0], dtype=torch.int64)
-        _native.argmax(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1])
+        rows, dim = _logits(x)
+        out = self._empty(rows, dtype=torch.int64)
+        _native.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
         return out
 
     def row_max(self, x: Tensor) -> Tensor:
         """One pass."""
-        _rows(x)
-        assert x.dtype == torch.float32
-        out = torch.empty(x.shape[0])
-        _native.row_max(x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], x.shape[1])
+        rows, dim = _logits(x)
+        out = self._empty(rows, dtype=x.dtype)
+        _native.row_max(
+            x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim
+        )
         return out
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Without sorting the vocabulary: see csrc/sample.h."""
-        _rows(x)
-        assert x.dtype == torch.float32
+        rows, dim = _logits(x)
         assert params.dtype == SAMPLING_ROW
-        assert params.shape == (x.shape[0],)
+        assert params.shape == (rows,)
         assert params.flags.c_contiguous
-        out = torch.empty(x.shape[0], dtype=torch.int64)
+        out = self._empty(rows, dtype=torch.int64)
         _native.sample(
-            x.data_ptr(),
-            x.stride(0),
-            params.ctypes.data,
-            out.data_ptr(),
-            x.shape[0],
-            x.shape[1],
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            params=params.ctypes.data,
+            out=out.data_ptr(),
+            rows=rows,
+            dim=dim,
         )
         return out
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """By numpy and torch: it only selects."""
-        for words, row in zip(bitmask, rows.tolist(), strict=True):
-            denied = np.unpackbits(
-                ~words.numpy().view(np.uint8), count=x.shape[1], bitorder="little"
-            )
-            x[row].masked_fill_(torch.from_numpy(denied).view(torch.bool), -torch.inf)
+        """Rows that x does not have are passed over. In a plan `rows` is as long as a step."""
+        x_rows, dim = _logits(x)
+        assert bitmask.shape == (len(rows), -(-dim // 32))
+        assert bitmask.dtype == torch.int32
+        assert bitmask.stride(1) == 1 or bitmask.shape[1] == 1
+        assert rows.dtype == torch.int64
+        assert rows.is_contiguous()
+        _native.apply_bitmask(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_rows=x_rows,
+            bitmask=bitmask.data_ptr(),
+            bitmask_stride=bitmask.stride(0),
+            indices=rows.data_ptr(),
+            rows=len(rows),
+            dim=dim,
+        )
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """One pass with a heap of k."""
-        _rows(x)
-        assert x.dtype == torch.float32
-        assert 0 <= k <= x.shape[1]
-        values = torch.empty(x.shape[0], k)
-        indices = torch.empty(x.shape[0], k, dtype=torch.int64)
+        rows, dim = _logits(x)
+        assert 0 <= k <= dim
+        values = self._empty(rows, k, dtype=x.dtype)
+        indices = self._empty(rows, k, dtype=torch.int64)
         _native.top_k(
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            x.shape[1],
-            k,
-            values.data_ptr(),
-            indices.data_ptr(),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            values=values.data_ptr(),
+            indices=indices.data_ptr(),
+            rows=rows,
+            dim=dim,
+            k=k,
         )
         return values, indices
 
@@ -571,14 +628,14 @@ class NativeOps:
         assert ids.is_contiguous()
         out = self._empty(len(ids), dim, dtype=weight.dtype)
         _native.gather(
-            table.data_ptr(),
-            stride,
-            n,
-            ids.data_ptr(),
-            out.data_ptr(),
-            len(ids),
-            dim,
-            packed,
-            DTYPE_CODES[weight.dtype],
+            table=table.data_ptr(),
+            table_stride=stride,
+            n=n,
+            ids=ids.data_ptr(),
+            out=out.data_ptr(),
+            rows=len(ids),
+            dim=dim,
+            packed=packed,
+            dtype=DTYPE_CODES[weight.dtype],
         )
         return out

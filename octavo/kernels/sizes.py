@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element, by dtype name."""
+from octavo.dtypes import DTYPE_NBYTES
 
 PANEL = 64
 """Outputs that a packed weight is rounded up to: the widest panel of any instruction set."""
@@ -12,7 +11,7 @@ PANEL = 64
 def packed_nbytes(n: int, k: int, dtype: str) -> int:
     """Bytes that a weight of shape [n, k] takes once packed."""
     multiple = 32 if dtype == "bfloat16" else 2
-    return -(-n // PANEL) * PANEL * (-(-k // multiple) * multiple) * ITEMSIZE[dtype]
+    return -(-n // PANEL) * PANEL * (-(-k // multiple) * multiple) * DTYPE_NBYTES[dtype]
 
 
 def quantized_nbytes(n: int, k: int, format: str, group_size: int) -> int:

@@ -85,11 +85,11 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
             timeout_graceful_shutdown=_CLOSE_TIMEOUT,
         )
     )
-    ending = _Ending(state, server)
+    shutdown = _Shutdown(state, server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.on_signal, number)
-    state.on_failure = ending.stop
+        loop.add_signal_handler(number, shutdown.on_signal, number)
+    state.on_failure = shutdown.stop
     scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -100,10 +100,10 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         await state.close()
     if state.failure is not None:
         raise state.failure
-    return ending.status
+    return shutdown.status
 
 
-class _Ending:
+class _Shutdown:
     """How the server ends: the first signal drains it, the second one stops it at once."""
 
     def __init__(self, state: ServerState, server: uvicorn.Server) -> None:

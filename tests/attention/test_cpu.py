@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.attention.base import AttentionBackend, AttentionMetadata, LargestStep
 from octavo.attention.cpu import BLOCK_SIZES, CPUAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
@@ -370,7 +370,7 @@ def test_what_each_thread_takes_is_planned() -> None:
     """One segment, so nothing is shared; each has a query and two sums for 36 rows at least."""
 
     def planned(threads: int, head_size: int) -> int:
-        return CPUAttention().scratch_nbytes(
+        largest = LargestStep(
             num_tokens=64,
             max_model_len=512,
             num_heads=8,
@@ -378,6 +378,7 @@ def test_what_each_thread_takes_is_planned() -> None:
             head_size=head_size,
             num_threads=threads,
         )
+        return CPUAttention().scratch_nbytes(largest)
 
     assert planned(2, 64) == 2 * planned(1, 64)
     assert planned(1, 64) >= 36 * 64 * (2 + 4 + 4) + 36 * 64 * (4 + 2)

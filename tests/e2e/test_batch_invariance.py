@@ -146,7 +146,7 @@ def test_with_drafts_right_and_wrong(dtype, expected, async_scheduling, enforce_
         found = answers(llm, [longer])
         llm.reset_prefix_cache()
         assert answers(llm, [longer]) == found
-        llm._core.check_integrity()
+        llm._client.core.check_integrity()
 
 
 def test_a_prompt_cached_to_its_last_token(dtype):

@@ -853,9 +853,24 @@ void test_top_k() {
   const std::vector<float> x = {1, 5, NAN, 5, -2, 7};
   float values[4];
   int64_t at[4];
-  top_k(x.data(), 6, 1, 6, 4, values, at);
+  kernels().top_k({x.data(), 6, values, at, 1, 6, 4});
   const int64_t want[] = {5, 1, 3, 0};
   check(std::equal(at, at + 4, want) && values[0] == 7 && values[3] == 1, "top_k");
+}
+
+void test_bitmask() {
+  for (int64_t dim : {1, 31, 32, 33, 1000}) {
+    const int64_t words = (dim + 31) / 32, indices[] = {2, 0};
+    const std::vector<float> x = random<float>(3 * dim);
+    std::vector<float> got = x, want = x;
+    std::vector<int32_t> bitmask(2 * words);
+    for (int32_t& word : bitmask) word = int32_t(generator());
+    for (int64_t i = 0; i < 2 * dim; i++)
+      if (!(uint32_t(bitmask[i / dim * words + i % dim / 32]) >> i % dim % 32 & 1))
+        want[indices[i / dim] * dim + i % dim] = -INFINITY;
+    kernels().apply_bitmask({got.data(), dim, 3, bitmask.data(), words, indices, 2, dim});
+    check(same(got, want), "apply_bitmask of %d", int(dim));
+  }
 }
 
 }  // namespace
@@ -880,6 +895,7 @@ int main(int argc, char** argv) {
     test_sample();
     test_attention();
     test_top_k();
+    test_bitmask();
   }
   if (failures) std::printf("%d failures\n", failures);
   return failures > 0;

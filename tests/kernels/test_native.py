@@ -292,7 +292,9 @@ def test_gelu_relu_soft_cap(dtype: torch.dtype) -> None:
 
 def apply(kind: int, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    _native.unary(kind, x.data_ptr(), out.data_ptr(), 1, x.numel(), 0.0, 0)
+    _native.unary(
+        x=x.data_ptr(), out=out.data_ptr(), rows=1, dim=x.numel(), param=0.0, kind=kind, dtype=0
+    )
     return out
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from octavo.kernels.native import NativeOps
-from octavo.kernels.sizes import ITEMSIZE, packed_nbytes
+from octavo.kernels.sizes import packed_nbytes
 
 
 def test_imports_no_torch() -> None:
@@ -13,7 +13,7 @@ def test_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 64), (65, 63), (1000, 576)])
 def test_is_what_packing_takes(n: int, k: int, dtype: str) -> None:
     ops = NativeOps()

@@ -77,8 +77,10 @@ class AttentionSpec:
         self, backend: AttentionBackend, num_tokens: int, max_model_len: int, num_threads: int
     ) -> int:
         """What the backend keeps for itself."""
+        from octavo.attention.base import LargestStep
+
         heads = self.num_heads, self.num_kv_heads, self.head_size
-        return backend.scratch_nbytes(num_tokens, max_model_len, *heads, num_threads)
+        return backend.scratch_nbytes(LargestStep(num_tokens, max_model_len, *heads, num_threads))
 
     def build(self, parts: Parts, cache: int) -> Attention:
         """The live block."""

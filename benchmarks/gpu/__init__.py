@@ -1,0 +1,1 @@
+"""The parts of gpu_check.py: what is checked and measured on a GPU."""

@@ -1,0 +1,180 @@
+"""Every operation can be recorded, with the bits of a direct call; what cannot be is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import _native
+from octavo.kernels.base import SAMPLING_ROW, Ops
+from octavo.kernels.memory import Arena
+from octavo.kernels.native import NativeOps
+
+ops = NativeOps()
+ROWS, DIM, IDS = 9, 64, 40
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+weight, bias = random(128, DIM, seed=1), random(128, seed=2)
+packed, quantized = ops.pack_weight(weight), ops.quantize_weight([weight], "int8", 0)
+cos_sin, positions = random(ROWS, 8, seed=3), torch.arange(ROWS)
+residual, vector = random(ROWS, DIM, seed=4), bias[:DIM].contiguous()
+ids = torch.arange(ROWS) * 7 % IDS
+bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
+others = torch.arange(ROWS).flip(0).contiguous()
+params = np.zeros(ROWS, SAMPLING_ROW)
+params["temperature"], params["top_p"] = np.arange(ROWS) % 3, 0.9
+params["uniform"] = np.linspace(0, 0.99, ROWS)
+
+
+def rotated(x: Tensor) -> Tensor:
+    ops.rotary_embedding(positions[: len(x)], x.view(-1, 4, 16), x.view(-1, 4, 16), cos_sin)
+    return x
+
+
+def changed(x: Tensor, change: Callable[[Tensor], None]) -> Tensor:
+    change(x)
+    return x
+
+
+def masked(x: Tensor) -> Tensor:
+    n = len(x)  # in a plan every row of a step has one of the bitmask
+    ops.apply_bitmask_(x, bitmask[:n], positions[:n])
+    return x
+
+
+CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
+    "linear": lambda x: (ops.linear(x, packed, bias), ops.linear(x, quantized, bias)),
+    "linear_act_and_mul": lambda x: ops.linear_act_and_mul(x, packed, bias, "silu"),
+    "rms_norm": lambda x: ops.rms_norm(x, vector, 1e-5),
+    "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, residual[: len(x)], vector, 1e-5),
+    "layer_norm": lambda x: ops.layer_norm(x, vector, vector, 1e-5),
+    "act_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
+    "gelu": lambda x: ops.gelu(x, "tanh"),
+    "relu": ops.relu,
+    "add": lambda x: ops.add(x, residual[: len(x)]),
+    "scale_": lambda x: changed(x, lambda x: ops.scale_(x, 3.0)),
+    "clamp_": lambda x: changed(x, lambda x: ops.clamp_(x, 0.5)),
+    "soft_cap_": lambda x: changed(x, lambda x: ops.soft_cap_(x, 0.5)),
+    "exp": ops.exp,
+    "log": lambda x: ops.log(ops.exp(x)),
+    "rotary_embedding": rotated,
+    "softmax": ops.softmax,
+    "log_softmax": ops.log_softmax,
+    "argmax": ops.argmax,
+    "row_max": ops.row_max,
+    "sample": lambda x: ops.sample(x, params[: len(x)]),
+    "apply_bitmask_": masked,
+    "top_k": lambda x: ops.top_k(x, 5),
+    "embedding": lambda x: (
+        ops.embedding(residual, ids[: len(x)]),
+        ops.embedding(packed, ids[: len(x)]),
+    ),
+}
+
+
+def test_no_operation_is_forgotten() -> None:
+    operations = {name for name, f in vars(Ops).items() if callable(f) and name[0] != "_"}
+    assert operations - {"pack_weight", "quantize_weight", "pack_quantized", "empty"} == {*CASES}
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_a_recorded_operation_has_the_bits_of_a_direct_one(name: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        plan, arena, x = _native.Plan(), Arena(2**16), torch.full((ROWS, DIM), torch.nan)
+        with ops.record(plan, arena):
+            recorded = CASES[name](x)
+        assert len(plan) > 0
+        assert x.isnan().all(), "recording computes nothing"
+        for seed, rows in enumerate((ROWS, 1, 4, 0, ROWS)):
+            given = random(rows, DIM, seed=seed)
+            x[:rows] = given
+            plan.run(rows, 0, 0)
+            direct = CASES[name](given)
+            for got, want in zip(as_tuple(recorded), as_tuple(direct), strict=True):
+                assert got.dtype == want.dtype
+                assert got[:rows].numpy().tobytes() == want.numpy().tobytes()
+        memory = arena._memory.ctypes.data
+        for result in as_tuple(recorded):
+            assert result is x or memory <= result.data_ptr() < memory + arena.peak
+
+
+def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def record(run: Callable[[Tensor], object]) -> int:
+    """Calls recorded of what is done with a tensor whose numbers are apart."""
+    plan, x = _native.Plan(), torch.ones(4, 8)[:, ::2]
+    with ops.record(plan, Arena(2**12)):
+        run(x)
+    return len(plan)
+
+
+MASK = torch.ones(4, 4, dtype=torch.bool)
+COMPUTING: list[tuple[str, Callable[[Tensor], object]]] = [
+    ("aten.add.Tensor", lambda x: x + 1),
+    ("aten.empty", lambda x: torch.empty(3)),
+    ("aten.clone", lambda x: x.contiguous()),
+    ("aten.clone", lambda x: x.T.reshape(16)),
+    ("aten.copy_", lambda x: x.copy_(x)),
+    ("aten.index.Tensor", lambda x: x[MASK]),
+    ("aten._local_scalar_dense", lambda x: x[0, 0].item()),
+    ("aten._to_copy", lambda x: x.to(torch.float16)),
+    ("aten.fill_", lambda x: x.fill_(0)),
+    ("aten.resize_", lambda x: x.resize_(4)),
+]
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize(("name", "run"), COMPUTING)
+def test_what_torch_computes_is_refused_by_name(
+    name: str, run: Callable[[Tensor], object], inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        with pytest.raises(RuntimeError, match=rf"^{name}.* cannot be recorded"):
+            record(run)
+        assert ops.add(torch.ones(1, 1), torch.ones(1, 1)).item() == 2, "carried out again"
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_views_are_made(inference: bool) -> None:
+    def views(x: Tensor) -> None:
+        x = x.transpose(0, 1).T[1:, :2].unsqueeze(1).expand(3, 2, 2).flatten(1, 1)
+        for part in (*x.split([1, 1], dim=1), *x.chunk(2, dim=2), *x.unbind(0), x.select(0, 1)):
+            part.detach().unflatten(-1, (-1, 1)).reshape(part.shape).as_strided((1,), (1,))
+
+    with torch.inference_mode(inference):
+        assert record(views) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("pack_weight", lambda x: ops.pack_weight(weight, out=packed.data)),
+        ("quantize_weight", lambda x: ops.quantize_weight([weight], "int8", 0, quantized.data)),
+        ("philox_uniforms", lambda x: _native.philox_uniforms(0, 0, 0, 0, 0)),
+        ("another plan", lambda x: _native.Plan().begin()),
+    ],
+)
+def test_native_code_that_no_step_repeats_is_refused(
+    name: str, run: Callable[[Tensor], object]
+) -> None:
+    with pytest.raises(RuntimeError, match=f"{name} cannot be recorded"):
+        record(run)
+
+
+def test_a_bitmask_for_rows_that_are_not_there_changes_nothing() -> None:
+    x = torch.zeros(3, 40)
+    mask = torch.zeros(4, 2, dtype=torch.int32)
+    ops.apply_bitmask_(x, mask, torch.tensor([-1, 3, 2**62, 1]))
+    assert x.isinf().all(1).tolist() == [False, True, False]
+    assert x[[0, 2]].count_nonzero() == 0
