@@ -26,12 +26,18 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
-from octavo.models.cache import AttentionCache
+from octavo.models.cache import AttentionCache, CacheSpec
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
 from tests.params import core_params, pack_logprobs
+from tests.state_cache import StateCache
 
 VOCAB = 50
+
+
+def pages(*windows: int | None) -> tuple[AttentionCache, ...]:
+    """A layer with keys and values for each window; None: without one."""
+    return tuple(AttentionCache(1, 1, window) for window in windows)
 
 
 def extend_hash(prefix: int, token: int) -> int:
@@ -157,7 +163,10 @@ class FakeExecutor:
         first = row.num_computed_tokens
         assert count > 0
         assert first + count <= len(row.tokens)
-        for group in range(len(self.config.groups)):
+        for group, kind in enumerate(self.config.groups):
+            if isinstance(kind.cache, StateCache):
+                self._update_state(row, group, count, kind.cache, written)
+                continue
             for position in range(first, first + count):
                 block, offset = slot = self._slot(row, group, position)
                 assert 0 < block < self.config.num_blocks
@@ -165,10 +174,31 @@ class FakeExecutor:
                 written.add(slot)
                 self.memory.setdefault(block, {})[offset] = (group, row.prefix(position))
 
+    def _update_state(
+        self, row: _Row, group: int, count: int, cache: StateCache, written: set[tuple[int, int]]
+    ) -> None:
+        """Takes a request's state from its first to its last token of this step.
+
+        Every slot of its blocks holds the hash of all tokens so far.
+        """
+        first = row.num_computed_tokens
+        assert len(row.tables[group]) == cache.num_blocks
+        for block in row.tables[group]:
+            slots = {(block, offset) for offset in range(self.config.block_size)}
+            assert block > 0
+            assert not slots & written, "two tokens share a slot"
+            written |= slots
+            if first:
+                before = dict.fromkeys(range(len(slots)), (group, row.prefix(first - 1)))
+                assert self.memory.get(block) == before
+            after = (group, row.prefix(first + count - 1))
+            self.memory[block] = dict.fromkeys(range(len(slots)), after)
+
     def _attend(self, row: _Row, count: int) -> None:
         first = row.num_computed_tokens
         for group_id, group in enumerate(self.config.groups):
-            assert isinstance(group.cache, AttentionCache)
+            if not isinstance(group.cache, AttentionCache):
+                continue
             window = group.cache.sliding_window
             lowest = 0 if window is None else max(0, first - window + 1)
             for position in range(lowest, first + count):
@@ -226,7 +256,7 @@ class FakeEngine:
     def __init__(
         self,
         *,
-        windows: Sequence[int | None] = (None,),
+        caches: Sequence[CacheSpec] = pages(None),
         num_blocks: int = 64,
         block_size: int = 8,
         max_model_len: int = 128,
@@ -238,7 +268,7 @@ class FakeEngine:
         fail: Iterable[str] = (),
         **config: object,
     ) -> None:
-        groups = make_kv_cache_groups([AttentionCache(1, 1, window) for window in windows])
+        groups = make_kv_cache_groups(caches)
         self.kv_config = KVCacheConfig(num_blocks, block_size, groups)
         self.now = 0.0
         config.setdefault("max_num_seqs", 8)

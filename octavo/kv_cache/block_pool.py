@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 # Block 0 holds no request's KV; block tables use it where a block is not needed (any more).
 NULL_BLOCK_ID = 0
@@ -198,9 +198,9 @@ class BlockPool:
             new.append(block)
         return new
 
-    def get_cached_block(self, block_hash: bytes, group_id: int) -> KVCacheBlock | None:
-        """The block that holds the prefix of this hash in this group, if there is one."""
-        return self._cached[group_id].get(block_hash)
+    def cached_blocks(self, group_id: int) -> Mapping[bytes, KVCacheBlock]:
+        """The blocks that hold a known prefix in this group, by its hash."""
+        return self._cached[group_id]
 
     def uncache(self, block: KVCacheBlock) -> None:
         """Makes the prefix cache forget a block."""

@@ -1,6 +1,6 @@
 """KV-cache groups: layers that share block tables, over one pool of equal blocks.
 
-With one kind of attention all layers form one group. With several (Gemma 2 and 3 alternate sliding
+With one kind of cache all layers form one group. With several (Gemma 2 and 3 alternate sliding
 windows and full attention) every group gets the same number of layers, so that a block costs the
 same number of bytes whichever group takes it: the i-th layer of every group lives in the i-th
 physical tensor, and a block id is used by one group at a time. See vLLM's hybrid KV cache manager.
@@ -8,12 +8,28 @@ physical tensor, and a block id is used by one group at a time. See vLLM's hybri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from octavo.errors import ModelError
+from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
+from octavo.kv_cache.kinds.full_attention import FullAttentionManager
+from octavo.kv_cache.kinds.sliding_window import SlidingWindowManager
 from octavo.models.cache import AttentionCache, CacheSpec
+
+
+def _attention_manager(cache: AttentionCache, block_size: int) -> SingleTypeKVCacheManager:
+    if cache.sliding_window is None:
+        return FullAttentionManager(block_size)
+    return SlidingWindowManager(block_size, cache.sliding_window)
+
+
+# For each kind of cache spec what makes its manager, of the spec and the block size.
+MANAGERS: dict[type[Any], Callable[[Any, int], SingleTypeKVCacheManager]] = {
+    AttentionCache: _attention_manager,
+}
 
 
 @dataclass(frozen=True)
@@ -23,18 +39,6 @@ class KVCacheGroup:
     layer_indices: tuple[int, ...]
     """Among the layers that keep something."""
     cache: CacheSpec
-
-    @property
-    def sliding_window(self) -> int | None:
-        """Positions that a token sees, itself included; None: all before it."""
-        assert isinstance(self.cache, AttentionCache)
-        return self.cache.sliding_window
-
-    def first_needed_position(self, num_computed_tokens: int) -> int:
-        """The lowest position whose KV the next token, or any after it, will look at."""
-        if self.sliding_window is None:
-            return 0
-        return max(0, num_computed_tokens - self.sliding_window + 1)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
     ]
 
 
+def make_manager(cache: CacheSpec, block_size: int) -> SingleTypeKVCacheManager:
+    """The rules of a group with this cache."""
+    return MANAGERS[type(cache)](cache, block_size)
+
+
 def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> int:
     """Bytes of one block in all physical tensors together.
 
@@ -115,20 +124,11 @@ def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str)
 def max_blocks_per_request(
     groups: Sequence[KVCacheGroup], block_size: int, num_tokens: int, max_num_batched_tokens: int
 ) -> int:
-    """Blocks that one request of `num_tokens` tokens can hold at most at one time.
-
-    A sliding-window group holds a window and one step's new tokens, which may begin and end
-    anywhere in a block.
-    """
-    whole = -(-num_tokens // block_size)
-    total = 0
-    for group in groups:
-        if group.sliding_window is None:
-            total += whole
-        else:
-            span = group.sliding_window - 1 + max_num_batched_tokens
-            total += min(whole, -(-span // block_size) + 1)
-    return total
+    """Blocks that one request of `num_tokens` tokens can hold at most at one time."""
+    return sum(
+        make_manager(group.cache, block_size).max_blocks(num_tokens, max_num_batched_tokens)
+        for group in groups
+    )
 
 
 def _group_size(groups: Sequence[KVCacheGroup]) -> int:

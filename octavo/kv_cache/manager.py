@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.kv_cache.block_pool import BlockPool, KVCacheBlock
-from octavo.kv_cache.groups import KVCacheConfig, KVCacheGroup
+from octavo.kv_cache.groups import KVCacheConfig, make_manager
 from octavo.request import Request
 
 
@@ -47,15 +47,18 @@ class _RequestBlocks:
 
     blocks: list[list[KVCacheBlock]]
     num_released: list[int]
-    """Blocks at the front that have left the sliding window: null blocks now."""
+    """Blocks at the front that are needed no more: null blocks now."""
     num_cached_blocks: int
-    """Blocks at the front that have been offered to the prefix cache."""
+    """Blocks of tokens that have been offered to the prefix cache."""
     num_slots: int = 0
     """Tokens that the blocks can hold."""
 
 
 class KVCacheManager:
     """Hands out the blocks of the KV cache.
+
+    What a group's block table looks like is its kind's to say (`kinds/`): its length, what is
+    needed no more, which prefixes will do. Groups of all kinds draw on one pool.
 
     Whether a request's blocks are hashed, looked up and shared is decided by the request: it has
     block hashes or it has none.
@@ -70,7 +73,7 @@ class KVCacheManager:
         self.config = config
         self.max_model_len = max_model_len
         self.block_size = config.block_size
-        self.groups: Sequence[KVCacheGroup] = config.groups
+        self.managers = [make_manager(group.cache, config.block_size) for group in config.groups]
         self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching)
         self.num_queries = 0
         """Tokens looked up for requests when they were first admitted."""
@@ -94,37 +97,33 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Finds the longest known prefix of a request that holds no blocks.
 
-        Every group must hold it: a full-attention group from the first block on, a sliding-window
-        group the window before its end. It reaches to the last token but one at most, since the
-        last one must be computed for its logits.
+        Every group must be able to go on from it. It reaches to the last token but one at most,
+        since the last one must be computed for its logits.
 
         Returns:
             The blocks (nothing is reserved yet) and the number of tokens in them.
         """
         if request.skip_reading_prefix_cache:
-            return KVCacheBlocks([[] for _ in self.groups]), 0
+            return KVCacheBlocks([[] for _ in self.managers]), 0
         hashes = request.block_hashes
         num_blocks = len(hashes)
         if num_blocks and self._ends_in_block_without_content(request, num_blocks):
             num_blocks -= 1
-        # A shorter hit may break what another sliding-window group needs before its end, so all
-        # are asked again until they agree. Full-attention groups only ever lose blocks at the end.
+        # A shorter hit may not do for a group that has agreed to a longer one (a window's blocks
+        # lie before its end), so all are asked again until they agree.
         agreed = False
         while num_blocks and not agreed:
             before = num_blocks
-            for group_id, group in enumerate(self.groups):
-                num_blocks = self._longest_hit(request, group_id, group, num_blocks)
+            for group_id, manager in enumerate(self.managers):
+                known = self.pool.cached_blocks(group_id)
+                num_blocks = manager.longest_hit(hashes[:num_blocks], request.num_tokens, known)
             agreed = num_blocks == before
         num_tokens = min(num_blocks * self.block_size, max(0, request.num_tokens - 1))
         hit = KVCacheBlocks([], num_tokens)
-        for group_id, group in enumerate(self.groups):
-            first = group.first_needed_position(num_tokens) // self.block_size
-            blocks = [self.pool.null_block] * first
-            for block_hash in hashes[first:num_blocks]:
-                block = self.pool.get_cached_block(block_hash, group_id)
-                assert block is not None
-                blocks.append(block)
-            hit.blocks.append(blocks)
+        for group_id, manager in enumerate(self.managers):
+            first, known = manager.first_needed_block(num_tokens), self.pool.cached_blocks(group_id)
+            blocks = [known[block_hash] for block_hash in hashes[first:num_blocks]]
+            hit.blocks.append([self.pool.null_block] * first + blocks)
         return hit, num_tokens
 
     def allocate_slots(
@@ -160,22 +159,22 @@ class KVCacheManager:
         if held is not None:
             if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
                 return []  # the usual decode step
-            if self._num_blocks_needed(held, start, end, end) > self.pool.num_free_blocks:
+            counts = [manager.num_blocks(end) for manager in self.managers]
+            if self._num_blocks_needed(held, start, counts) > self.pool.num_free_blocks:
                 return None
         else:
             assert hit is not None
             held = self._reserve_hit(request, hit, start, end)
             if held is None:
                 return None
-        self._release_out_of_window(held, start)
+        self._release_unneeded(held, start)
         new_ids: list[list[int]] = []
-        count = -(-end // self.block_size) - len(held.blocks[0])
-        if count > 0:
-            for blocks in held.blocks:
-                new = self.pool.get_new_blocks(count)
+        if end > held.num_slots:
+            held.num_slots = -(-end // self.block_size) * self.block_size
+            for manager, blocks in zip(self.managers, held.blocks, strict=True):
+                new = self.pool.get_new_blocks(manager.num_blocks(end) - len(blocks))
                 blocks += new
                 new_ids.append([block.block_id for block in new])
-        held.num_slots = len(held.blocks[0]) * self.block_size
         self._cache_full_blocks(request, held, start + num_new_tokens)
         return new_ids
 
@@ -227,53 +226,29 @@ class KVCacheManager:
         """Whether a hit of all blocks would copy from a block that this step has yet to fill."""
         if not self._made_known or num_blocks * self.block_size < request.num_tokens:
             return False
-        for group_id in range(len(self.groups)):
-            block = self.pool.get_cached_block(request.block_hashes[num_blocks - 1], group_id)
+        last = request.block_hashes[num_blocks - 1]
+        for group_id in range(len(self.managers)):
+            block = self.pool.cached_blocks(group_id).get(last)
             if block is not None and block.block_id in self._made_known:
                 return True
         return False
 
-    def _longest_hit(
-        self, request: Request, group_id: int, group: KVCacheGroup, num_blocks: int
+    def _num_blocks_needed(
+        self, held: _RequestBlocks, start: int, num_blocks: Sequence[int]
     ) -> int:
-        """Blocks of the longest known prefix in one group, `num_blocks` at most."""
-        hashes, lookup = request.block_hashes, self.pool.get_cached_block
-        if group.sliding_window is None:
-            for i in range(num_blocks):
-                if lookup(hashes[i], group_id) is None:
-                    return i
-            return num_blocks
-        end = num_blocks
-        while end:
-            computed = min(end * self.block_size, request.num_tokens - 1)
-            first = group.first_needed_position(computed) // self.block_size
-            missing = next(
-                (i for i in range(end - 1, first - 1, -1) if lookup(hashes[i], group_id) is None),
-                None,
-            )
-            if missing is None:
-                return end
-            end = missing
-        return 0
-
-    def _num_blocks_needed(self, held: _RequestBlocks, start: int, end: int, known: int) -> int:
-        """Blocks to be found in the free queue, net of those that leave a sliding window.
+        """Blocks to be found in the free queue, net of those that are given back.
 
         Args:
             held: the request's blocks.
             start: first position to compute.
-            end: end of the slots wanted.
-            known: end of the slots that a full-attention group must have room for.
+            num_blocks: for each group the length that its table is to have.
         """
         needed = 0
-        for group_id, group in enumerate(self.groups):
-            blocks = held.blocks[group_id]
-            if group.sliding_window is None:
-                needed += max(0, -(-known // self.block_size) - len(blocks))
-            else:
-                needed += max(0, -(-end // self.block_size) - len(blocks))
-                first = group.first_needed_position(start) // self.block_size
-                needed -= sum(b.ref_cnt == 1 for b in blocks[held.num_released[group_id] : first])
+        for group_id, manager in enumerate(self.managers):
+            blocks, released = held.blocks[group_id], held.num_released[group_id]
+            unneeded = blocks[released : manager.first_needed_block(start)]
+            needed += max(0, num_blocks[group_id] - len(blocks))
+            needed -= sum(block.ref_cnt == 1 for block in unneeded)
         return needed
 
     def _reserve_hit(
@@ -282,11 +257,12 @@ class KVCacheManager:
         """Gives a request its known prefix, if there is room for the rest of its tokens too."""
         held = _RequestBlocks(
             blocks=[list(blocks) for blocks in hit.blocks],
-            num_released=[g.first_needed_position(start) // self.block_size for g in self.groups],
+            num_released=[manager.first_needed_block(start) for manager in self.managers],
             num_cached_blocks=start // self.block_size,
         )
         ends_inside = start % self.block_size > 0  # rule 5 of the module's note
-        needed = self._num_blocks_needed(held, start, end, max(end, request.num_tokens))
+        counts = [m.num_blocks_to_admit(end, request.num_tokens) for m in self.managers]
+        needed = self._num_blocks_needed(held, start, counts)
         for blocks in held.blocks:
             needed += sum(block.ref_cnt == 0 for block in blocks)  # free, but not for new ones
             needed += ends_inside and blocks[-1].ref_cnt > 0
@@ -309,10 +285,10 @@ class KVCacheManager:
             self.num_hits += start
         return held
 
-    def _release_out_of_window(self, held: _RequestBlocks, start: int) -> None:
+    def _release_unneeded(self, held: _RequestBlocks, start: int) -> None:
         """Gives back the blocks that no position from `start` on can see."""
-        for group_id, group in enumerate(self.groups):
-            first = group.first_needed_position(start) // self.block_size
+        for group_id, manager in enumerate(self.managers):
+            first = manager.first_needed_block(start)
             released = held.num_released[group_id]
             if first > released:
                 blocks = held.blocks[group_id]
@@ -322,23 +298,25 @@ class KVCacheManager:
 
     def _cache_full_blocks(self, request: Request, held: _RequestBlocks, computed: int) -> None:
         """Makes known the blocks that this step fills (rule 2 of the module's note)."""
-        full = min(len(request.block_hashes), computed // self.block_size)
-        done = held.num_cached_blocks
-        for group_id, blocks in enumerate(held.blocks):
-            new = self.pool.cache_full_blocks(blocks, request.block_hashes, done, full, group_id)
+        hashes, done = request.block_hashes, held.num_cached_blocks
+        known = min(len(hashes), computed // self.block_size)
+        for group_id, manager in enumerate(self.managers):
+            end = min(known, manager.num_full_blocks(computed))
+            new = self.pool.cache_full_blocks(held.blocks[group_id], hashes, done, end, group_id)
             self._made_known.update(block.block_id for block in new)
-        held.num_cached_blocks = full
+        held.num_cached_blocks = known
 
     def _check_request(self, request: Request, held: _RequestBlocks, ref_counts: list[int]) -> None:
         """Checks one request's blocks and adds its references to `ref_counts`."""
         req_id, computed = request.request_id, request.num_computed_tokens
         if held.num_slots < computed:
             raise AssertionError(f"{req_id}: {computed} tokens in {held.num_slots} slots")
-        for group_id, group in enumerate(self.groups):
+        for group_id, manager in enumerate(self.managers):
             blocks = held.blocks[group_id]
-            if len(blocks) * self.block_size != held.num_slots:
+            if len(blocks) != manager.num_blocks(held.num_slots):
                 raise AssertionError(f"{req_id}: group {group_id} has {len(blocks)} blocks")
-            first = group.first_needed_position(computed) // self.block_size
+            first = manager.first_needed_block(computed)
+            full = manager.num_full_blocks(computed)
             for i, block in enumerate(blocks):
                 is_null = block is self.pool.null_block
                 if is_null != (i < held.num_released[group_id]) or (is_null and i >= first):
@@ -346,12 +324,11 @@ class KVCacheManager:
                 if is_null:
                     continue
                 ref_counts[block.block_id] += 1
+                if i >= full and block.ref_cnt != 1:
+                    raise AssertionError(f"{req_id}: block {i}, yet to be written, is {block}")
                 if block.block_hash is None:
                     continue
+                if i >= full:
+                    raise AssertionError(f"{req_id}: block {i} is known but not full")
                 if block.group_id != group_id or block.block_hash != request.block_hashes[i]:
                     raise AssertionError(f"{req_id}: block {i} is known as something else")
-                if (i + 1) * self.block_size > computed:
-                    raise AssertionError(f"{req_id}: block {i} is known but not full")
-            frontier = computed // self.block_size
-            if frontier < len(blocks) and blocks[frontier].ref_cnt != 1:
-                raise AssertionError(f"{req_id}: the block to write next is {blocks[frontier]}")

@@ -78,14 +78,14 @@ class TestBlockPool:
         assert set(order[:3]) == {blocks[0], blocks[4], blocks[5]}
         assert order[3:] == [blocks[3], blocks[2], blocks[1]]
         assert pool.num_evictions == 3
-        assert pool.get_cached_block(bytes([2]), 0) is None
+        assert pool.cached_blocks(0).get(bytes([2])) is None
 
     def test_a_hit_saves_a_free_block(self):
         pool = BlockPool(4, 1)
         blocks = pool.get_new_blocks(3)
         pool.cache_full_blocks(blocks, [b"a", b"b", b"c"], 0, 3, 0)
         pool.free_blocks(blocks)
-        hit = pool.get_cached_block(b"b", 0)
+        hit = pool.cached_blocks(0).get(b"b")
         assert hit is blocks[1]
         pool.touch([hit])
         pool.touch([hit])
@@ -100,12 +100,12 @@ class TestBlockPool:
         pool = BlockPool(3, 2)
         blocks = pool.get_new_blocks(2)
         pool.cache_full_blocks(blocks[:1], [b"a"], 0, 1, 0)
-        assert pool.get_cached_block(b"a", 1) is None
+        assert pool.cached_blocks(1).get(b"a") is None
         pool.cache_full_blocks(blocks[1:], [b"a"], 0, 1, 1)
-        assert pool.get_cached_block(b"a", 0) is blocks[0]
-        assert pool.get_cached_block(b"a", 1) is blocks[1]
+        assert pool.cached_blocks(0).get(b"a") is blocks[0]
+        assert pool.cached_blocks(1).get(b"a") is blocks[1]
         pool.uncache(blocks[0])
-        assert pool.get_cached_block(b"a", 1) is blocks[1]
+        assert pool.cached_blocks(1).get(b"a") is blocks[1]
 
     def test_the_first_block_of_a_prefix_stays_the_known_one(self):
         pool = BlockPool(3, 1)
@@ -113,7 +113,7 @@ class TestBlockPool:
         assert pool.cache_full_blocks(blocks[:1], [b"a"], 0, 1, 0) == blocks[:1]
         assert pool.cache_full_blocks(blocks[1:], [b"a"], 0, 1, 0) == []
         assert blocks[1].block_hash is None
-        assert pool.get_cached_block(b"a", 0) is blocks[0]
+        assert pool.cached_blocks(0).get(b"a") is blocks[0]
 
     def test_without_caching_a_prefix_lives_as_long_as_its_users(self):
         pool = BlockPool(3, 1, enable_caching=False)
@@ -121,19 +121,19 @@ class TestBlockPool:
         pool.cache_full_blocks(blocks, [b"a"], 0, 1, 0)
         pool.touch(blocks)
         pool.free_blocks(blocks)
-        assert pool.get_cached_block(b"a", 0) is blocks[0]
+        assert pool.cached_blocks(0).get(b"a") is blocks[0]
         pool.free_blocks(blocks)
-        assert pool.get_cached_block(b"a", 0) is None
+        assert pool.cached_blocks(0).get(b"a") is None
 
     def test_reset(self):
         pool = BlockPool(3, 1)
         blocks = pool.get_new_blocks(1)
         pool.cache_full_blocks(blocks, [b"a"], 0, 1, 0)
         assert not pool.reset_prefix_cache()
-        assert pool.get_cached_block(b"a", 0) is blocks[0]
+        assert pool.cached_blocks(0).get(b"a") is blocks[0]
         pool.free_blocks(blocks)
         assert pool.reset_prefix_cache()
-        assert pool.get_cached_block(b"a", 0) is None
+        assert pool.cached_blocks(0).get(b"a") is None
         pool.check_integrity([0] * 3)
 
 
@@ -233,7 +233,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hit(self, data):
         group, block_hash = data.draw(st.sampled_from(sorted(self.known)))
-        block = self.pool.get_cached_block(block_hash, group)
+        block = self.pool.cached_blocks(group).get(block_hash)
         assert block.block_id == self.known[group, block_hash]
         self.pool.touch([block])
         self.refs[block.block_id] += 1
@@ -255,7 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert ids(self.pool.free_queue.to_list()) == self.free
         for group in (0, 1):
             for block_hash in (b"a", b"b", b"c"):
-                block = self.pool.get_cached_block(block_hash, group)
+                block = self.pool.cached_blocks(group).get(block_hash)
                 expected = self.known.get((group, block_hash))
                 assert (block.block_id if block else None) == expected
 

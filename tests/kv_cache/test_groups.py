@@ -11,6 +11,7 @@ from octavo.kv_cache.groups import (
     max_blocks_per_request,
 )
 from octavo.models.cache import AttentionCache
+from tests.state_cache import StateCache
 
 
 def caches(windows):
@@ -74,36 +75,9 @@ def test_blocks_of_different_sizes_are_refused():
         bytes_per_block(same, 128, "int8")  # the scales
 
 
-@pytest.mark.parametrize(
-    ("window", "computed", "first"),
-    [(None, 100, 0), (8, 0, 0), (8, 7, 0), (8, 8, 1), (8, 100, 93), (1, 5, 5)],
-)
-def test_first_needed_position(window, computed, first):
-    assert KVCacheGroup((0,), AttentionCache(1, 1, window)).first_needed_position(computed) == first
-
-
 def test_max_blocks_per_request():
     full, sliding = make_kv_cache_groups(caches([None, 32]))
     assert max_blocks_per_request([full], 16, 100, 64) == 7
-    assert max_blocks_per_request([sliding], 16, 1000, 64) == 7  # 95 positions in 6 blocks + 1
-    assert max_blocks_per_request([sliding], 16, 50, 64) == 4
-    assert max_blocks_per_request([full, sliding, sliding], 16, 1000, 64) == 63 + 7 + 7
-
-
-@settings(deadline=None)
-@given(
-    window=st.integers(1, 60),
-    block_size=st.sampled_from([8, 16]),
-    budget=st.integers(1, 40),
-    length=st.integers(1, 200),
-    data=st.data(),
-)
-def test_no_schedule_needs_more_than_the_maximum(window, block_size, budget, length, data):
-    group = KVCacheGroup((0,), AttentionCache(1, 1, window))
-    most = max_blocks_per_request([group], block_size, length, budget)
-    done = 0
-    while done < length:
-        step = min(data.draw(st.integers(1, budget)), length - done)
-        first = group.first_needed_position(done) // block_size
-        assert -(-(done + step) // block_size) - first <= most
-        done += step
+    assert max_blocks_per_request([sliding], 16, 1000, 64) == 7
+    (state,) = make_kv_cache_groups([StateCache(3)])
+    assert max_blocks_per_request([full, sliding, sliding, state], 16, 1000, 64) == 63 + 7 + 7 + 3

@@ -1,18 +1,22 @@
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineCoreRequest
-from octavo.models.cache import AttentionCache
 from octavo.request import Request
+from tests.fakes import pages
 from tests.params import core_params
+from tests.state_cache import StateCache
 
 BLOCK = 4
 
 
-def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True):
-    groups = make_kv_cache_groups([AttentionCache(1, 1, window) for window in windows])
+def make_manager(windows=(None,), num_blocks=20, max_model_len=64, enable_caching=True, states=()):
+    groups = make_kv_cache_groups([*pages(*windows), *states])
     config = KVCacheConfig(num_blocks, BLOCK, groups)
     return KVCacheManager(config, max_model_len, enable_caching)
 
@@ -252,6 +256,13 @@ class TestCopyOnWrite:
         assert admit(manager, c) == 4
         manager.check_integrity([b, c])
 
+    def test_what_others_make_known_in_the_step_does_not_matter(self):
+        manager = make_manager()
+        admit(manager, make_request("a", range(8)))
+        admit(manager, make_request("other", range(50, 58)), end_step=False)
+        assert admit(manager, make_request("b", range(8)), end_step=False) == 7
+        assert len(manager.take_blocks_to_copy()) == 1
+
     def test_nor_is_one_whose_content_is_missing_in_one_group(self):
         manager = make_manager([None, 8])
         a, b, c = (make_request(i, range(8)) for i in "abc")
@@ -376,6 +387,42 @@ class TestSlidingWindow:
         assert manager.get_computed_blocks(make_request("b", range(17)))[1] == 0
 
 
+class TestStates:
+    """A kind that is not in the package: the manager has no word about it."""
+
+    def test_they_neither_grow_nor_are_known(self):
+        manager, a = make_manager(states=[StateCache(3)]), make_request("a", range(8))
+        assert admit(manager, a, num_new=4) == 0
+        pages_of_a, state = manager.get_block_ids(a)
+        assert (len(pages_of_a), len(state)) == (1, 3)
+        assert advance(manager, a, 4) == [[5], []]
+        assert advance(manager, a, 1, [9]) == [[6], []]
+        assert manager.get_block_ids(a)[1] == state
+        assert all(manager.pool.blocks[i].block_hash is None for i in state)
+        manager.check_integrity([a])
+        manager.free(a)
+        manager.check_integrity([])
+
+    def test_no_prefix_is_found_where_one_group_has_none(self):
+        manager = make_manager(states=[StateCache(1)])
+        admit(manager, make_request("a", range(8)))
+        assert admit(manager, make_request("b", range(9))) == 0
+
+    def test_they_count_when_a_request_is_started(self):
+        manager = make_manager(states=[StateCache(3)], num_blocks=6)
+        assert admit(manager, make_request("a", range(9)), num_new=4) is None
+        assert admit(manager, make_request("b", range(8)), num_new=4) == 0
+        assert manager.pool.num_free_blocks == 1
+
+    def test_a_shared_state_is_found_by_the_check(self):
+        manager, a = make_manager([], states=[StateCache(2)]), make_request("a", range(8))
+        admit(manager, a)
+        manager.check_integrity([a])
+        manager.pool.touch([manager.pool.blocks[manager.get_block_ids(a)[0][1]]])
+        with pytest.raises(AssertionError, match="block 1, yet to be written"):
+            manager.check_integrity([a])
+
+
 class TestIntegrity:
     @pytest.fixture
     def admitted(self):
@@ -410,7 +457,7 @@ class TestIntegrity:
     def test_a_shared_block_that_will_be_written(self, admitted):
         manager, request = admitted
         manager.pool.touch([manager.pool.blocks[3]])
-        with pytest.raises(AssertionError, match="to write next"):
+        with pytest.raises(AssertionError, match="yet to be written"):
             manager.check_integrity([request])
 
     @pytest.mark.parametrize(
@@ -455,3 +502,89 @@ class TestIntegrity:
         request.num_computed_tokens = 13
         with pytest.raises(AssertionError, match="13 tokens in 12 slots"):
             manager.check_integrity([request])
+
+
+MAX_STEP = 9
+KINDS = st.sampled_from([*pages(None, 1, 6), StateCache(1), StateCache(3)])
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Requests start, go on and end in any order, whatever kinds of cache the model has."""
+
+    @initialize(
+        caches=st.lists(KINDS, min_size=1, max_size=3),
+        num_blocks=st.integers(8, 30),
+        caching=st.booleans(),
+    )
+    def make(self, caches, num_blocks, caching):
+        self.groups = make_kv_cache_groups(caches)
+        config = KVCacheConfig(num_blocks, BLOCK, self.groups)
+        self.manager = KVCacheManager(config, 64, caching)
+        self.live = {}
+        self.num_started = 0
+
+    def books(self):
+        pool, live = self.manager.pool, self.live.values()
+        known = [dict(pool.cached_blocks(group)) for group in range(len(self.groups))]
+        return pool.free_queue.to_list(), known, [self.manager.get_block_ids(r) for r in live]
+
+    def allocate(self, request, start, num_new, hit=None):
+        """Whether there was room; nothing has changed if not."""
+        before = self.books()
+        end = start + num_new
+        new = self.manager.allocate_slots(request, num_new, hit)
+        if new is not None:
+            request.num_computed_tokens = end
+            return True
+        assert self.books() == before
+        most = max_blocks_per_request(self.groups, BLOCK, request.num_tokens, MAX_STEP)
+        others = self.live.keys() - {request.request_id}
+        assert others or self.manager._copies or most > self.manager.pool.num_usable_blocks
+        return False
+
+    @rule(
+        family=st.integers(0, 1),
+        length=st.integers(1, 30),
+        num_new=st.integers(1, MAX_STEP),
+        hashed=st.sampled_from([True, True, False]),
+    )
+    def start(self, family, length, num_new, hashed):
+        self.num_started += 1
+        request = make_request(f"r{self.num_started}", [family] * length, hashed=hashed)
+        hit, start = self.manager.get_computed_blocks(request)
+        assert start < request.num_tokens
+        if self.allocate(request, start, min(num_new, request.num_tokens - start), hit):
+            self.live[request.request_id] = request
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_new=st.integers(1, MAX_STEP))
+    def go_on(self, data, num_new):
+        request = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        if request.num_computed_tokens == request.num_tokens:
+            if request.num_tokens == 64:
+                return
+            request.append_output_token_ids([request.all_token_ids[0]])
+        num_new = min(num_new, request.num_tokens - request.num_computed_tokens)
+        self.allocate(request, request.num_computed_tokens, num_new)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data):
+        self.manager.free(self.live.pop(data.draw(st.sampled_from(sorted(self.live)))))
+
+    @rule()
+    def end_step(self):
+        self.manager.take_blocks_to_copy()
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check_integrity(self.live.values())
+        for request in self.live.values():
+            held = sum(block > 0 for ids in self.manager.get_block_ids(request) for block in ids)
+            assert held <= max_blocks_per_request(self.groups, BLOCK, request.num_tokens, MAX_STEP)
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

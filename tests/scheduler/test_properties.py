@@ -9,22 +9,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason
 from octavo.request import Request, RequestStatus
-from tests.fakes import VOCAB, FakeEngine, expected_output
+from tests.fakes import VOCAB, FakeEngine, expected_output, pages
 from tests.params import unpack_logprobs
+from tests.state_cache import StateCache
 
 MAX_MODEL_LEN = 64
 
 windows = st.sampled_from(
     [(None,), (None, None), (11,), (None, 9), (24, None, 24), (5, 12, None), (9, 9, 9, None)]
 )
+# Layers with a kind of cache that is not in the package: a state for each request.
+states = st.sampled_from([(), (), (), (StateCache(1),), (StateCache(3),)])
 
 
 @st.composite
 def engines(draw, **fixed):
-    layers = draw(windows)
-    num_groups = len(make_kv_cache_groups(layers))
+    state = draw(states)
+    layers = draw(windows | st.just(())) if state else draw(windows)
+    caches = pages(*layers) + state
+    num_groups = len(make_kv_cache_groups(caches))
     options = {
-        "windows": layers,
+        "caches": caches,
         # From room for one request of the greatest length up to room for several.
         "num_blocks": num_groups * 8 * draw(st.integers(1, 4)) + draw(st.integers(1, 4)),
         "block_size": 8,
@@ -33,7 +38,8 @@ def engines(draw, **fixed):
         "max_num_seqs": draw(st.sampled_from([1, 3, 8])),
         "depth": draw(st.integers(1, 3)),
         "caching": draw(st.booleans()),
-        "num_drafts": draw(st.sampled_from([0, 0, 3])),
+        # A state cannot go back behind a draft that was wrong.
+        "num_drafts": 0 if state else draw(st.sampled_from([0, 0, 3])),
         "num_lookahead_tokens": draw(st.sampled_from([0, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
