@@ -28,7 +28,6 @@ from octavo import LLM, SamplingParams
 from octavo.attention.base import AttentionMetadata, Rotary
 from octavo.attention.triton import TritonAttention
 from octavo.kernels.base import SAMPLING_ROW
-from octavo.kernels.ops import get_ops
 from octavo.kernels.triton.ops import TritonOps
 from octavo.outputs import CompletionOutput
 
@@ -372,7 +371,7 @@ def measure_kernels(bench: Bench) -> None:
     """Bandwidth or FLOP/s of each kernel, as a share of the card's."""
     gpu, sizes, card = bench.gpu, bench.sizes, bench.card
     device = gpu.device
-    ops = get_ops(device, "triton")
+    ops = TritonOps()
     assert isinstance(ops, TritonOps)
     bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
 
@@ -429,7 +428,7 @@ def measure_kernels(bench: Bench) -> None:
     share = attention_flop(heads * size, sizes.prefill) / gpu.seconds(run) / card.peak
     bench.add(f"kernel: attention, prefill of {sizes.prefill:,}", f"{share:.0%} of the matrix peak")
 
-    n, invariant = sizes.linear, get_ops(device, "triton", batch_invariant=True)
+    n, invariant = sizes.linear, TritonOps(batch_invariant=True)
     packed = ops.pack_weight(torch.randn(n, n, **bf16))
     for count in sizes.linear_rows:
         x = torch.randn(count, n, **bf16)
@@ -455,7 +454,7 @@ def write_kv(bench: Bench, memory: Callable[..., None]) -> None:
     slots = 16 + torch.randperm(tokens, device=device)
     table = torch.rand(tokens, size, device=device)
     rotary = Rotary(
-        get_ops(device, "triton").rotary_embedding,
+        TritonOps().rotary_embedding,
         torch.arange(tokens, device=device),
         query,
         table,
@@ -646,7 +645,7 @@ def mix_tokens_a_second(llm: LLM, sizes: Sizes, vocab: int) -> float:
 
 def device_steps(llm: LLM) -> Any:
     """What runs the steps of an engine, see octavo/worker/device_steps.py."""
-    return llm._core.executor._worker.runner.steps  # type: ignore[attr-defined]
+    return llm._client.core.executor._worker.runner.steps  # type: ignore[attr-defined]
 
 
 def last_step(llm: LLM, sizes: Sizes, batch: int) -> Callable[[], None]:

@@ -181,8 +181,8 @@ class DeviceConfig(_Section, frozen=True):
     """Where and how the model computes."""
 
     device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Meta(description="Device; auto: a GPU if there is one."),
+        str,
+        Meta(description="Device: cpu, cuda, or another package's; auto: a GPU if there is one."),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "flashinfer", "reference"],

@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 
@@ -179,54 +179,6 @@ def num_cuda_devices() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
-
-
-def resolve_device(name: str) -> Literal["cpu", "cuda"]:
-    """What a config's `device` means on this machine: with auto a GPU if there is one.
-
-    Raises:
-        ConfigError: if CUDA is asked for and there is no GPU.
-    """
-    if name == "cpu" or (name == "auto" and num_cuda_devices() == 0):
-        return "cpu"
-    if num_cuda_devices() == 0:
-        raise ConfigError(
-            "device=cuda: the NVIDIA driver shows no GPU to this process (nvidia-smi should list "
-            "one, and CUDA_VISIBLE_DEVICES must not hide it). Use device=cpu, or auto."
-        )
-    return "cuda"
-
-
-def select_device(name: str, dtype: str) -> torch.device:
-    """The torch device for a config's `device`, for a model in `dtype`.
-
-    Raises:
-        ConfigError: if there is no GPU, torch was built without CUDA, or the GPU is too old for the
-            kernels or the dtype.
-    """
-    import torch
-
-    if resolve_device(name) == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device=cuda: torch {torch.__version__} cannot use the GPU; it was built without "
-            "CUDA, or for a newer driver. Install a build for CUDA, or use device=cpu."
-        )
-    device = torch.device("cuda", torch.cuda.current_device())
-    major, minor = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
-    if (major, minor) < (7, 0):
-        raise ConfigError(
-            f"device=cuda: {name} has compute capability {major}.{minor}, and the kernels need "
-            "7.0. Use device=cpu."
-        )
-    if dtype == "bfloat16" and major < 8:
-        raise ConfigError(
-            f"dtype=bfloat16: {name} has compute capability {major}.{minor}, and bfloat16 needs "
-            "8.0. Use dtype=float16."
-        )
-    return device
 
 
 def cuda_cores(device: torch.device) -> int:

@@ -6,18 +6,19 @@ import itertools
 import logging
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from tqdm import tqdm
 
+from octavo import clock
 from octavo.config import BUILTIN_MODEL, EngineConfig
-from octavo.engine.core import EngineCore
+from octavo.engine.assemble import make_engine_core
+from octavo.engine.core_client import InprocClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.output_processor import OutputProcessor
@@ -25,6 +26,7 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError, Unsupporte
 from octavo.logs import setup_default_logging
 from octavo.messages import SchedulerStats
 from octavo.models.hub import resolve_folders
+from octavo.models.registry import read_spec
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.profiler import span
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 OFFLINE_BATCHED_TOKENS = 8192
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class LLM:
@@ -58,9 +61,13 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._core = EngineCore(self.config, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS)
+        self._spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
+        core, self._plan = make_engine_core(
+            self.config, self._spec, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS
+        )
+        self._client = InprocClient(core)
         self._input_processor = InputProcessor(
-            settings, self._core.spec, self._tokenizer, self._core.max_model_len
+            settings, self._spec, self._tokenizer, self._plan.max_model_len
         )
         self._output_processor = OutputProcessor(self._tokenizer)
         self._request_ids = itertools.count()
@@ -82,7 +89,7 @@ class LLM:
     @property
     def memory_plan(self) -> MemoryPlan:
         """What the engine holds, byte by byte."""
-        return self._core.plan
+        return self._plan
 
     def generate(
         self,
@@ -213,15 +220,15 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from its generation_config.json."""
-        return msgspec.convert(self._core.spec.generation_config, SamplingParams)
+        return msgspec.convert(self._spec.generation_config, SamplingParams)
 
     def stats(self) -> SchedulerStats:
         """State and counters of the scheduler and the KV cache."""
-        return self._core.stats()
+        return msgspec.convert(_complete(self._client.call_utility("stats")), SchedulerStats)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
-        return self._core.reset_prefix_cache()
+        return bool(_complete(self._client.call_utility("reset_prefix_cache")))
 
     def start_profile(self) -> None:
         """Begins to record spans of steps and kernels; needs `profiler_dir`.
@@ -229,7 +236,7 @@ class LLM:
         Raises:
             ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
         """
-        self._core.start_profile()
+        _complete(self._client.call_utility("start_profile"))
 
     def stop_profile(self) -> Path:
         """Ends the profile; returns the Chrome trace's file.
@@ -237,12 +244,12 @@ class LLM:
         Raises:
             ProfilerError: no profile is being recorded, or it cannot be written.
         """
-        return Path(self._core.stop_profile())
+        return Path(_complete(self._client.call_utility("stop_profile")))
 
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""
         self._running = False
-        self._core.shutdown()
+        _complete(self._client.shutdown())
 
     def _params_for(
         self,
@@ -274,22 +281,22 @@ class LLM:
             request_id,
             prompt,
             params,
-            arrival_time=time.monotonic(),
+            arrival_time=clock.now(),
             clip_max_tokens=True,
             add_special_tokens=add_special_tokens,
         )
         self._inboxes[request_id] = []
         params = msgspec.structs.replace(params, output_kind=output_kind)
         self._output_processor.add_request(request, params, text)
-        self._core.add_request(request)
+        _complete(self._client.add_request(request))
         return request_id
 
     def _step(self) -> list[str]:
         """Runs a step; returns the ids of the requests that it brought something for."""
-        outputs = self._core.step()
+        outputs = _complete(self._client.get_output())
         with span("process_outputs"):
             processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp)
-        self._core.abort_requests(processed.reqs_to_abort)
+        _complete(self._client.abort_requests(processed.reqs_to_abort))
         for output in processed.request_outputs:
             self._inboxes[output.request_id].append(output)
         for request_id, error in processed.errors.items():
@@ -298,7 +305,7 @@ class LLM:
 
     def _end(self, request_ids: Sequence[str]) -> None:
         """Forgets requests; those that still run are aborted."""
-        self._core.abort_requests(self._output_processor.abort_requests(request_ids))
+        _complete(self._client.abort_requests(self._output_processor.abort_requests(request_ids)))
         for request_id in request_ids:
             del self._inboxes[request_id]
 
@@ -337,6 +344,16 @@ class LLM:
             finally:
                 self._end(request_ids)
         return results
+
+
+def _complete(call: Coroutine[None, None, T]) -> T:
+    """The result of an `InprocClient`'s call, which never waits for anything."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("a call in process waits")
 
 
 class _Interrupts:

@@ -3,7 +3,8 @@
 Front end -> engine core: `EngineCoreRequest`, abort and utility calls.
 Scheduler -> worker: `SchedulerOutput`, a plain record of what changed since the last step.
 Worker -> scheduler: `ModelRunnerOutput`. Engine core -> front end: `EngineCoreOutputs`.
-All are msgspec structs, so every one of them can cross a process border.
+All are msgspec structs, so every one of them can cross a process border. Times are seconds of
+`clock.now`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     logit_bias: tuple[bytes, bytes] | None = None
     """Token ids int32 [E], none twice, and what is added to their logits, float32 [E]."""
     bad_words: BadWordsTokenIds | None = None
+    extra_args: dict[str, Any] | None = None
+    """What it asks of logits processors of plug-ins: plain data."""
 
     @property
     def greedy(self) -> bool:
@@ -86,15 +89,19 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_token_ids: list[int]
     sampling_params: CoreSamplingParams
     arrival_time: float
-    """Seconds of `time.monotonic`."""
     cache_salt: str | None = None
     """Scope of the prefix cache: only requests with the same salt share blocks."""
     deadline: float | None = None
-    """`time.monotonic` second after which the request is ended with an error."""
+    """When the request is ended with an error."""
     n: int = 1
     """Answers."""
     turn: int = 0
     """How many prompts came before it in the same call; see `scheduler/queue.py`."""
+    output_token_ids: list[int] = []
+    """Output that the request has already: it goes on behind it, as if it had made it here. None
+    of these tokens ends it; they count against `max_tokens` and `min_tokens`."""
+    num_prompt_logprobs: int = 0
+    """Prompt logprobs that it has already."""
 
     @property
     def child_ids(self) -> list[str]:
@@ -161,6 +168,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     first_scheduled_time: float | None = None
+    """When the request was part of a step for the first time."""
     num_preemptions: int = 0
 
 
@@ -190,7 +198,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
-    """`time.monotonic` when the step ended."""
+    """When the step ended."""
+    engine_index: int = 0
+    """Which engine it comes from."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -229,6 +239,16 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Requests whose rows the worker gives up before this step: finished or preempted."""
     blocks_to_copy: list[tuple[int, int]] = []
     """(source, destination) block ids to copy before this step: copy on write."""
+
+
+class GrammarOutput(msgspec.Struct, array_like=True):
+    """What the grammars of a step's requests allow; it comes while the model computes."""
+
+    req_ids: list[str]
+    """Those scheduled with `has_grammar` that sample in the step."""
+    bitmask: bytes
+    """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`: in order of `req_ids` a row for
+    each position that the request samples, that is one more than it has drafts."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

@@ -57,7 +57,9 @@ class Request:
     Args:
         core_request: with n = 1; see `fan_out`.
         block_hasher: None if its blocks are not to be found by others.
-        block_hashes: those of its prompt, if they are known already.
+        block_hashes: those of its tokens, if they are known already.
+        cache_scope: blocks are shared only with requests of the same scope; None: with all that
+            have none.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Request:
         core_request: EngineCoreRequest,
         block_hasher: BlockHasher | None = None,
         block_hashes: list[bytes] | None = None,
+        cache_scope: str | None = None,
     ) -> None:
         params = core_request.sampling_params
         self.request_id = core_request.request_id
@@ -74,8 +77,9 @@ class Request:
         self.turn = core_request.turn
         self.deadline = core_request.deadline
         self.cache_salt = core_request.cache_salt
+        self.cache_scope = cache_scope
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
-        self.all_token_ids: list[int] = list(core_request.prompt_token_ids)
+        self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
         self.max_tokens = params.max_tokens
         self.stop_token_ids = params.all_stop_token_ids
 
@@ -96,7 +100,7 @@ class Request:
 
         self.queue_key: QueueKey = (self.priority, self.turn, 0)
         """Order of service, best first; the scheduler sets it by its policy on arrival."""
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = core_request.num_prompt_logprobs
         """Prompt logprobs handed out so far (a resumed request computes them again)."""
 
         self._block_hasher = block_hasher
@@ -142,7 +146,7 @@ def fan_out(
         yield Request(core_request, block_hasher if enable_prefix_caching else None)
         return
     replace, params = msgspec.structs.replace, core_request.sampling_params
-    salt = core_request.cache_salt if enable_prefix_caching else f"of:{core_request.request_id}"
+    scope = None if enable_prefix_caching else core_request.request_id
     hashes: list[bytes] | None = None
     for i, request_id in enumerate(core_request.child_ids):
         child = replace(
@@ -153,11 +157,11 @@ def fan_out(
                 seed=(params.seed + i) % 2**64,
                 prompt_logprobs=params.prompt_logprobs if i == 0 else None,
             ),
-            cache_salt=salt,
             n=1,
             turn=core_request.turn + i,
         )
-        request = Request(child, block_hasher, None if hashes is None else hashes.copy())
+        known = None if hashes is None else hashes.copy()
+        request = Request(child, block_hasher, known, scope)
         if hashes is None:
             hashes = request.block_hashes.copy()
         yield request

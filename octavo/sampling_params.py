@@ -30,6 +30,8 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 64
 """Characters of a bad word."""
 MAX_CACHE_SALT_LENGTH = 1024
+MAX_EXTRA_ARGS_NBYTES = 2**16
+"""Of `extra_args` as msgpack."""
 _FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -112,6 +114,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Smaller is served earlier (with `scheduling_policy=priority`)."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    extra_args: dict[str, Any] | None = None
+    """What it asks of logits processors of plug-ins: plain data by key."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -188,6 +192,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             isinstance(self.cache_salt, str) and self.cache_salt
         ):
             raise RequestError("cache_salt must be a non-empty string.", "cache_salt")
+        if self.extra_args is not None:
+            self.extra_args = check_extra_args(self.extra_args, "extra_args")
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -276,6 +282,36 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"{name}={_show(value)} is not allowed; it is a number in {span}.", name
             )
         setattr(self, name, float(value))
+
+
+def check_extra_args(value: object, name: str) -> dict[str, Any]:
+    """What `SamplingParams.extra_args` may hold, as plain data that nobody else refers to.
+
+    Args:
+        value: what was given.
+        name: of the field that it was given as.
+
+    Raises:
+        RequestError: it is no dict of plain data, or too large.
+    """
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise RequestError(f"{name}={_show(value)} does not map names to values.", name)
+    try:
+        packed = msgspec.msgpack.encode(value)
+        copy = msgspec.msgpack.decode(packed, type=dict[str, Any])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise RequestError(
+            f"{name} cannot be passed on: {_show(error)}. It may hold strings, numbers of 64 bits, "
+            "true, false, null, and lists and dicts of these.",
+            name,
+        ) from None
+    if len(packed) > MAX_EXTRA_ARGS_NBYTES:
+        raise RequestError(
+            f"{name} takes {len(packed)} bytes as msgpack; at most {MAX_EXTRA_ARGS_NBYTES} are "
+            "allowed.",
+            name,
+        )
+    return copy
 
 
 def _is_int(value: object) -> bool:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from octavo.config import SchedulerConfig
+from octavo.executor.base import Executor
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.messages import (
@@ -21,6 +23,7 @@ from octavo.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    GrammarOutput,
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
@@ -28,7 +31,9 @@ from octavo.messages import (
 )
 from octavo.models.cache import AttentionCache, CacheSpec
 from octavo.request import Request
+from octavo.scheduler.observer import SchedulerObserver
 from octavo.scheduler.scheduler import Scheduler
+from octavo.worker.memory import MemoryBudget
 from tests.params import core_params, pack_logprobs
 from tests.state_cache import StateCache
 
@@ -88,7 +93,7 @@ class _Row:
         del self.tokens[count:], self.prefixes[count:]
 
 
-class FakeExecutor:
+class FakeWorker:
     """Executes steps in order, and checks each.
 
     Args:
@@ -246,6 +251,69 @@ class FakeExecutor:
                 prefix = extend_hash(prefix, token)
 
 
+class FakeExecutor(Executor):
+    """An `Executor` on a fake worker, which computes when a step is sampled.
+
+    Args:
+        kv_cache: shape of the KV cache; None: `initialize_kv_cache` is told.
+        max_in_flight: see `Executor`.
+    """
+
+    def __init__(self, kv_cache: KVCacheConfig | None = None, max_in_flight: int = 1) -> None:
+        self.max_in_flight = max_in_flight
+        self.worker = None if kv_cache is None else FakeWorker(kv_cache)
+        self.calls: list[str] = []
+        self.steps: list[SchedulerOutput] = []
+        self.failure: BaseException | None = None
+        """What makes steps fail."""
+        self.interrupt = False
+        """Whether Ctrl-C is pressed while the next step is waited for, once."""
+
+    def measure_memory(self) -> MemoryBudget:
+        raise NotImplementedError
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        self.worker = FakeWorker(kv_cache)
+
+    def execute(self, work: SchedulerOutput) -> FakeStep:
+        self.calls.append("execute")
+        self.steps.append(work)
+        return FakeStep(self, work)
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+class FakeStep:
+    def __init__(self, executor: FakeExecutor, work: SchedulerOutput) -> None:
+        self._executor, self._work = executor, work
+
+    def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
+        executor = self._executor
+        executor.calls.append("sample")
+        future: Future[ModelRunnerOutput] = _InterruptedFuture() if executor.interrupt else Future()
+        executor.interrupt = False
+        assert executor.worker is not None
+        result = executor.worker.execute(self._work)
+        if executor.failure is not None:
+            future.set_exception(executor.failure)
+        else:
+            future.set_result(result)
+        return future
+
+
+class _InterruptedFuture(Future[ModelRunnerOutput]):
+    """A result during the first wait for which Ctrl-C is pressed."""
+
+    _interrupted = False
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if not self._interrupted:
+            self._interrupted = True
+            raise KeyboardInterrupt
+        return super().result(timeout)
+
+
 def _logprobs(tokens: Sequence[int]) -> LogprobsLists:
     return pack_logprobs([[t] for t in tokens], [[-float(t)] for t in tokens], [1] * len(tokens))
 
@@ -266,6 +334,7 @@ class FakeEngine:
         num_drafts: int = 0,
         num_lookahead_tokens: int = 0,
         fail: Iterable[str] = (),
+        observer: SchedulerObserver | None = None,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
@@ -280,8 +349,9 @@ class FakeEngine:
             enable_caching=caching,
             num_lookahead_tokens=num_lookahead_tokens,
             clock=lambda: self.now,
+            observer=observer,
         )
-        self.executor = FakeExecutor(self.kv_config, num_drafts, fail)
+        self.executor = FakeWorker(self.kv_config, num_drafts, fail)
         self.hasher = make_block_hasher(block_size) if caching else None
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -299,19 +369,24 @@ class FakeEngine:
         salt: str | None = None,
         hashed: bool = True,
         stop: Sequence[int] = (),
+        output: Sequence[int] = (),
         **params: object,
     ) -> Request:
-        """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS."""
+        """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
+
+        `output`: what it has been given before.
+        """
         self._arrivals += 1
         sampling = core_params(**{"max_tokens": 8, "all_stop_token_ids": list(stop)} | params)
         core = EngineCoreRequest(
-            request_id,
-            list(prompt),
-            sampling,
-            self._arrivals,
-            salt,
-            deadline,
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=sampling,
+            arrival_time=self._arrivals,
+            cache_salt=salt,
+            deadline=deadline,
             turn=turn,
+            output_token_ids=list(output),
         )
         request = Request(core, self.hasher if hashed else None)
         self.scheduler.add_request(request)

@@ -1,6 +1,7 @@
 """The structure that DESIGN promises: imports go down only, and the control plane has no torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,58 +12,88 @@ import octavo
 
 PACKAGE = Path(octavo.__file__).parent
 
-# From top to bottom; a module may import from its own line's unit and from lines below.
-LAYERS = [
-    {"__main__"},
-    {"cli"},
-    {"bench"},
-    {"server"},
-    {"llm", "arguments"},
-    {"engine"},
-    {"executor"},
-    {"worker", "scheduler"},
-    {"kv_cache", "chat_template", "template_process"},
-    {"models", "sampling", "tokenizer", "template_client"},
-    {"layers"},
-    {"attention", "quantization"},
-    {"kernels", "device"},
-    {"metrics", "request", "profiler"},
-    {"messages"},
-    {"sampling_params", "config", "outputs"},
-    {"errors", "logs", "offload", "dtypes"},
-]
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+# Above all others, and not worth a word in the document.
+TOP = "__main__"
+
+
+def stated_order() -> list[set[str]]:
+    """The order that the document states, from top to bottom: units that may not import upwards.
+
+    A unit is a folder or file of the package, or a file of a folder that has a place of its own.
+    """
+    text = ARCHITECTURE.read_text()
+    begin = text.index("\n`", text.index("Imports go down only")) + 1
+    line = text[begin + 1 : text.index("`", begin + 1)]
+    return [{TOP}, *({*re.findall(r"[\w.]+", part)} for part in line.split("->"))]
+
+
+LAYERS = stated_order()
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
+# The interface belongs to who uses it: they may import each other.
+SAME = {"platforms.base": "worker"}
 
 
-def unit_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """ "engine.core" for octavo/engine/core.py; a folder's own name for its __init__.py."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imported_units(path: Path) -> set[str]:
-    units = set()
+MODULES = {name_of(p): p for p in sorted(PACKAGE.rglob("*.py")) if name_of(p) != "__init__"}
+
+
+def unit_of(module: str) -> str:
+    return module if module in RANK else module.split(".")[0]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of the package that a file imports, wherever in it: for types only, and inside of
+    functions, too."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            parts = node.module.split(".")
-            if parts == ["octavo"]:
-                units |= {alias.name for alias in node.names}
-            elif parts[0] == "octavo":
-                units.add(parts[1])
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
         elif isinstance(node, ast.Import):
-            units |= {a.name.split(".")[1] for a in node.names if a.name.startswith("octavo.")}
-    return units
-
-
-MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if unit_of(p) != "__init__"]
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down_only(path):
-    unit = unit_of(path)
-    assert unit in RANK, f"{unit} has no place in the layers"
-    for other in imported_units(path):
-        if other == unit or other not in RANK:  # public names such as octavo.__version__
+            names = [alias.name for alias in node.names]
+        else:
             continue
-        assert RANK[other] > RANK[unit], f"{unit} must not import {other}"
+        found |= {n.removeprefix("octavo.") for n in names} & MODULES.keys()
+    return found
+
+
+IMPORTS = {name: imported_modules(path) - {name} for name, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_only(module):
+    unit = unit_of(module)
+    assert unit in RANK, f"{unit} has no place in docs/architecture.md's order"
+    for other in IMPORTS[module]:
+        above, below = SAME.get(unit, unit), SAME.get(unit_of(other), unit_of(other))
+        if above != below:
+            assert RANK[below] > RANK[above], f"{module} must not import {other}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Over every module and every import, those inside of functions and for types included."""
+    state: dict[str, bool] = {}  # whether all that it imports has been looked at
+
+    def visit(module: str, path: list[str]) -> None:
+        circle = [*path[path.index(module) :], module] if module in path else []
+        assert not circle, " -> ".join(circle)
+        if module not in state:
+            for other in sorted(IMPORTS[module]):
+                visit(other, [*path, module])
+            state[module] = True
+
+    for module in MODULES:
+        visit(module, [])
+
+
+def test_the_order_names_only_what_there_is():
+    units = {unit_of(module) for module in MODULES}
+    assert set(RANK) == units | {TOP}
 
 
 CONTROL_PLANE = [
@@ -70,13 +101,15 @@ CONTROL_PLANE = [
     "octavo.cli",
     "octavo.server.app",
     "octavo.engine.async_llm",
-    "octavo.engine.core_client",
+    "octavo.engine.mp_client",
     "octavo.engine.memory_plan",
     "octavo.scheduler.scheduler",
     "octavo.kv_cache.manager",
     "octavo.models.spec",
     "octavo.models.hub",
     "octavo.executor.base",
+    "octavo.platforms.registry",
+    "octavo.engine.assemble",
     "octavo.tokenizer",
     "octavo.metrics",
     "octavo.engine.core",

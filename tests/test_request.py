@@ -41,7 +41,7 @@ def test_several():
     assert [c.turn for c in children] == [0, 1, 2]
     assert [c.turn for c in make(2, turn=8)] == [8, 9]
     assert [c.sampling_params.prompt_logprobs for c in children] == [2, None, None]
-    assert {c.cache_salt for c in children} == {"k"}
+    assert {(c.cache_salt, c.cache_scope) for c in children} == {("k", None)}
     assert all(c.block_hashes == make(1, cache_salt="k")[0].block_hashes for c in children)
     # What one of them generates is its own.
     children[0].append_output_token_ids([7] * 8)
@@ -67,5 +67,17 @@ def test_seeds_go_round():
 def test_siblings_share_blocks_without_prefix_caching():
     hashes = [[c.block_hashes for c in make(2, i, caching=False)] for i in ("a", "b")]
     assert hashes[0][0] == hashes[0][1] != hashes[1][0]
-    # Nobody's salt leads there.
+    # Nobody's salt leads there, and theirs still counts.
     assert make(1, cache_salt="a")[0].block_hashes != hashes[0][0]
+    salted = make(2, "a", caching=False, cache_salt="k")
+    assert {(c.cache_salt, c.cache_scope) for c in salted} == {("k", "a")}
+    assert salted[0].block_hashes == salted[1].block_hashes != hashes[0][0]
+
+
+def test_one_that_has_output_already():
+    params = core_params(max_tokens=9)
+    request = make(1, params=params, output_token_ids=[7, 8, 9, 7], num_prompt_logprobs=5)[0]
+    assert (request.num_tokens, request.num_prompt_tokens, request.num_output_tokens) == (24, 20, 4)
+    assert request.all_token_ids[-4:] == [7, 8, 9, 7]
+    assert len(request.block_hashes) == 3
+    assert request.num_prompt_logprobs == 5

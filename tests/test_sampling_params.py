@@ -13,6 +13,7 @@ from octavo.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
+    MAX_EXTRA_ARGS_NBYTES,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -70,6 +71,7 @@ GOOD = [
     ("include_stop_str_in_output", [True]),
     ("cache_salt", [None, "salt"]),
     ("output_kind", [*RequestOutputKind, 1]),
+    ("extra_args", [None, {}, {"a": 1, "b": [0.5, "x"], "c": {"d": None}}]),
 ]
 BAD = [
     ("n", [0, -1, 1025, 1.5, "1", None, True, HUGE]),
@@ -103,6 +105,7 @@ BAD = [
     ("include_stop_str_in_output", [2]),
     ("cache_salt", ["", 5]),
     ("output_kind", [3, "delta", None, 1.5]),
+    ("extra_args", [[1], "x", 5, {1: 2}, {"a": object()}, {"a": HUGE}, {"a": "\ud800"}]),
 ]  # fmt: skip
 
 
@@ -207,6 +210,24 @@ def test_lengths_are_bounded(name, longest):
     assert error.value.param == name
 
 
+def test_extra_args_are_bounded():
+    most = {"a": "x" * (MAX_EXTRA_ARGS_NBYTES - 6)}
+    assert SamplingParams(extra_args=most).extra_args == most
+    error = refused(extra_args={"a": "x" * (MAX_EXTRA_ARGS_NBYTES - 5)})
+    assert f"at most {MAX_EXTRA_ARGS_NBYTES} " in error.message
+    assert error.param == "extra_args"
+    endless = []
+    endless.append(endless)
+    assert refused(extra_args={"a": endless}).param == "extra_args"
+
+
+def test_extra_args_are_plain_data_of_their_own():
+    given = {"a": [1, (2, 3)]}
+    params = SamplingParams(extra_args=given)
+    given["a"].append(4)
+    assert params.extra_args == {"a": [1, [2, 3]]}
+
+
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 
 
@@ -230,6 +251,8 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
             "output_kind": st.sampled_from(RequestOutputKind),
             "cache_salt": st.none() | st.text(min_size=1),
             "ignore_eos": st.booleans(),
+            "extra_args": st.none()
+            | st.dictionaries(st.text(), st.integers(-(2**63), 2**64 - 1) | st.text()),
         },
     )
 )

@@ -1,8 +1,7 @@
-"""The attention interface, and how a backend is chosen."""
+"""The attention interface."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
 from octavo.kernels.memory import to_device
-from octavo.kernels.ops import require_triton
 
 KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
@@ -218,61 +215,3 @@ def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, 
     for kv_cache in kv_caches:
         blocks = kv_cache.view(torch.uint8)  # torch indexes no float8
         blocks[dst] = blocks[src]
-
-
-def get_attention_backend(
-    name: str, device: torch.device, max_model_len: int, *, batch_invariant: bool = False
-) -> AttentionBackend:
-    """The backend called `name`; "auto" takes the best for the device.
-
-    Args:
-        name: cpu, triton, flashinfer, reference or auto.
-        device: where it is to work.
-        max_model_len: longest context.
-        batch_invariant: see `TritonAttention`; the CPU backend always is.
-
-    Raises:
-        ConfigError: for an unknown name, or a backend that cannot work on the device.
-    """
-    if name == "auto":
-        name = "cpu" if device.type == "cpu" else "triton"
-    if name == "cpu":
-        if device.type != "cpu":
-            raise ConfigError(f"attention_backend=cpu does not work on {device}; use auto.")
-        from octavo.attention.cpu import CPUAttention
-
-        return CPUAttention()
-    if name == "triton":
-        require_triton(device)
-        from octavo.attention.triton import TritonAttention
-
-        return TritonAttention(device, max_model_len, batch_invariant=batch_invariant)
-    if name == "flashinfer":
-        _require_flashinfer(device)
-        from octavo.attention.flashinfer import FlashInferAttention
-
-        return FlashInferAttention(device)
-    if name == "reference":
-        from octavo.attention.reference import ReferenceAttention
-
-        return ReferenceAttention()
-    raise ConfigError(
-        f"attention_backend={name!r} is unknown; choose auto, cpu, triton, flashinfer or reference."
-    )
-
-
-def _require_flashinfer(device: torch.device) -> None:
-    """Checks that FlashInfer can run.
-
-    Raises:
-        ConfigError: if the device is not CUDA, or the package is missing.
-    """
-    if device.type != "cuda":
-        raise ConfigError(
-            f"attention_backend=flashinfer does not work on {device}; use attention_backend=auto."
-        )
-    if importlib.util.find_spec("flashinfer") is None:
-        raise ConfigError(
-            "attention_backend=flashinfer needs the package flashinfer, which is not installed: "
-            "pip install flashinfer-python, or use attention_backend=triton."
-        )

@@ -18,8 +18,8 @@ from rich.console import Console
 from octavo.arguments import add_engine_settings
 from octavo.bench import results
 from octavo.bench.metrics import RequestRecord, summarize
-from octavo.device import resolve_device
 from octavo.errors import BenchError, ConfigError
+from octavo.platforms.registry import get_platform
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         if not args.breakdown:
             raise ConfigError(f"--plot {args.plot} draws the breakdown; add --breakdown.")
         _plots().check(args.plot)
-    if args.breakdown and resolve_device(kwargs.get("device", "auto")) == "cuda":
+    if args.breakdown and not get_platform(kwargs.get("device", "auto")).records_kernels:
         raise ConfigError(
             "--breakdown looks into the CPU kernels, and this engine runs on a GPU; use device=cpu "
             "or benchmarks/gpu_check.sh for the GPU's kernels."

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels.memory import map_memory
-from octavo.kernels.ops import get_ops
+from octavo.kernels.native import NativeOps
 from octavo.quantization.base import get_quantization
 
 _READS = {"plain read": -1, "read nta": 0, "read t2": 1, "read t1": 2, "read t0": 3}
@@ -92,7 +92,7 @@ def measure_peak(
         size: the product has this many rows, inputs and outputs.
         seconds: how long to measure, about.
     """
-    ops = get_ops(torch.device("cpu"))
+    ops = NativeOps()
     generator = torch.Generator().manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(_native.num_threads())

@@ -36,9 +36,8 @@ from octavo.bench.sweep import (
     shown_number,
 )
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields
-from octavo.device import resolve_device
-from octavo.engine.async_llm import server_batched_tokens
 from octavo.errors import BenchError, ConfigError, DatasetError
+from octavo.platforms.registry import get_platform
 
 SPACE: dict[str, tuple[Any, ...]] = {
     "max_num_batched_tokens": (128, 256, 512, 1024, 2048, 4096, 8192),
@@ -447,10 +446,11 @@ def _serve_args(text: str, space: Mapping[str, Any]) -> list[str]:
         name = flag.removeprefix("--").replace("-", "_")
         if word.startswith("--") and name in (*space, "host", "port", "model"):
             raise BenchError(f"--serve-args {word!r}: tune sets this flag itself; leave it out.")
+        device = value or after
         # `_default` would not be that server's.
-        if flag == "--device" and (value or after) == "cpu" and resolve_device("auto") != "cpu":
+        if flag == "--device" and get_platform(device).name != get_platform("auto").name:
             raise BenchError(
-                "--serve-args --device cpu: this machine has a GPU, whose servers have other "
+                f"--serve-args --device {device}: this machine has a GPU, whose servers have other "
                 "defaults; hide it with CUDA_VISIBLE_DEVICES= instead."
             )
     return words
@@ -475,7 +475,7 @@ def _given(config: Config) -> dict[str, Any]:
 def _default(name: str) -> Any:
     """A server's own value of a setting."""
     if name == "max_num_batched_tokens":  # the config's own default is None
-        return server_batched_tokens("auto")
+        return get_platform("auto").server_batched_tokens
     return next(f.default for f in config_fields() if f.name == name)
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
+from octavo import clock
 from octavo.config import EngineConfig
-from octavo.device import resolve_device, trim_memory
-from octavo.engine.core_client import AsyncMPClient
+from octavo.device import trim_memory
+from octavo.engine.core_launcher import CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt, processing_time
 from octavo.engine.memory_plan import resolve_max_model_len
+from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory, request_nbytes
 from octavo.errors import EngineDeadError
@@ -27,26 +29,15 @@ from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.offload import offload
 from octavo.outputs import RequestOutput
+from octavo.platforms.registry import get_platform
 from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Small, since a stream waits while others' prompts are computed, and as fast: matrix products on a
-# CPU are as efficient with some hundred rows. On a GPU they are not (vLLM's default).
-_CPU_BATCHED_TOKENS, _CUDA_BATCHED_TOKENS = 512, 2048
 DEFAULT_REQUEST_MEMORY = 2**30
 # Seconds from the answer to a heartbeat to the next heartbeat.
 _HEARTBEAT_INTERVAL = 1.0
-
-
-def server_batched_tokens(device: str) -> int:
-    """A server's token budget of a step where the config sets none, for a config's `device`.
-
-    Raises:
-        ConfigError: see `resolve_device`.
-    """
-    return _CUDA_BATCHED_TOKENS if resolve_device(device) == "cuda" else _CPU_BATCHED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -85,12 +76,14 @@ class AsyncLLM:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
         # Last, so that nothing that fails here leaves a process behind.
         self._client = AsyncMPClient(
-            config,
-            path,
-            default_batched_tokens=server_batched_tokens(config.device.device),
-            request_memory=request_memory,
-            log_level=log_level,
-            log_format=log_format,
+            CoreProcess(
+                config,
+                path,
+                default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
+                request_memory=request_memory,
+                log_level=log_level,
+                log_format=log_format,
+            )
         )
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len)
         self.metrics.watch_process(self._client.process.pid)
@@ -208,8 +201,7 @@ class AsyncLLM:
         """
         if self._dead is not None:
             raise self._dead
-        arrival_time = time.monotonic()
-
+        arrival_time = clock.now()
         request, text = await offload(
             processing_time(prompt, sampling_params),
             self._input_processor.process,
@@ -218,7 +210,7 @@ class AsyncLLM:
             sampling_params,
             arrival_time=arrival_time,
             cache_salt=cache_salt,
-            deadline=deadline,
+            deadline=None if deadline is None else clock.from_monotonic(deadline),
             add_special_tokens=add_special_tokens,
             turn=turn,
         )

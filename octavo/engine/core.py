@@ -1,26 +1,21 @@
-"""The engine core: the one place where scheduler, executor and KV cache are put together."""
+"""The engine core: scheduler and executor at work, step by step."""
 
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from octavo.config import EngineConfig
-from octavo.device import resident_memory, resolve_device, trim_memory
-from octavo.engine.memory_plan import (
-    make_memory_plan,
-    resolve_dtype,
-    resolve_max_model_len,
-    resolve_max_num_batched_tokens,
-)
+import msgspec
+
+from octavo.clock import now
+from octavo.device import trim_memory
 from octavo.errors import EngineDeadError, ProfilerError, RequestError
-from octavo.executor.base import get_executor_class
+from octavo.executor.base import Executor
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.messages import (
     EngineCoreOutput,
@@ -31,107 +26,78 @@ from octavo.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
-from octavo.models.registry import read_spec
-from octavo.models.weight_cache import read_ahead
 from octavo.profiler import Profiler, span
 from octavo.request import RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
-from octavo.worker.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
-_Step = tuple[int, SchedulerOutput, Future[None], Future[ModelRunnerOutput]]
-"""Its number, from 1; its work; the forward pass; the sampled tokens."""
+UTILITIES = frozenset(
+    {
+        "reset_prefix_cache",
+        "stats",
+        "trim_memory",
+        "check_integrity",
+        "start_profile",
+        "stop_profile",
+    }
+)
+"""Methods that a front end may call by their names."""
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    """A step that the executor has, and the result that it will have."""
+
+    number: int
+    """From 1."""
+    work: SchedulerOutput
+    result: Future[ModelRunnerOutput]
 
 
 class EngineCore:
-    """Takes checked requests, runs steps, gives token ids.
+    """Takes checked requests, runs steps, gives token ids. See `make_engine_core`.
 
     Args:
-        config: the settings.
-        model_path: the model's folder.
-        default_batched_tokens: token budget of a step where the config sets none.
-        request_memory: bytes that a server's requests may take; None: there is no server.
-
-    Raises:
-        ConfigError: if the memory does not suffice or settings do not fit the model.
-        ModelError: if the model folder cannot be used.
+        scheduler: decides what runs.
+        executor: runs it.
+        clock: the time in seconds, as messages have it; the scheduler's.
+        profiler: records profiles; None: there are none.
+        engine_index: see `EngineCoreOutputs`.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        model_path: Path,
+        scheduler: Scheduler,
+        executor: Executor,
         *,
-        default_batched_tokens: int,
-        request_memory: int | None = None,
+        clock: Callable[[], float] = now,
+        profiler: Profiler | None = None,
+        engine_index: int = 0,
     ) -> None:
-        self.config = config
-        directory = config.observability.profiler_dir
-        self._profiler = None if directory is None else Profiler(directory)
-        self.spec = read_spec(model_path, trust_remote_code=config.model.trust_remote_code)
-        budget = resolve_max_num_batched_tokens(
-            config, default_batched_tokens, self.spec.max_model_len
-        )
-        setup = WorkerSetup(
-            config=config,
-            spec=self.spec,
-            model_path=model_path,
-            dtype=resolve_dtype(config, self.spec),
-            max_model_len=resolve_max_model_len(config, self.spec),
-            max_num_batched_tokens=budget,
-        )
-        started = time.monotonic()
-        executor_class = get_executor_class(config)
-        plan = partial(make_memory_plan, config, self.spec, max_num_batched_tokens=budget)
-        # While torch is imported, below.
-        read_ahead(config, self.spec, model_path, setup.dtype)
-        on_cpu = resolve_device(config.device.device) == "cpu"
-        if on_cpu:  # what does not fit is refused before anything is loaded
-            scratch = executor_class.measure_scratch(setup)
-            self.plan, kv_cache = plan(measured=scratch, request_memory=request_memory)
-            self._log_plan()
-            setup = replace(setup, max_model_len=self.plan.max_model_len, scratch=scratch)
-        self.executor = executor_class(setup)
-        if not on_cpu:
-            self.plan, kv_cache = plan(measured=self.executor.measure_memory())
-            self._log_plan()
-        self.executor.initialize_kv_cache(kv_cache)
-        self.max_model_len = self.plan.max_model_len
-        self._block_hasher = make_block_hasher(config.cache.block_size)
-        self.scheduler = Scheduler(
-            config.scheduler,
-            kv_cache,
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=budget,
-            enable_caching=config.cache.enable_prefix_caching,
-        )
-        logger.info("model ready in %.2f s", time.monotonic() - started)
-        resident = resident_memory()
-        if resident is not None and on_cpu:
-            logger.info("%s", self.plan.compare(resident))
-        # With two steps in flight, the next one is scheduled while the current one computes.
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
-        self._in_flight: deque[_Step] = deque()
+        self.scheduler = scheduler
+        self.executor = executor
+        self._clock = clock
+        self._profiler = profiler
+        self._engine_index = engine_index
+        self._block_hasher = make_block_hasher(scheduler.kv_cache_config.block_size)
+        self._in_flight: deque[_StepInFlight] = deque()
         self._num_scheduled = 0
         self._refused: list[EngineCoreOutput] = []
 
-    def _log_plan(self) -> None:
-        for line in self.plan.report().splitlines():
-            logger.info("%s", line)
-
     def add_request(self, core_request: EngineCoreRequest) -> None:
         """Queues the n requests of a core request; what can never be served gets an error."""
-        enabled = self.config.cache.enable_prefix_caching
-        requests = fan_out(core_request, self._block_hasher, enable_prefix_caching=enabled)
+        requests = fan_out(
+            core_request, self._block_hasher, enable_prefix_caching=self.scheduler.enable_caching
+        )
         try:
             for request in requests:
                 self.scheduler.add_request(request)
         except RequestError as error:  # as true of its siblings: the front end ends them all
             self._refused.append(
                 EngineCoreOutput(
-                    request.request_id,
-                    [],
+                    request_id=request.request_id,
+                    new_token_ids=[],
                     finish_reason=FinishReason.ERROR,
                     error=error.message,
                     error_kind=type(error).__name__,
@@ -155,7 +121,7 @@ class EngineCore:
 
         A step that fails as a whole fails the requests in it; the engine goes on.
         """
-        while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
+        while len(self._in_flight) < self.executor.max_in_flight and self.scheduler.has_requests():
             self._num_scheduled += 1
             with span("schedule") as note:
                 work = self.scheduler.schedule()
@@ -164,33 +130,50 @@ class EngineCore:
                     requests=len(work.num_scheduled_tokens),
                     tokens=work.total_num_scheduled_tokens,
                 )
-            forward = self.executor.execute_model(work)
-            sampled = self.executor.sample_tokens()
-            self._in_flight.append((self._num_scheduled, work, forward, sampled))
+            sampled = self.executor.execute(work).sample()
+            self._in_flight.append(_StepInFlight(self._num_scheduled, work, sampled))
         outputs: list[EngineCoreOutput] = []
         if self._in_flight:
-            number, work, forward, sampled = self._in_flight[0]
+            step = self._in_flight[0]
             try:
                 with span("wait") as note:
-                    note(step=number)
-                    sampled.exception()  # waits for the whole step: one wake-up, not two
-                    forward.result()  # its failure is the cause of what sampling would report
-                    result = sampled.result()
+                    note(step=step.number)
+                    result = step.result.result()
             except EngineDeadError:
                 raise
             except Exception as error:
                 logger.exception("a step failed, and its requests with it")
                 message = f"The step failed: {type(error).__name__}: {error}"
-                outputs = self.scheduler.fail_step(work, message)
+                outputs = self.scheduler.fail_step(step.work, message)
             else:
                 with span("update_from_output") as note:
-                    note(step=number, requests=len(work.num_scheduled_tokens))
-                    outputs = self.scheduler.update_from_output(work, result)
+                    note(step=step.number, requests=len(step.work.num_scheduled_tokens))
+                    outputs = self.scheduler.update_from_output(step.work, result)
             # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
             self._in_flight.popleft()
         outputs += self._refused
         self._refused = []
-        return EngineCoreOutputs(outputs, self.scheduler.make_stats(), time.monotonic())
+        return EngineCoreOutputs(
+            outputs=outputs,
+            stats=self.scheduler.make_stats(),
+            timestamp=self._clock(),
+            engine_index=self._engine_index,
+        )
+
+    def seconds_to_deadline(self) -> float | None:
+        """How long from now some request may have to be ended, though nothing runs; None: never."""
+        deadline = self.scheduler.next_deadline
+        return None if deadline == math.inf else max(0.0, deadline - self._clock())
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls one of `UTILITIES`; returns its result as plain values.
+
+        Raises:
+            ValueError: if it is none of them.
+        """
+        if method not in UTILITIES:
+            raise ValueError(f"there is no utility method {method!r}")
+        return msgspec.to_builtins(getattr(self, method)(*args))
 
     def stats(self) -> SchedulerStats:
         """State and counters of the scheduler."""
@@ -242,7 +225,7 @@ class EngineCore:
 
     def _wait_for_steps(self) -> None:
         """Lets the workers finish what they have, so that a profile holds whole steps only."""
-        wait([sampled for *_, sampled in self._in_flight])
+        wait([step.result for step in self._in_flight])
 
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""

@@ -56,6 +56,7 @@ def make_core_params(
             np.fromiter(bias.values(), np.float32).tobytes(),
         ),
         bad_words=_pack(bad_words_token_ids) if bad_words_token_ids else None,
+        extra_args=params.extra_args or None,
     )
 
 

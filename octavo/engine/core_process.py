@@ -23,59 +23,31 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.config import EngineConfig
 from octavo.device import SWITCH_INTERVAL
+from octavo.engine.assemble import make_engine_core
 from octavo.engine.core import EngineCore
+from octavo.engine.wire import (
+    ABORT,
+    ADD,
+    DEAD,
+    OUTPUTS,
+    READY,
+    RESULT,
+    UTILITY,
+    CoreDead,
+    CoreProcessSetup,
+    CoreReady,
+)
 from octavo.errors import OctavoError
 from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
+from octavo.models.registry import read_spec
 from octavo.profiler import span
 
 logger = logging.getLogger(__name__)
 
-# Kinds of message, sent as the first frame.
-ADD, ABORT, UTILITY = b"A", b"B", b"U"
-READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
-
-# Methods of the core that a front end may call.
-_UTILITIES = frozenset(
-    {
-        "reset_prefix_cache",
-        "stats",
-        "trim_memory",
-        "check_integrity",
-        "start_profile",
-        "stop_profile",
-    }
-)
 # Time that the core gets to end in order when the parent is gone.
 _GRACE_SECONDS = 2.0
-
-
-class CoreProcessSetup(msgspec.Struct):
-    """What the parent writes to the new process's standard input."""
-
-    config: EngineConfig
-    model_path: str
-    default_batched_tokens: int
-    request_memory: int
-    input_address: str
-    output_address: str
-    log_level: str
-    log_format: str
-
-
-class CoreReady(msgspec.Struct):
-    """Sent once the model is loaded."""
-
-    max_model_len: int
-    num_blocks: int
-
-
-class CoreDead(msgspec.Struct):
-    """Sent when the core cannot start or cannot go on."""
-
-    error: str
 
 
 def main() -> None:
@@ -104,15 +76,19 @@ def main() -> None:
     sender.start()
     status = 0
     try:
-        core = EngineCore(
+        path = Path(setup.model_path)
+        spec = read_spec(path, trust_remote_code=setup.config.model.trust_remote_code)
+        core, plan = make_engine_core(
             setup.config,
-            Path(setup.model_path),
+            spec,
+            path,
             default_batched_tokens=setup.default_batched_tokens,
             request_memory=setup.request_memory,
+            engine_index=setup.engine_index,
         )
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()
-        output_queue.put((READY, CoreReady(core.max_model_len, core.plan.num_blocks)))
+        output_queue.put((READY, CoreReady(plan.max_model_len, plan.num_blocks)))
         _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
     except OctavoError as error:
@@ -155,7 +131,14 @@ class _BusyLoop:
             if not checked:
                 core.check_integrity()  # idle: time to see that the books are right
                 checked = True
-            self._handle(self._inputs.get())
+            self._handle(self._next_input())
+
+    def _next_input(self) -> object:
+        """Waits for an input, or until some request's deadline."""
+        try:
+            return self._inputs.get(timeout=self._core.seconds_to_deadline())
+        except queue.Empty:
+            return []  # an empty abort: the deadline has made work
 
     def _handle(self, message: object) -> None:
         if isinstance(message, EngineCoreRequest):
@@ -171,14 +154,11 @@ class _BusyLoop:
 
     def _call(self, call: UtilityCall) -> UtilityResult:
         try:
-            if call.method not in _UTILITIES:
-                raise ValueError(f"there is no utility method {call.method!r}")
-            value = getattr(self._core, call.method)(*call.args)
-            return UtilityResult(call.call_id, msgspec.to_builtins(value))
+            return UtilityResult(call.call_id, self._core.call_utility(call.method, *call.args))
         except OctavoError as error:
-            return UtilityResult(call.call_id, None, str(error), type(error).__name__)
+            return UtilityResult(call.call_id, error=str(error), error_kind=type(error).__name__)
         except Exception as error:
-            return UtilityResult(call.call_id, None, f"{type(error).__name__}: {error}")
+            return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
 
 
 def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:

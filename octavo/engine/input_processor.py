@@ -104,9 +104,9 @@ class InputProcessor:
             request_id: unique among the live requests.
             prompt: text, token ids, or a dict with one of "prompt" and "prompt_token_ids".
             params: what is asked.
-            arrival_time: second of `time.monotonic`.
+            arrival_time: by `clock.now`.
             cache_salt: scope of the prefix cache; `params.cache_salt` divides it further.
-            deadline: second of `time.monotonic` after which the request fails.
+            deadline: after which the request fails; likewise.
             clip_max_tokens: lower `max_tokens` to what fits the context (offline use) instead of
                 refusing the request.
             add_special_tokens: let the tokenizer add its special tokens to a text prompt; false

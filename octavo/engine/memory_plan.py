@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.config import EngineConfig
-from octavo.device import cpu_memory
+from octavo.config import CacheConfig, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import (
     KVCacheConfig,
@@ -15,15 +14,8 @@ from octavo.kv_cache.groups import (
     max_blocks_per_request,
 )
 from octavo.models.spec import ModelSpec
-from octavo.sampling.sizes import state_nbytes, workspace_nbytes
-from octavo.worker.input_batch import InputBatch
-from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.worker.memory import MemoryBudget
 
-# Without a size from the user, the KV cache on a CPU takes at most this: the machine has other
-# users than the engine.
-DEFAULT_CPU_KV_BYTES = 4 * 2**30
-# Interpreter, torch and the other libraries (230 MiB after import), a tokenizer, messages.
-RUNTIME_NBYTES = 272 * 2**20
 # The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
 # as objects.
 SERVER_NBYTES = 256 * 2**20
@@ -172,104 +164,57 @@ def resolve_max_num_batched_tokens(config: EngineConfig, default: int, max_model
 def make_memory_plan(
     config: EngineConfig,
     spec: ModelSpec,
+    budget: MemoryBudget,
     *,
     max_num_batched_tokens: int,
-    measured: Scratch | DeviceMemory,
     request_memory: int | None = None,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
-    """Plans the memory of an engine.
-
-    On a CPU all of it is known beforehand; on CUDA all but the KV cache has been measured.
+    """Plans the memory of an engine: the KV cache gets what is left.
 
     Args:
         config: the settings.
         spec: the model.
+        budget: what there is, and what is taken beside the KV cache.
         max_num_batched_tokens: token budget of a step.
-        measured: what steps take on a CPU, or the GPU with the model loaded.
-        request_memory: bytes for a server's requests, on a CPU; None: there is no server.
+        request_memory: bytes for a server's requests, if they come from the same memory; None:
+            they do not, or there is no server.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
             message names what would.
         ModelError: if blocks do not take the same bytes in all layers.
     """
-    dtype = resolve_dtype(config, spec)
-    cache_dtype = resolve_kv_cache_dtype(config, dtype)
-    cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
-    max_model_len = resolve_max_model_len(config, spec)
+    cache = config.cache
+    cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
     groups = make_kv_cache_groups(spec.caches)
     block_nbytes = bytes_per_block(groups, cache.block_size, cache_dtype)
 
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    if isinstance(measured, DeviceMemory):
-        available = most = measured.total
-        runtime, weights, activations = measured.foreign, measured.weights, measured.step
-        logits = loading = rows = 0  # measured with the step, over, and on the host
-    else:
-        _, available = cpu_memory(config.device.numa_node)
-        most = DEFAULT_CPU_KV_BYTES
-        runtime = RUNTIME_NBYTES
-        weights = spec.weight_nbytes(dtype, max_model_len, config.model.quantization)
-        activations = measured.activations + measured.kernels
-        # Logits as they come; as much again for those of prompt tokens, of which there are fewer at
-        # once, or for a copy before they are changed, where logprobs are asked for; and what the
-        # sampler works in.
-        logits = 2 * measured.logits + workspace_nbytes(max_num_seqs, spec.vocab_size)
-        loading = spec.loading_nbytes(dtype)
-        rows = InputBatch.nbytes(
-            max_num_seqs, max_model_len, max_num_batched_tokens, cache.block_size, len(groups)
-        )
-        rows += state_nbytes(max_num_seqs, spec.vocab_size)
-    limit = int(available * cache.gpu_memory_utilization)
+    limit = int(budget.available * cache.gpu_memory_utilization)
     server, requests = (0, 0) if request_memory is None else (SERVER_NBYTES, request_memory)
-    left = limit - runtime - weights - max(activations + logits, loading) - rows
-    left -= server + requests
+    left = limit - budget.runtime - budget.weights - budget.rows - server - requests
+    left -= max(budget.activations + budget.logits, budget.loading)
     if left < 0:
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
             f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
-            f"{'the GPU' if isinstance(measured, DeviceMemory) else 'what is free'}). Take a "
-            "smaller model or dtype, or lower max_num_batched_tokens, max_num_seqs or "
-            "request_memory_bytes."
+            f"{budget.source}). Take a smaller model or dtype, or lower max_num_batched_tokens, "
+            "max_num_seqs or request_memory_bytes."
         )
-    most_useful = max_num_seqs * blocks_for(max_model_len) + 1
-    if cache.num_gpu_blocks_override is not None:
-        num_blocks = cache.num_gpu_blocks_override
-    elif cache.kv_cache_memory_bytes is not None:
-        num_blocks = cache.kv_cache_memory_bytes // block_nbytes
-    else:
-        num_blocks = min(min(left, most) // block_nbytes, most_useful)
-    if num_blocks * block_nbytes > left:
-        raise ConfigError(
-            f"A KV cache of {num_blocks * block_nbytes / 2**20:,.0f} MiB does not fit: "
-            f"{left / 2**20:,.0f} MiB are left beside the model. Lower kv_cache_memory_bytes or "
-            "num_gpu_blocks_override."
-        )
-    if blocks_for(max_model_len) > num_blocks - 1:
-        fits = _longest_that_fits(blocks_for, num_blocks - 1, max_model_len)
-        if fits < 1:
-            raise ConfigError(
-                f"The KV cache has {num_blocks} blocks of {block_nbytes} bytes: too few for any "
-                "request. Raise kv_cache_memory_bytes or num_gpu_blocks_override."
-            )
-        if config.model.max_model_len != -1:
-            raise ConfigError(
-                f"The KV cache has {num_blocks} blocks, and one request of max_model_len="
-                f"{max_model_len} needs {blocks_for(max_model_len)} and the one kept free. "
-                f"Set max_model_len={fits} (the largest that fits) or less, or give the cache "
-                f"{(blocks_for(max_model_len) + 1) * block_nbytes / 2**20:,.1f} MiB."
-            )
-        max_model_len = fits
+    max_model_len = resolve_max_model_len(config, spec)
+    useful = config.scheduler.max_num_seqs * blocks_for(max_model_len) + 1
+    num_blocks = _num_blocks(cache, block_nbytes, left, min(budget.most_kv_cache, left), useful)
+    max_model_len = _fit_context(config, blocks_for, num_blocks, block_nbytes, max_model_len)
     plan = MemoryPlan(
         limit=limit,
-        runtime=runtime,
-        weights=weights,
-        activations=activations,
-        logits=logits,
-        loading=loading,
-        rows=rows,
+        runtime=budget.runtime,
+        weights=budget.weights,
+        activations=budget.activations,
+        logits=budget.logits,
+        loading=budget.loading,
+        rows=budget.rows,
         kv_cache=num_blocks * block_nbytes,
         num_blocks=num_blocks,
         block_size=cache.block_size,
@@ -280,6 +225,50 @@ def make_memory_plan(
         requests=requests,
     )
     return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
+
+
+def _num_blocks(cache: CacheConfig, block_nbytes: int, left: int, most: int, useful: int) -> int:
+    """Blocks of the KV cache: as set, or what fits `most` bytes, but no more than are of use."""
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks = cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory_bytes is not None:
+        num_blocks = cache.kv_cache_memory_bytes // block_nbytes
+    else:
+        num_blocks = min(most // block_nbytes, useful)
+    if num_blocks * block_nbytes > left:
+        raise ConfigError(
+            f"A KV cache of {num_blocks * block_nbytes / 2**20:,.0f} MiB does not fit: "
+            f"{left / 2**20:,.0f} MiB are left beside the model. Lower kv_cache_memory_bytes or "
+            "num_gpu_blocks_override."
+        )
+    return num_blocks
+
+
+def _fit_context(
+    config: EngineConfig,
+    blocks_for: Callable[[int], int],
+    num_blocks: int,
+    block_nbytes: int,
+    max_model_len: int,
+) -> int:
+    """The context that fits the KV cache: `max_model_len`, or less where the settings allow it."""
+    needed = blocks_for(max_model_len)
+    if needed <= num_blocks - 1:
+        return max_model_len
+    fits = _longest_that_fits(blocks_for, num_blocks - 1, max_model_len)
+    if fits < 1:
+        raise ConfigError(
+            f"The KV cache has {num_blocks} blocks of {block_nbytes} bytes: too few for any "
+            "request. Raise kv_cache_memory_bytes or num_gpu_blocks_override."
+        )
+    if config.model.max_model_len != -1:
+        raise ConfigError(
+            f"The KV cache has {num_blocks} blocks, and one request of max_model_len="
+            f"{max_model_len} needs {needed} and the one kept free. Set max_model_len={fits} (the "
+            "largest that fits) or less, or give the cache "
+            f"{(needed + 1) * block_nbytes / 2**20:,.1f} MiB."
+        )
+    return fits
 
 
 def _longest_that_fits(blocks_for: Callable[[int], int], num_blocks: int, longest: int) -> int:

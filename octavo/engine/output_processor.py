@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo import clock
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.errors import OctavoError, RequestError, make_error
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -226,7 +227,7 @@ class OutputProcessor:
         core_params = request.sampling_params
         text_of = None if self._tokenizer is None else self._tokenizer.token_text
         for index, child_id in enumerate(child_ids):
-            times = RequestMetrics(arrival_time=request.arrival_time)
+            times = RequestMetrics(arrival_time=clock.to_monotonic(request.arrival_time))
             state = _RequestState(
                 request_id=child_id,
                 index=index,
@@ -253,8 +254,9 @@ class OutputProcessor:
 
         Args:
             outputs: of one `EngineCoreOutputs`; those of unknown (aborted) requests are skipped.
-            timestamp: its `timestamp`, second of `time.monotonic`.
+            timestamp: its `timestamp`.
         """
+        timestamp = clock.to_monotonic(timestamp)
         result = ProcessedOutputs()
         touched: dict[str, _Group] = {}
         latencies: list[float] = []
@@ -328,8 +330,8 @@ class OutputProcessor:
     ) -> int:
         """Takes in one output that is no error; returns the number of tokens it added."""
         group, times, detokenizer = state.group, state.times, state.detokenizer
-        if output.first_scheduled_time is not None:
-            times.first_scheduled_time = output.first_scheduled_time
+        if times.first_scheduled_time is None and output.first_scheduled_time is not None:
+            times.first_scheduled_time = clock.to_monotonic(output.first_scheduled_time)
         if output.num_preemptions:
             times.num_preemptions = output.num_preemptions
         # Of n answers, the first one: the others find what it has just computed.

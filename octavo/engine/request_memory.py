@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from octavo.errors import QueueFullError, RequestError
 from octavo.messages import EngineCoreRequest
 from octavo.sampling_params import SamplingParams
@@ -16,6 +18,8 @@ _PROMPT_TOKEN = 96
 """A number in three lists, with the hashes of blocks."""
 _PROMPT_TOKEN_OF_ANSWER = 12
 """One more reference to it, which each of n answers has."""
+_EXTRA_ARGS_BYTE = 128
+"""Of its msgpack: the most, such as an empty list, takes 64 bytes in either process."""
 _OUTPUT_TOKEN = 112
 """A number in the core, in the front end and in what is handed out, its text and its hashes."""
 _CANDIDATE = 8
@@ -45,6 +49,8 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
     # The caller's own lists, and sets of stop tokens in both processes.
     lists += 64 * (len(params.allowed_token_ids or ()) + 3 * len(core.all_stop_token_ids))
     lists += 4 * sum(map(len, [*params.stop, *(params.bad_words or ())]))
+    if core.extra_args:
+        lists += _EXTRA_ARGS_BYTE * len(msgspec.msgpack.encode(core.extra_args))
     of_answer = output * candidates(core.logprobs)
     of_prompt = prompt * candidates(core.prompt_logprobs)
     return (

@@ -11,31 +11,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from octavo.executor.base import Executor
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.messages import ModelRunnerOutput, SchedulerOutput
-from octavo.worker.memory import DeviceMemory, Scratch
-from octavo.worker.scratch import measure_scratch
+from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.platforms.base import Platform
+from octavo.worker.memory import MemoryBudget
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.worker import Worker
 
 
 class UniProcExecutor(Executor):
-    """Runs the worker on one thread; the thread's queue keeps the steps in order."""
+    """Runs the worker on one thread; the thread's queue keeps the steps in order.
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    Raises:
+        ConfigError, ModelError: if the worker cannot start; see `Worker`.
+    """
+
+    def __init__(self, setup: WorkerSetup, platform: Platform) -> None:
+        self.max_in_flight = 2 if setup.config.scheduler.async_scheduling else 1
         self._thread = ThreadPoolExecutor(1, "octavo-worker")
         self._results = ThreadPoolExecutor(1, "octavo-results")
         try:
-            self._worker = self._thread.submit(Worker, setup).result()
+            self._worker = self._thread.submit(Worker, setup, platform).result()
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
 
-    @staticmethod
-    def measure_scratch(setup: WorkerSetup) -> Scratch:
-        """See `Executor`."""
-        return measure_scratch(setup)
-
-    def measure_memory(self) -> DeviceMemory:
+    def measure_memory(self) -> MemoryBudget:
         """See `Executor`."""
         return self._thread.submit(self._worker.measure_memory).result()
 
@@ -43,44 +43,57 @@ class UniProcExecutor(Executor):
         """See `Executor`."""
         self._thread.submit(self._worker.initialize_kv_cache, kv_cache).result()
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[None]:
+    def execute(self, work: SchedulerOutput) -> _UniProcStep:
         """See `Executor`."""
-        return self._thread.submit(self._execute_model, scheduler_output)
-
-    def _execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        try:
-            self._worker.execute_model(scheduler_output)
-        except Exception as error:
-            cause = self._worker.cause(error)
-            if cause is error:
-                raise
-            raise cause from error
-
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
-        """See `Executor`."""
-        future: Future[ModelRunnerOutput] = Future()
-        self._thread.submit(self._sample_tokens, future)
-        return future
-
-    def _sample_tokens(self, future: Future[ModelRunnerOutput]) -> None:
-        def resolve() -> None:
-            try:
-                future.set_result(pending.get())
-            except BaseException as error:
-                future.set_exception(self._worker.cause(error))
-
-        try:
-            pending = self._worker.sample_tokens()
-            if not pending.ready():
-                self._results.submit(resolve)
-                return
-        except BaseException as error:
-            future.set_exception(self._worker.cause(error))
-            return
-        resolve()
+        forward = self._thread.submit(self._worker.execute_model, work)
+        return _UniProcStep(self._worker, self._thread, self._results, forward)
 
     def shutdown(self) -> None:
         """See `Executor`."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._results.shutdown(wait=True)
         self._worker.shutdown()
+
+
+class _UniProcStep:
+    """See `StepHandle`."""
+
+    __slots__ = ("_forward", "_results", "_sampled", "_thread", "_worker")
+
+    def __init__(
+        self,
+        worker: Worker,
+        thread: ThreadPoolExecutor,
+        results: ThreadPoolExecutor,
+        forward: Future[None],
+    ) -> None:
+        self._worker, self._thread, self._results = worker, thread, results
+        self._forward = forward
+        self._sampled: Future[ModelRunnerOutput] = Future()
+
+    def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
+        """See `StepHandle`."""
+        self._thread.submit(self._sample, grammar)
+        return self._sampled
+
+    def _sample(self, grammar: GrammarOutput | None) -> None:
+        failure = self._forward.exception()  # it has run before, on this thread
+        try:
+            pending = self._worker.sample_tokens(grammar)  # lets go of a step that failed, too
+            if failure is not None:
+                raise failure
+            on_their_way = not pending.ready()
+        except BaseException as error:
+            self._sampled.set_exception(self._worker.cause(failure or error))
+            return
+
+        def resolve() -> None:
+            try:
+                self._sampled.set_result(pending.get())
+            except BaseException as error:
+                self._sampled.set_exception(self._worker.cause(error))
+
+        if on_their_way:
+            self._results.submit(resolve)
+        else:
+            resolve()

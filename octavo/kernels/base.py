@@ -122,6 +122,8 @@ class Ops(Protocol):
     """
 
     name: str
+    packs_weights: bool
+    """Whether packed weights are this table's own form, worth to be kept in memory of its own."""
 
     def pack_weight(
         self,

@@ -83,6 +83,7 @@ class NativeOps:
     """
 
     name = "native"
+    packs_weights = True
 
     def __init__(self) -> None:
         self._recording = threading.local()

@@ -75,6 +75,7 @@ class ReferenceOps:
     """`Ops` by torch; see there for shapes and meaning."""
 
     name = "reference"
+    packs_weights = False
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """Torch's own."""

@@ -13,13 +13,16 @@ from octavo.request import BlockHasher, Request
 ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
 
 
-def root_hash(cache_salt: str | None) -> bytes:
+def root_hash(cache_salt: str | None, cache_scope: str | None = None) -> bytes:
     """The parent hash of a request's first block.
 
-    The salt enters here only: every later hash depends on it through the chain.
+    Salt and scope enter here only: every later hash depends on them through the chain.
     """
     salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode()
-    return hashlib.sha256(b"octavo-kv:" + salt).digest()
+    root = hashlib.sha256(b"octavo-kv:" + salt).digest()
+    if cache_scope is None:
+        return root
+    return hashlib.sha256(b"octavo-kv-scope:" + root + cache_scope.encode()).digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[bytes] = ()) -> bytes:
@@ -47,7 +50,7 @@ def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> B
         start = len(hashes) * block_size
         if len(tokens) - start < block_size:
             return []
-        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.cache_scope)
         new = []
         for end in range(start + block_size, len(tokens) + 1, block_size):
             extra = extra_keys(request, end - block_size, end) if extra_keys is not None else ()

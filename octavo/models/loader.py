@@ -20,7 +20,6 @@ from octavo import _native
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory
-from octavo.kernels.ops import get_ops
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
 from octavo.models.config_json import require_file
@@ -55,7 +54,7 @@ def load_model(
     seed: int = 0,
     max_model_len: int | None = None,
     quantization: str | None = None,
-    ops: Ops | None = None,
+    ops: Ops,
     progress: Progress | None = None,
     cache: WeightCache | None = None,
 ) -> Model:
@@ -76,7 +75,7 @@ def load_model(
         max_model_len: rows of the rotary tables; default: the model's context.
         quantization: form of the linear weights, as in `ModelConfig`; they are quantized as they
             are read.
-        ops: table of operations; default: the device's.
+        ops: table of operations.
         progress: called as loading goes on.
         cache: where weights that were packed are kept from one start to the next.
 
@@ -84,7 +83,6 @@ def load_model(
         ModelError: for missing, unexpected or wrong-shaped tensors, damaged files, and weights that
             cannot be quantized.
     """
-    ops = ops or get_ops(device)
     form = get_quantization(quantization)
     weights = spec.weights(quantized=form is not None)
     for weight in weights:
@@ -101,7 +99,7 @@ def load_model(
         load_format=load_format,
         quantization=quantization,
     )
-    made_of = key() if cache is not None and ops.name == "native" else None
+    made_of = key() if cache is not None and ops.packs_weights else None
     memory = _Memory(weights, dtype, ops, form)
     loaded: dict[str, _Loaded] = {}
     total = sum(math.prod(weight.shape) for weight in weights)
@@ -149,7 +147,7 @@ class _Memory:
         for weight in sorted(weights, key=lambda weight: weight.kind != "linear"):
             begin, self._nbytes = self._nbytes, self._nbytes + self._nbytes_of(weight)
             self._places[weight.name] = slice(begin, self._nbytes)
-        self._memory = map_memory(self._nbytes) if ops.name == "native" else None
+        self._memory = map_memory(self._nbytes) if ops.packs_weights else None
 
     def _nbytes_of(self, weight: Weight) -> int:
         if weight.kind != "linear":

@@ -8,6 +8,7 @@ drawn. (Tokens 2**40 times less probable than the most probable one have weight 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from octavo.errors import RequestError
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import to_device
 from octavo.messages import LogprobsLists
-from octavo.sampling.logits_processors import apply_logits_processors
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 from octavo.sampling.sizes import rows_per_chunk
 
@@ -39,7 +40,7 @@ class SamplerOutput:
     logprobs: dict[int, LogprobsLists] = field(default_factory=dict)
     """For each row that asks: one position, the chosen token first, then its top candidates."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Rows that failed by themselves: logits that are not finite, or no token left."""
+    """Rows that failed by themselves: logits that are not finite, no token left, or a plug-in."""
 
 
 class Sampler:
@@ -52,13 +53,7 @@ class Sampler:
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        metadata: SamplingMetadata,
-        grammar_bitmask: torch.Tensor | None = None,
-        grammar_rows: torch.Tensor | None = None,
-    ) -> SamplerOutput:
+    def sample(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Chooses a token for each row.
 
         Logprobs are vLLM's `raw_logprobs`: of the logits before any processor.
@@ -66,11 +61,9 @@ class Sampler:
         Args:
             logits: float32 [R, V], contiguous; changed in place.
             metadata: of the same R rows.
-            grammar_bitmask: int32 [G, ceil(V / 32)], bit 1: allowed.
-            grammar_rows: int64 [G], the rows of the logits that the bitmask's rows belong to.
         """
         errors: dict[int, str] = {}
-        changes = metadata.changes_logits or grammar_bitmask is not None
+        changes = len(metadata.processors) > 0
         asking = np.flatnonzero(metadata.num_logprobs != NO_LOGPROBS)
         raw, raw_rows = logits, asking
         if changes and len(asking):
@@ -78,16 +71,19 @@ class Sampler:
 
         if changes:
             self._fail_rows(logits, errors, NOT_FINITE)
-        if grammar_bitmask is not None:
-            assert grammar_rows is not None
-            self.ops.apply_bitmask_(logits, grammar_bitmask, grammar_rows)
-        apply_logits_processors(self.ops, logits, metadata)
+        for processor, step in metadata.processors:
+            try:
+                processor.apply(self.ops, logits, step)
+            except RequestError as error:  # a plug-in's
+                logits[to_device(step.at, logits.device)] = math.nan
+                for row in step.at.tolist():
+                    errors.setdefault(row, error.message)
         if changes:
             self._fail_rows(
                 logits,
                 errors,
-                "no token is left to choose: allowed_token_ids, bad_words, min_tokens or its"
-                " grammar exclude them all, or a penalty made its logits infinite",
+                "no token is left to choose: allowed_token_ids, bad_words, min_tokens, extra_args"
+                " or its grammar exclude them all, or a penalty made its logits infinite",
             )
 
         output = SamplerOutput(self.ops.sample(logits, metadata.params), errors=errors)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import bisect
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from octavo.clock import now
 from octavo.config import SchedulerConfig
 from octavo.errors import ContextLengthError, RequestError
 from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
@@ -31,6 +31,7 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.request import QueueKey, Request, RequestStatus
+from octavo.scheduler.observer import SchedulerObserver, WaitReason
 from octavo.scheduler.queue import Arrivals, RequestQueue
 
 # Waits that end by `set_ready`; requests in them do not queue.
@@ -67,6 +68,7 @@ class Scheduler:
         enable_caching: keep KV blocks of known prefixes after their last user has gone.
         num_lookahead_tokens: slots beyond a step's tokens that the worker's drafts need.
         clock: the time in seconds, as requests' `deadline` has it.
+        observer: is told why requests wait or are preempted.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_caching: bool = True,
         num_lookahead_tokens: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now,
+        observer: SchedulerObserver | None = None,
     ) -> None:
         self.config = config
+        self.enable_caching = enable_caching
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -98,7 +102,7 @@ class Scheduler:
         """Rows to be given up by the worker before the next step."""
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that came about outside of a step."""
-        self._clock = clock
+        self._clock, self._observer = clock, observer
         self._next_deadline = math.inf
         """No unfinished request has an earlier one."""
         self._arrivals = Arrivals(config.scheduling_policy)
@@ -184,6 +188,8 @@ class Scheduler:
         if not step.preempted:
             while self.waiting and step.budget and self._admit(step, now, preempt=False):
                 pass
+            if self.waiting and not step.budget:
+                self._note_wait(self.waiting.peek(), WaitReason.BUDGET)
         output.total_num_scheduled_tokens = self.max_num_batched_tokens - step.budget
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
@@ -289,7 +295,7 @@ class Scheduler:
                 outputs.append(self._fail(request, message, "StepFailedError"))
         self._drop_finished_from_running()
         while self.running:
-            self._preempt(self.running.pop())
+            self._preempt(self.running.pop(), None)
         for later in self._in_flight:
             for request, _, num_sampled in later.entries:
                 request.num_output_placeholders -= num_sampled
@@ -303,8 +309,21 @@ class Scheduler:
         return bool(self.requests)
 
     def has_requests(self) -> bool:
-        """Whether there is anything left to schedule, to tell the worker or to put out."""
-        return bool(self.requests or self._finished_req_ids or self._outputs)
+        """Whether there is anything left to schedule, to tell the worker or to put out.
+
+        Requests that are held are nothing to schedule, before their deadline.
+        """
+        return bool(
+            len(self.requests) > len(self._held)
+            or self._finished_req_ids
+            or self._outputs
+            or (self._held and self._clock() >= self._next_deadline)
+        )
+
+    @property
+    def next_deadline(self) -> float:
+        """No unfinished request has an earlier one; infinite if none has one."""
+        return self._next_deadline
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
@@ -366,6 +385,13 @@ class Scheduler:
                 f"context holds {self.max_model_len} tokens. Shorten the prompt.",
                 "prompt",
             )
+        limit = min(request.max_tokens, self.max_model_len - prompt)
+        if request.num_output_tokens >= max(limit, 1):
+            raise RequestError(
+                f"The request has {request.num_output_tokens} output tokens already, and may have "
+                f"{limit}: nothing is left to be generated.",
+                "max_tokens",
+            )
         budget = self.max_num_batched_tokens
         if prompt > budget and not self.config.enable_chunked_prefill:
             raise ContextLengthError(
@@ -421,7 +447,7 @@ class Scheduler:
                 num_spec = max(0, num_new - (total - start))
             while (new := allocate_slots(request, num_new, None, lookahead)) is None:
                 victim = running.pop()
-                self._preempt(victim)
+                self._preempt(victim, request)
                 step.preempted = True
                 if victim is request:
                     return
@@ -444,7 +470,8 @@ class Scheduler:
         """
         request = self.waiting.peek()
         if request.num_output_placeholders:
-            return False  # preempted a moment ago; tokens of steps in flight belong to it
+            # Preempted a moment ago; tokens of steps in flight belong to it.
+            return self._note_wait(request, WaitReason.IN_FLIGHT)
         manager, lookahead = self.kv_cache_manager, self.num_lookahead_tokens
         whole = not self.config.enable_chunked_prefill
         while True:
@@ -452,7 +479,7 @@ class Scheduler:
             num_new = self._cap(request.num_tokens - start)
             # Only a preempted request can be longer than a whole budget; it is split all the same.
             if whole and step.budget < num_new <= self.max_num_batched_tokens:
-                return False
+                return self._note_wait(request, WaitReason.BUDGET)
             num_new = min(num_new, step.budget)
             seats = self.config.max_num_seqs
             if request.turn > 0:  # the last eighth is for others than calls of many requests
@@ -461,8 +488,8 @@ class Scheduler:
             if has_seat and manager.allocate_slots(request, num_new, hit, lookahead) is not None:
                 break
             if not preempt or not self.running or self.running[-1].priority <= request.priority:
-                return False
-            self._preempt(self.running.pop())
+                return self._note_wait(request, WaitReason.BLOCKS if has_seat else WaitReason.SEAT)
+            self._preempt(self.running.pop(), request)
             step.preempted = True
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
@@ -503,11 +530,19 @@ class Scheduler:
         step.entries.append((request, start, num_sampled))
         step.budget -= num_new
 
-    def _preempt(self, request: Request) -> None:
+    def _note_wait(self, request: Request, reason: WaitReason) -> bool:
+        """Tells the observer why a request is not started; False, for `_admit` to return."""
+        if self._observer is not None:
+            self._observer.on_wait(request, reason)
+        return False
+
+    def _preempt(self, request: Request, by: Request | None) -> None:
         """Puts a request, just taken out of `running`, back to the waiting ones.
 
         Tokens that steps in flight sample for it stay valid: they depend on its own tokens only.
         """
+        if self._observer is not None:
+            self._observer.on_preempt(request, by)
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0

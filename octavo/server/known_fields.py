@@ -45,7 +45,7 @@ GENERATION: Unsupported = {
         _NOTHING,
         "structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar "
         "guided_decoding_backend guided_whitespace_pattern prompt_embeds logits_processors "
-        "kv_transfer_params ec_transfer_params vllm_xargs extra_args repetition_detection "
+        "kv_transfer_params ec_transfer_params extra_args repetition_detection "
         "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
         "output_kind early_stopping",
     ),
@@ -185,4 +185,5 @@ INSTEAD: Mapping[str, str] = {
     "top_logprobs_num": "logprobs",
     "content": "prompt",
     "add_special": "add_special_tokens",
+    "extra_args": "vllm_xargs",
 }

@@ -13,6 +13,7 @@ from octavo.sampling_params import (
     MAX_STOP_STRINGS,
     RequestOutputKind,
     SamplingParams,
+    check_extra_args,
 )
 from octavo.server import known_fields
 from octavo.server.body import Body
@@ -25,6 +26,7 @@ MAX_PROMPTS = 4096
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 # One error is enough: without it pydantic makes one for each entry.
 Ints: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+Xargs: TypeAlias = dict[str, str | int | float | list[str | int | float]] | None
 Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
 
 
@@ -103,6 +105,19 @@ def _check_bias(value: object) -> object:
             "logit_bias",
         )
     return value
+
+
+def _check_xargs(value: object) -> object:
+    """Strings and numbers, and lists of these, by name: as vLLM has it."""
+    for name, entry in value.items() if isinstance(value, dict) else ():
+        entries = entry if isinstance(entry, list) else [entry]
+        if not set(map(type, entries)) <= {str, int, float, bool}:
+            raise RequestError(
+                f"vllm_xargs[{show(name)}]={show(entry)} is not allowed; give a string, a number "
+                "or a list of these.",
+                "vllm_xargs",
+            )
+    return None if value is None else check_extra_args(value, "vllm_xargs")
 
 
 def _check_content(value: object) -> object:
@@ -242,6 +257,7 @@ class GenerationBody(Body):
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     request_id: RequestId | None = None
@@ -277,6 +293,7 @@ class GenerationBody(Body):
             RequestError: a value is out of its range.
         """
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | overrides
+        given["extra_args"] = self.vllm_xargs
         kwargs: dict[str, Any] = {
             **defaults,
             **{name: value for name, value in given.items() if value is not None},

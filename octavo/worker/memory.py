@@ -6,25 +6,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """A GPU's memory, measured with the model loaded.
-
-    Attributes:
-        total: bytes of the card.
-        foreign: in use that the engine did not allocate itself: the CUDA context, libraries, other
-            processes.
-        weights: held once the model is loaded.
-        step: what a step of the largest size takes beside weights and KV cache, at its peak, with
-            what captured graphs will hold.
-    """
-
-    total: int
-    foreign: int
-    weights: int
-    step: int
-
-
-@dataclass(frozen=True)
 class Scratch:
     """What steps on a CPU hold beside weights, rows and KV cache: found out before loading.
 
@@ -37,3 +18,38 @@ class Scratch:
     activations: int
     logits: int
     kernels: int
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """A device's memory, and what the engine takes of it beside the KV cache, in bytes.
+
+    A platform estimates it before the model is loaded or measures it afterwards.
+
+    Attributes:
+        source: whose memory, for people: "what is free".
+        available: what there is; the engine gets `gpu_memory_utilization` of it.
+        most_kv_cache: of the KV cache, without a size from the user.
+        runtime: taken already, or by what is no model: libraries, and on a GPU the CUDA context and
+            other processes.
+        weights: held once the model is loaded.
+        activations: what the forward pass of a step of the largest size takes; where it is
+            measured, with all else that a step takes, and what captured graphs will hold.
+        logits: logits and what sampling does with them.
+        loading: the largest weight as it is read, beside the packed ones; gone before a step is
+            run.
+        rows: token histories, block tables and sampling state of the running requests, where they
+            are in the same memory.
+        scratch: what `activations` and `logits` come from, where they are estimated.
+    """
+
+    source: str
+    available: int
+    most_kv_cache: int
+    runtime: int
+    weights: int
+    activations: int
+    logits: int = 0
+    loading: int = 0
+    rows: int = 0
+    scratch: Scratch | None = None

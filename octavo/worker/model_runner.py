@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
-from octavo.errors import ConfigError
-from octavo.kernels.memory import Arena, map_memory, to_device
-from octavo.kernels.native import NativeOps
-from octavo.kernels.ops import get_ops
+from octavo.attention.base import KV_CACHE_DTYPES
+from octavo.kernels.memory import to_device
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     CoreSamplingParams,
+    GrammarOutput,
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
@@ -24,11 +21,13 @@ from octavo.messages import (
 from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.weight_cache import WeightCache
+from octavo.platforms.base import Platform
 from octavo.profiler import span
 from octavo.sampling.metadata import SamplingMetadata
+from octavo.sampling.plugins import load_plugins
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
-from octavo.worker.graphs import CapturedSteps, EagerSteps, StepRunner, graph_sizes
+from octavo.worker.graphs import EagerSteps
 from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
 from octavo.worker.setup import WorkerSetup
 
@@ -115,22 +114,15 @@ class _Unknown:
 class ModelRunner:
     """Holds the model and, once `initialize_kv_cache` was called, KV cache and live requests."""
 
-    def __init__(self, setup: WorkerSetup, device: torch.device) -> None:
+    def __init__(self, setup: WorkerSetup, platform: Platform, device: torch.device) -> None:
         self.device = device
         self.spec = setup.spec
         config = setup.config
         dtype: torch.dtype = getattr(torch, setup.dtype)
-        backend, invariant = config.device.attention_backend, config.device.batch_invariant
-        ops = get_ops(device, backend, batch_invariant=invariant)
-        self.backend = get_attention_backend(
-            backend, device, setup.max_model_len, batch_invariant=invariant
-        )
-        unsupported = setup.spec.uses_alibi or dtype == torch.float32
-        if self.backend.name == "flashinfer" and unsupported:
-            raise ConfigError(
-                "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
-                "attention_backend=triton."
-            )
+        ops = platform.make_ops(config.device)
+        self.backend = platform.make_attention_backend(setup, device)
+        # Before the weights: what is wrong with them is to be known at once.
+        self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
         self.model = load_model(
             setup.spec,
             setup.model_path,
@@ -143,7 +135,7 @@ class ModelRunner:
             ops=ops,
             cache=WeightCache.from_config(config),
         )
-        self.ops, self.setup = ops, setup
+        self.ops, self.setup, self.platform = ops, setup, platform
         self.sampler = Sampler(ops)
         self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, config.scheduler.max_num_seqs)
         self._prompt_logprobs: dict[str, int] = {}
@@ -155,7 +147,6 @@ class ModelRunner:
 
     def initialize_kv_cache(self, kv: KVCacheConfig, *, capture: bool = True) -> None:
         """Allocates the KV cache and all that steps need; captures steps."""
-        capture = capture and not self.setup.config.model.enforce_eager
         setup, device, ops = self.setup, self.device, self.ops
         config, dtype = setup.config, self.model.dtype
         cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
@@ -166,48 +157,26 @@ class ModelRunner:
             shapes.append(
                 self.backend.kv_cache_shape(kv.num_blocks, kv.block_size, *heads, cache_dtype)
             )
-        self.kv_tensors = [_allocate(shapes[0], cache_dtype, device) for _ in range(kv.group_size)]
+        self.kv_tensors = [
+            self.platform.allocate_cache(shapes[0], cache_dtype, device)
+            for _ in range(kv.group_size)
+        ]
         self.kv_caches = [
             self.kv_tensors[tensor].view(shape)
             for tensor, shape in zip(kv.layer_to_tensor, shapes, strict=True)
         ]
         tokens, max_num_seqs = setup.max_num_batched_tokens, config.scheduler.max_num_seqs
         self.batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
-        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, device)
+        self.sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         buffers = StepBuffers(self.batch.layout(tokens, max_num_seqs))
         eager = EagerSteps(self.model, self.backend, self.kv_caches, kv.layer_to_group, buffers)
-        self.steps: StepRunner = eager
-        if ops.name == "triton":
-            from octavo.kernels.triton.ops import TritonOps
-            from octavo.worker.device_steps import DeviceSteps
+        self.steps = self.platform.make_steps(setup, ops, eager, self.batch, capture=capture)
 
-            assert isinstance(ops, TritonOps)
-
-            self.steps = steps = DeviceSteps(
-                eager,
-                ops,
-                self.batch,
-                max_num_tokens=tokens,
-                max_num_reqs=max_num_seqs,
-                max_model_len=setup.max_model_len,
-            )
-            if self.backend.name == "triton" and device.type == "cuda" and capture:
-                steps.capture(graph_sizes(max_num_seqs))
-        elif self.backend.name == "cpu" and capture:
-            assert isinstance(ops, NativeOps)
-            assert setup.scratch is not None
-            self.steps = CapturedSteps(
-                eager,
-                ops,
-                activations=Arena(setup.scratch.activations),
-                logits=Arena(setup.scratch.logits),
-            )
-
-    def run_largest_step(self) -> tuple[int, int]:
+    def run_largest_step(self) -> int:
         """Runs a step of the largest size on a KV cache that is made for it and let go again.
 
         Returns:
-            Bytes of that cache, and how many steps `initialize_kv_cache` will capture.
+            Bytes of that cache.
         """
         setup = self.setup
         scheduler, cache = setup.config.scheduler, setup.config.cache
@@ -243,8 +212,7 @@ class ModelRunner:
         nbytes = sum(tensor.nbytes for tensor in self.kv_tensors)
         del self.kv_tensors, self.kv_caches, self.steps, self.batch, self.sampling
         self._unknown.clear()
-        captures = self.backend.name == "triton" and not setup.config.model.enforce_eager
-        return nbytes, len(graph_sizes(scheduler.max_num_seqs)) if captures else 0
+        return nbytes
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Launches the forward pass of one step and keeps its logits for `sample_tokens`."""
@@ -270,8 +238,9 @@ class ModelRunner:
         prompt_logprobs = self._compute_prompt_logprobs(inputs, hidden)
         self._step = _Step(inputs, metadata, logits, tokens, prompt_logprobs)
 
-    def sample_tokens(self) -> PendingOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Samples one token for each request whose known tokens are all computed."""
+        assert grammar is None, "no request has a grammar yet"
         step, self._step = self._step, None
         errors, self._failed = self._failed, {}
         if step is None:
@@ -299,10 +268,10 @@ class ModelRunner:
         if on_their_way.ready() and not self._unknown:
             known = np.maximum(on_their_way.numpy(), 0)  # a row that failed computes on in vain
             self.batch.append_tokens(rows, known)
-            self.sampling.append_token(rows, known)
+            self.sampling.append(rows, known, np.ones_like(rows))
         else:
             places = self.batch.append_tokens(rows, np.full(len(rows), UNKNOWN))
-            self.sampling.advance(rows)
+            self.sampling.advance(rows, np.ones_like(rows))
             self._unknown.append(_Unknown(rows, self.batch.owners[rows], places, on_their_way))
         return PendingOutput(output, indices, on_their_way)
 
@@ -314,7 +283,8 @@ class ModelRunner:
             same = step.owners == self.batch.owners[step.rows]
             placed = same & (step.places >= 0)
             self.batch.token_ids[step.rows[placed], step.places[placed]] = tokens[placed]
-            self.sampling.record(step.rows[same], tokens[same])
+            rows = step.rows[same]
+            self.sampling.record(rows, tokens[same], np.ones_like(rows))
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the persistent rows up to date with the scheduler."""
@@ -372,11 +342,3 @@ class ModelRunner:
                 parts.append(prompt_logprobs(self.sampler.ops, logits, ids, k))
             result[req_id] = LogprobsLists.join(parts)
         return result
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor; on a CPU its pages are taken from the system only when first written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    numel = math.prod(shape)
-    return map_memory(numel * dtype.itemsize).view(dtype).view(shape)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
+from octavo.attention.base import KV_CACHE_DTYPES, AttentionBackend
 from octavo.attention.cpu import CPUAttention
-from octavo.device import check_isa, num_cpus
+from octavo.device import num_cpus
 from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
@@ -28,14 +28,20 @@ from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
 
 
-def measure_scratch(setup: WorkerSetup) -> Scratch:
-    """See `Executor.measure_scratch`."""
-    check_isa()
+def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
+    """What steps on a CPU will take, before anything is loaded: exactly what will be reserved.
+
+    Args:
+        setup: what the worker will be built from.
+        asked: the attention backend that the settings ask for.
+
+    Raises:
+        ConfigError: if that one cannot do the model's heads or the block size.
+    """
     config, spec, device = setup.config, setup.spec, torch.device("cpu")
     dtype: torch.dtype = getattr(torch, setup.dtype)
     cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
     tokens, threads = setup.max_num_batched_tokens, config.device.num_threads or num_cpus()
-    asked = get_attention_backend(config.device.attention_backend, device, setup.max_model_len)
     kernels = max(
         layer.mixer.scratch_nbytes(asked, tokens, setup.max_model_len, threads)
         for layer in spec.distinct_layers

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.attention.base import AttentionMetadata
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from tests.attention.cases import Case
@@ -99,14 +99,6 @@ def test_steps_of_the_same_size_have_plans_of_their_own(backend):
         case = Case(((5, 5), (20, 1)), seeds=seeds)
         torch.testing.assert_close(case.run(backend).double(), case.truth(), rtol=1e-5, atol=1e-5)
     assert StandIn.plans == 2
-
-
-def test_it_needs_the_package_and_a_gpu(monkeypatch):
-    with pytest.raises(ConfigError, match="does not work on cpu"):
-        get_attention_backend("flashinfer", CPU, 1024)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install flashinfer-python"):
-        get_attention_backend("flashinfer", torch.device("cuda"), 1024)
 
 
 def test_no_cache_of_bytes(backend):

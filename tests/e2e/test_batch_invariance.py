@@ -8,6 +8,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.kernels import native
 from tests.models.harness import make_hf
+from tests.plugins import NO_REPEAT, install
 
 PROMPT_LEN = 150
 DTYPES = ["bfloat16", "float32"]
@@ -26,7 +27,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return [rng.randrange(10, 4000) for _ in range(count)]
 
 
-def params(temperature: float) -> SamplingParams:
+def params(temperature: float, **fields: object) -> SamplingParams:
     return SamplingParams(
         temperature=temperature,
         top_p=0.95 if temperature else 1.0,
@@ -35,6 +36,7 @@ def params(temperature: float) -> SamplingParams:
         ignore_eos=True,
         logprobs=5,
         repetition_penalty=1.1 if temperature else 1.0,
+        **fields,
     )
 
 
@@ -150,6 +152,36 @@ def test_after_forced_preemptions(dtype, expected):
         result = answers(llm, [*crowd, *TARGETS])
         assert llm.stats().num_preemptions >= 2
     assert result[-2:] == expected
+
+
+def test_with_a_plug_ins_processor(tmp_path, monkeypatch):
+    """It is kept to the requests that ask for it, resumed ones and those of one group alike."""
+    install(tmp_path, monkeypatch, NO_REPEAT, "NoRepeat", "no_repeat")
+    targets = [(ids, params(p.temperature, extra_args={"no_repeat": 8})) for ids, p in TARGETS]
+    settings = {"max_model_len": 336, "dtype": "bfloat16"}
+    with LLM(enable_prefix_caching=False, **settings) as llm:
+        plain, expected = alone(llm), [answers(llm, [target])[0] for target in targets]
+        assert all(len(set(a.token_ids[i : i + 9])) == 9 for a in expected for i in range(15))
+        assert expected != plain
+    with LLM(num_gpu_blocks_override=25, **settings) as llm:
+        growing = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        crowd = [(tokens(50 + i, 12), growing) for i in range(4)]
+        result = answers(llm, [*crowd, *targets, *TARGETS])
+        assert llm.stats().num_preemptions >= 2
+        assert result[-4:] == expected + plain
+        # Whose arguments it does not take fails alone, and a key that nobody takes is named.
+        for wrong, says in (({"no_repeat": -1}, "no positive"), ({"repeat": 1}, "'repeat'")):
+            prompts = [{"prompt_token_ids": ids} for ids, _ in TARGETS]
+            both = [params(0.0, extra_args=wrong), TARGETS[1][1]]
+            failed, other = llm.generate(prompts, both, use_tqdm=False)
+            assert says in str(failed.outputs[0].stop_reason)
+            assert tuple(other.outputs[0].token_ids) == plain[1].token_ids
+        many = params(0.9, extra_args={"no_repeat": 8}, n=3)
+        prompt = {"prompt_token_ids": targets[1][0]}
+        choices = llm.generate([prompt], many, use_tqdm=False)[0].outputs
+        assert tuple(choices[0].token_ids) == expected[1].token_ids
+        for choice in choices:
+            assert all(len(set(choice.token_ids[i : i + 9])) == 9 for i in range(15))
 
 
 def test_plainest_kernels_agree_with_themselves(expected, dtype):

@@ -48,7 +48,7 @@ def run(model: str, params: list[SamplingParams], gpu: FakeGpu | None = None, **
     with LLM(model=model, dtype="float32", **SMALL | settings) as llm:
         requests = [{"prompt_token_ids": ids} for ids in PROMPTS]
         if gpu is not None:
-            assert llm._core.executor._worker.device == CUDA
+            assert llm._client.core.executor._worker.device == CUDA
             gpu.waits.clear()
         outputs = llm.generate(requests, params, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
@@ -141,7 +141,7 @@ def test_several_answers_and_prompt_logprobs(tmp_path: Path, gpu: FakeGpu) -> No
 
 def test_a_request_whose_logits_are_not_finite(tmp_path: Path, gpu: FakeGpu) -> None:
     with LLM(model=folder("llama", tmp_path), device="cuda", dtype="float32", **SMALL) as llm:
-        steps = llm._core.executor._worker.runner.steps
+        steps = llm._client.core.executor._worker.runner.steps
         forward = steps._forward
 
         def broken(*args, **kwargs):

@@ -38,6 +38,8 @@ REFUSED = {
     "stop tokens": ("stop_token_ids", [5] * 2_600_000),
     "a bias": ("logit_bias", {str(i): 1 for i in range(300_000)}),
     "a salt": ("cache_salt", "x" * 7_000_000),
+    "an argument of a plug-in": ("vllm_xargs", {"a": "x" * 7_000_000}),
+    "arguments of plug-ins": ("vllm_xargs", {"a": [5] * 400_000}),
 }
 
 

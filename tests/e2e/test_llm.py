@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
@@ -176,7 +177,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(llm, streamed):
 
     for _ in range(40):
         interrupted_after(rng.uniform(0, 0.06), work)
-        llm._core.check_integrity()
+        llm._client.core.check_integrity()
     assert signal.getsignal(signal.SIGINT) is before
     assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
     assert llm.stats().num_used_blocks == 0
@@ -184,7 +185,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(llm, streamed):
 
 @pytest.mark.parametrize("method", ["schedule", "update_from_output"])
 def test_ctrl_c_in_the_middle_of_a_step(llm, method, monkeypatch):
-    scheduler = llm._core.scheduler
+    scheduler = llm._client.core.scheduler
     original = getattr(scheduler, method)
 
     def interrupted(*args):
@@ -197,7 +198,7 @@ def test_ctrl_c_in_the_middle_of_a_step(llm, method, monkeypatch):
         llm.generate([STORY] * 8, SamplingParams(max_tokens=900), use_tqdm=False)
     monkeypatch.undo()
     assert llm.generate(STORY, SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
-    llm._core.check_integrity()
+    llm._client.core.check_integrity()
     assert llm.stats().num_used_blocks == 0
 
 
@@ -207,7 +208,7 @@ def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(llm._core, "step", hang)
+    monkeypatch.setattr(llm._client.core, "step", hang)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(STORY, use_tqdm=False)
     monkeypatch.undo()
@@ -350,3 +351,35 @@ def test_dummy_weights_need_no_weight_file(tmp_path):
 def test_examples_run():
     for script in sorted((Path(__file__).parents[2] / "examples").glob("offline*.py")):
         subprocess.run([sys.executable, script], check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.7, "min_tokens": 9, "logprobs": 2},
+    ],
+)
+def test_a_request_goes_on_behind_the_output_that_it_has(llm, params):
+    """The same bits as if it had been here all along."""
+    core = llm._client.core
+
+    def run(request):
+        core.add_request(request)
+        outputs = []
+        while core.has_unfinished_requests():
+            outputs += core.step().outputs
+        tokens = [t for output in outputs for t in output.new_token_ids]
+        logprobs = [o.new_logprobs.logprobs for o in outputs if o.new_logprobs is not None]
+        return tokens, b"".join(logprobs), outputs[-1].finish_reason
+
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
+    request, _ = llm._input_processor.process("whole", "Once upon", sampling, arrival_time=0.0)
+    tokens, logprobs, reason = run(request)
+    for k in (1, 7, 23):
+        resumed = msgspec.structs.replace(
+            request, request_id=f"from {k}", output_token_ids=tokens[:k]
+        )
+        assert run(resumed) == (tokens[k:], logprobs[len(logprobs) // 24 * k :], reason)

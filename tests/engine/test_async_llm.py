@@ -11,33 +11,25 @@ import pytest
 from octavo import device
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine import async_llm
-from octavo.engine.async_llm import AsyncLLM, Health, server_batched_tokens
-from octavo.engine.core_process import CoreReady
-from octavo.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from octavo.engine.async_llm import AsyncLLM, Health
+from octavo.engine.wire import CoreReady
+from octavo.errors import EngineDeadError, QueueFullError, RequestError
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "expected"), [("auto", 0, 512), ("auto", 1, 2048), ("cpu", 1, 512)]
-)
-def test_the_token_budget_of_a_server(name, gpus, expected, monkeypatch):
-    monkeypatch.setattr(device, "num_cuda_devices", lambda: gpus)
-    assert server_batched_tokens(name) == expected
+class Process:
+    """An engine process that is not there."""
 
-
-def test_no_gpu_is_said_before_a_process_is_started(monkeypatch):
-    monkeypatch.setattr(device, "num_cuda_devices", lambda: 0)
-    with pytest.raises(ConfigError, match="device=cpu"):
-        server_batched_tokens("cuda")
+    def __init__(self, config, path, **settings):
+        self.settings, self.pid = settings, os.getpid()
 
 
 class Client:
     """What the engine process is asked, and a hand for what it says."""
 
-    def __init__(self, config, path, **settings):
-        self.settings = settings
-        self.process = SimpleNamespace(pid=os.getpid())
+    def __init__(self, process):
+        self.process = process
         self.ready = asyncio.get_running_loop().create_future()
         self.said = asyncio.Queue()
         self.sent, self.calls = [], []
@@ -89,6 +81,7 @@ def clock(monkeypatch):
 def run(test, monkeypatch, config=None, **settings):
     """Runs a coroutine function with an engine whose process is a stand-in."""
     monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
+    monkeypatch.setattr(async_llm, "CoreProcess", Process)
     if settings.pop("quick", True):
         monkeypatch.setattr(async_llm, "_HEARTBEAT_INTERVAL", 0.002)
 
@@ -116,7 +109,7 @@ def test_what_the_process_is_started_with(monkeypatch):
     monkeypatch.setattr(device, "num_cuda_devices", lambda: 0)
 
     async def defaults(engine, client):
-        assert client.settings == {
+        assert client.process.settings == {
             "default_batched_tokens": 512,
             "request_memory": 2**30,
             "log_level": "info",
@@ -127,8 +120,11 @@ def test_what_the_process_is_started_with(monkeypatch):
     run(defaults, monkeypatch)
 
     async def given(engine, client):
-        assert client.settings["request_memory"] == engine.request_memory.limit == 2**20
-        assert (client.settings["log_level"], client.settings["log_format"]) == ("debug", "json")
+        assert client.process.settings["request_memory"] == engine.request_memory.limit == 2**20
+        assert (client.process.settings["log_level"], client.process.settings["log_format"]) == (
+            "debug",
+            "json",
+        )
         assert 'model_name="mine"' in engine.metrics.render().decode()
 
     run(

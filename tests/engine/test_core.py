@@ -1,84 +1,54 @@
 """The engine core with a fake worker: order of calls, refusals, failures."""
 
 import json
-import logging
-from concurrent.futures import Future
-from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from octavo.config import BUILTIN_MODEL, EngineConfig
-from octavo.engine import core as core_module
+from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, ProfilerError
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import EngineCoreRequest, FinishReason
-from octavo.models.hub import resolve_model
-from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.models.cache import AttentionCache
+from octavo.profiler import Profiler
+from octavo.request import RequestStatus
+from octavo.scheduler.scheduler import Scheduler
 from tests.fakes import FakeExecutor, expected_output
 from tests.params import core_params
 
 
-class InterruptedFuture(Future):
-    """A result during the first wait for which Ctrl-C is pressed."""
+class Clock:
+    now = 1000.0
 
-    interrupted = False
-
-    def result(self, timeout=None):
-        if not self.interrupted:
-            self.interrupted = True
-            raise KeyboardInterrupt
-        return super().result(timeout)
+    def __call__(self):
+        return self.now
 
 
-class FakeWorkerExecutor:
-    """An `Executor` on the fake worker that records the calls it gets."""
-
-    def __init__(self, setup):
-        self.calls = []
-        self.failure = None
-        self.interrupt = False
-        self._max_num_seqs = setup.config.scheduler.max_num_seqs
-        self._step = None
-
-    @staticmethod
-    def measure_scratch(setup):
-        return Scratch(0, 0, 0)
-
-    def initialize_kv_cache(self, kv_cache):
-        self._worker = FakeExecutor(kv_cache, self._max_num_seqs)
-
-    def execute_model(self, scheduler_output):
-        self.calls.append("execute")
-        self._step = scheduler_output
-        future = InterruptedFuture() if self.interrupt else Future()
-        self.interrupt = False
-        if self.failure is not None:
-            future.set_exception(self.failure)
-        else:
-            future.set_result(None)
-        return future
-
-    def sample_tokens(self):
-        self.calls.append("sample")
-        future = Future()
-        future.set_result(self._worker.execute(self._step))
-        return future
-
-    def shutdown(self):
-        self.calls.append("shutdown")
+def make_core(depth=1, caching=True, profiler=None, observer=None, **settings):
+    """A core on fakes; its clock is `core.clock`."""
+    kv_cache = KVCacheConfig(20, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
+    clock = Clock()
+    scheduler = Scheduler(
+        msgspec.convert({"max_num_seqs": 4} | settings, SchedulerConfig),
+        kv_cache,
+        max_model_len=64,
+        max_num_batched_tokens=32,
+        enable_caching=caching,
+        clock=clock,
+        observer=observer,
+    )
+    core = EngineCore(
+        scheduler, FakeExecutor(kv_cache, depth), clock=clock, profiler=profiler, engine_index=3
+    )
+    core.clock = clock
+    return core
 
 
-def make_core(monkeypatch, **settings):
-    monkeypatch.setattr(core_module, "get_executor_class", lambda config: FakeWorkerExecutor)
-    settings = {"max_num_seqs": 4, "num_gpu_blocks_override": 20, "max_model_len": 64} | settings
-    config = EngineConfig.from_kwargs(**settings)
-    return EngineCore(config, resolve_model(BUILTIN_MODEL), default_batched_tokens=32)
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def core(request, monkeypatch):
-    core = make_core(monkeypatch, async_scheduling=request.param)
+@pytest.fixture(params=[1, 2], ids=["sync", "async"])
+def core(request):
+    core = make_core(request.param)
     yield core
     core.check_integrity()
     core.shutdown()
@@ -113,78 +83,10 @@ def test_all_requests_are_served(core):
     assert not core.has_unfinished_requests()
 
 
-def test_the_caller_s_token_budget_holds_where_the_config_sets_none(monkeypatch):
-    for settings, budget in (({}, 32), ({"max_num_batched_tokens": 48}, 48)):
-        core = make_core(monkeypatch, **settings)
-        core.add_request(request("0", list(range(60)), max_tokens=2))
-        core.step()
-        assert core.executor._step.total_num_scheduled_tokens in (budget, 60 - budget)
-        assert core.scheduler.max_num_batched_tokens == budget
-        assert core.max_model_len == 64
-        run(core)
-        core.shutdown()
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_memory_is_planned_before_loading_on_a_cpu_and_after_it_on_a_gpu(kind, monkeypatch, caplog):
-    order, setups = [], []
-
-    class Measured(FakeWorkerExecutor):
-        def __init__(self, setup):
-            super().__init__(setup)
-            order.append("load")
-            setups.append(setup)
-
-        @staticmethod
-        def measure_scratch(setup):
-            order.append("measure the step")
-            setups.append(setup)
-            return Scratch(1000, 2000, 3000)
-
-        def measure_memory(self):
-            order.append("measure the memory")
-            return DeviceMemory(total=2**31, foreign=2**20, weights=2**20, step=2**20)
-
-        def initialize_kv_cache(self, kv_cache):
-            order.append("allocate")
-            self.kv_cache = kv_cache
-            super().initialize_kv_cache(kv_cache)
-
-    caplog.set_level(logging.INFO, "octavo.engine.core")
-    monkeypatch.setattr(core_module, "resolve_device", lambda device: kind)
-    monkeypatch.setattr(core_module, "resident_memory", lambda: 123 * 2**20)
-    monkeypatch.setattr(core_module, "get_executor_class", lambda config: Measured)
-    config = EngineConfig.from_kwargs(max_num_seqs=4, num_gpu_blocks_override=20, max_model_len=-1)
-    core = EngineCore(
-        config, resolve_model(BUILTIN_MODEL), default_batched_tokens=32, request_memory=2**20
-    )
-    longest = 19 * 16
-    lines = "\n".join(record.getMessage() for record in caplog.records)
-    assert core.plan.report() in lines
-    assert "model ready in " in lines
-    assert core.executor.kv_cache.num_blocks == core.plan.num_blocks == 20
-    assert core.max_model_len == core.plan.max_model_len == longest
-    assert setups[0].max_num_batched_tokens == core.scheduler.max_num_batched_tokens == 32
-    assert setups[0].max_model_len == core.spec.max_model_len
-    if kind == "cpu":
-        assert order == ["measure the step", "load", "allocate"]
-        assert setups[1] == replace(
-            setups[0], max_model_len=longest, scratch=Scratch(1000, 2000, 3000)
-        )
-        assert core.plan.compare(123 * 2**20) in lines
-        assert core.plan.requests == 2**20
-    else:
-        assert order == ["load", "measure the memory", "allocate"]
-        assert "resident memory" not in lines
-        assert core.plan.requests == 0
-    core.shutdown()
-
-
 def test_async_scheduling_hands_out_the_next_step_before_the_last_result(core):
     core.add_request(request("0", [1, 2, 3], max_tokens=4))
     core.step()
-    ahead = 2 if core.config.scheduler.async_scheduling else 1
-    assert core.executor.calls == ["execute", "sample"] * ahead
+    assert core.executor.calls == ["execute", "sample"] * core.executor.max_in_flight
     run(core)
 
 
@@ -278,8 +180,8 @@ def test_a_dead_engine_is_no_failed_step(core):
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("salt", [None, "scope"])
-def test_prefixes_are_shared_as_the_settings_say(caching, salt, monkeypatch):
-    core = make_core(monkeypatch, enable_prefix_caching=caching)
+def test_prefixes_are_shared_as_the_settings_say(caching, salt):
+    core = make_core(caching=caching)
     for i in range(2):  # the first still holds its blocks when the second comes
         item = request(str(i), list(range(40)), max_tokens=20)
         item.cache_salt = salt
@@ -295,8 +197,8 @@ def test_without_a_folder_for_profiles_there_are_none(core):
             call()
 
 
-def test_shutdown_writes_the_profile_that_is_being_recorded(monkeypatch, tmp_path):
-    core = make_core(monkeypatch, profiler_dir=str(tmp_path))
+def test_shutdown_writes_the_profile_that_is_being_recorded(tmp_path):
+    core = make_core(profiler=Profiler(str(tmp_path)))
     core.start_profile()
     core.add_request(request("0", [1, 2, 3], max_tokens=2))
     run(core)
@@ -309,3 +211,85 @@ def test_shutdown_writes_the_profile_that_is_being_recorded(monkeypatch, tmp_pat
     core.shutdown()
     assert core.executor.calls[-2:] == ["shutdown", "shutdown"]
     assert list(tmp_path.glob("*.trace.json")) == [trace]
+
+
+def test_outputs_say_when_and_from_where(core):
+    core.add_request(request("0", [1, 2, 3], max_tokens=1))
+    core.clock.now = 1234.5
+    outputs = core.step()
+    assert (outputs.timestamp, outputs.engine_index) == (1234.5, 3)
+    assert outputs.outputs[0].first_scheduled_time == 1234.5
+
+
+def test_a_request_that_is_held_is_no_work(core):
+    core.add_request(request("0", [1, 2, 3], max_tokens=4))
+    core.scheduler.hold("0", RequestStatus.WAITING_FOR_GRAMMAR)
+    assert not core.has_work()
+    assert core.has_unfinished_requests()
+    assert core.seconds_to_deadline() is None
+    assert core.step().outputs == []
+    assert core.executor.calls == []
+    core.scheduler.set_ready("0")
+    assert core.has_work()
+    assert len(run(core).tokens["0"]) == 4
+
+
+def test_the_deadline_of_a_request_that_is_held_is_work_when_it_comes(core):
+    item = request("0", [1, 2, 3], max_tokens=4)
+    item.deadline = core.clock.now + 5
+    core.add_request(item)
+    core.scheduler.hold("0", RequestStatus.WAITING_FOR_REMOTE_KVS)
+    assert not core.has_work()
+    assert core.seconds_to_deadline() == 5
+    core.clock.now += 6
+    assert core.seconds_to_deadline() == 0
+    assert core.has_work()
+    outputs = []
+    while core.has_work():
+        outputs += core.step().outputs
+    assert [o.error_kind for o in outputs] == ["DeadlineError"]
+    assert core.seconds_to_deadline() is None
+
+
+def test_utilities_are_called_by_name(core):
+    assert core.call_utility("reset_prefix_cache") is True
+    assert core.call_utility("stats") == list(msgspec.structs.astuple(core.stats()))
+    with pytest.raises(ValueError, match="no utility method 'shutdown'"):
+        core.call_utility("shutdown")
+
+
+@pytest.mark.parametrize("given", [1, 5, 8])
+def test_a_request_goes_on_behind_the_output_that_it_has(core, given):
+    params = {"max_tokens": 9, "min_tokens": 3, "logprobs": 0}
+    core.add_request(request("0", [1, 2, 3], **params))
+    whole = run(core).tokens["0"]
+    item = request("1", [1, 2, 3], **params)
+    item.output_token_ids = whole[:given]
+    core.add_request(item)
+    result = run(core)
+    assert result.tokens["1"] == whole[given:]
+    assert result.reasons["1"] == FinishReason.LENGTH
+
+
+def test_prompt_logprobs_that_a_request_has_are_not_sent_again(core):
+    def rows(item):
+        core.add_request(item)
+        parts = []
+        while core.has_work():
+            parts += [o.new_prompt_logprobs for o in core.step().outputs if o.new_prompt_logprobs]
+        return sum(part.num_rows for part in parts)
+
+    prompt = list(range(40))
+    assert rows(request("0", prompt, max_tokens=2, prompt_logprobs=0)) == 39
+    item = request("1", prompt, max_tokens=2, prompt_logprobs=0)
+    item.num_prompt_logprobs = 30
+    assert rows(item) == 9
+
+
+def test_a_request_that_has_all_its_output_is_refused(core):
+    item = request("0", [1, 2, 3], max_tokens=4)
+    item.output_token_ids = [5, 6, 7, 8]
+    core.add_request(item)
+    (output,) = core.step().outputs
+    assert output.error_kind == "RequestError"
+    assert "has 4 output tokens already, and may have 4" in output.error

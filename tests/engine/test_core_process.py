@@ -20,10 +20,13 @@ import zmq
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.core_client import AsyncMPClient
-from octavo.engine.core_process import CoreProcessSetup, CoreReady, _BusyLoop
+from octavo.engine.core_launcher import CoreProcess
+from octavo.engine.core_process import _BusyLoop
+from octavo.engine.mp_client import AsyncMPClient
+from octavo.engine.wire import CoreProcessSetup, CoreReady
 from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
 from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
@@ -208,19 +211,21 @@ def test_the_last_words_of_a_process_that_ended_are_heard():
     async def main():
         config = EngineConfig.from_kwargs(**{**CONFIG, "num_threads": 1000})
         client = AsyncMPClient(
-            config,
-            resolve_model(BUILTIN_MODEL),
-            default_batched_tokens=512,
-            request_memory=2**30,
-            log_level="info",
-            log_format="text",
+            CoreProcess(
+                config,
+                resolve_model(BUILTIN_MODEL),
+                default_batched_tokens=512,
+                request_memory=2**30,
+                log_level="info",
+                log_format="text",
+            )
         )
         poll, looks = client._output.poll, []
 
         async def poll_that_misses_the_first(timeout):
             looks.append(timeout)
             if len(looks) == 1:
-                await asyncio.to_thread(client.process.wait)
+                await asyncio.to_thread(client.process._process.wait)
                 return 0
             return await poll(timeout or 1000)  # what was sent is on its way
 
@@ -249,6 +254,9 @@ def test_messages_are_handled_between_two_steps():
         def check_integrity(self):
             pass
 
+        def seconds_to_deadline(self):
+            return None
+
     inputs: queue.SimpleQueue[object] = queue.SimpleQueue()
     for _ in range(5):
         inputs.put(["a"])
@@ -257,6 +265,37 @@ def test_messages_are_handled_between_two_steps():
     core.check_integrity = lambda: inputs.put(None)  # idle: end
     loop.run()
     assert core.steps == [5, 5]
+
+
+def test_while_nothing_can_be_done_the_loop_sleeps_until_a_deadline():
+    class Core:
+        """Holds a request, whose deadline comes after a tenth of a second."""
+
+        asked = 0
+        ends = time.monotonic() + 0.1
+        stepped = False
+
+        def has_work(self):
+            self.asked += 1
+            return not self.stepped and time.monotonic() >= self.ends
+
+        def seconds_to_deadline(self):
+            return None if self.stepped else max(0.0, self.ends - time.monotonic())
+
+        def step(self):
+            self.stepped = True
+            inputs.put(None)  # that is all
+
+        def abort_requests(self, request_ids):
+            assert not request_ids
+
+        def check_integrity(self):
+            pass
+
+    inputs, core = queue.SimpleQueue(), Core()
+    _BusyLoop(core, inputs, queue.SimpleQueue()).run()
+    assert core.stepped
+    assert core.asked < 10, "it spins"
 
 
 def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
@@ -336,36 +375,40 @@ from types import SimpleNamespace
 from octavo.engine import core_process
 
 class Core:
-    def __init__(self, config, path, **settings):
-        self.max_model_len, self.plan = 5, SimpleNamespace(num_blocks=7)
-        signals = [signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
-        facts = {"path": str(path), "settings": settings, "interval": sys.getswitchinterval()}
-        print(json.dumps({**facts, "ignored": signals}), flush=True)
     def has_work(self):
         return False
     def check_integrity(self):
         pass
+    def seconds_to_deadline(self):
+        return None
     def shutdown(self):
         print(json.dumps({"frozen": gc.get_freeze_count() > 0}), flush=True)
 
-core_process.EngineCore = Core
+def make_engine_core(config, spec, path, **settings):
+    signals = [signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
+    facts = {"path": str(path), "settings": settings, "interval": sys.getswitchinterval()}
+    print(json.dumps({**facts, "ignored": signals, "layers": len(spec.layers)}), flush=True)
+    return Core(), SimpleNamespace(max_model_len=5, num_blocks=7)
+
+core_process.make_engine_core = make_engine_core
 core_process.main()
 """
 
 
 def test_what_the_process_makes_of_itself(tmp_path):
-    folder = tmp_path / "sockets"
+    folder, model = tmp_path / "sockets", resolve_model(BUILTIN_MODEL)
     folder.mkdir()
     setup = msgspec.msgpack.encode(
         CoreProcessSetup(
             config=EngineConfig(),
-            model_path="/a/model",
+            model_path=str(model),
             default_batched_tokens=512,
             request_memory=1000,
             input_address=f"ipc://{folder}/input",
             output_address=f"ipc://{folder}/output",
             log_level="info",
             log_format="text",
+            engine_index=2,
         )
     )
     with zmq.Context() as context, context.socket(zmq.PULL) as output:
@@ -386,8 +429,9 @@ def test_what_the_process_makes_of_itself(tmp_path):
     assert not folder.exists()
     started, ended = map(json.loads, said.splitlines())
     assert started == {
-        "path": "/a/model",
-        "settings": {"default_batched_tokens": 512, "request_memory": 1000},
+        "path": str(model),
+        "layers": len(read_spec(model).layers),
+        "settings": {"default_batched_tokens": 512, "request_memory": 1000, "engine_index": 2},
         "interval": pytest.approx(SWITCH_INTERVAL),
         "ignored": [True, True],  # a Ctrl-C in the terminal is the parent's
     }
@@ -403,7 +447,7 @@ from octavo.engine.async_llm import AsyncLLM
 async def main():
     engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))
     await engine.wait_ready()
-    print(engine._client.process.pid, engine._client._folder, flush=True)
+    print(engine._client.process.pid, engine._client.process._folder, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """

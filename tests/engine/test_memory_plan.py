@@ -1,12 +1,11 @@
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
 
-from octavo.attention.base import KV_CACHE_DTYPES, get_attention_backend
+from octavo.attention.base import KV_CACHE_DTYPES
 from octavo.config import BUILTIN_MODEL, EngineConfig
-from octavo.engine import memory_plan
 from octavo.engine.memory_plan import (
     MemoryPlan,
     make_memory_plan,
@@ -18,9 +17,12 @@ from octavo.engine.memory_plan import (
 from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.platforms import cpu
 from octavo.sampling.sizes import state_nbytes
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.memory import DeviceMemory, Scratch
+from octavo.worker.memory import MemoryBudget, Scratch
+from octavo.worker.setup import WorkerSetup
+from tests.attention.backends import make_backend
 from tests.triton import needs_triton
 
 SPEC = read_spec(resolve_model(BUILTIN_MODEL))
@@ -29,9 +31,22 @@ SPEC = read_spec(resolve_model(BUILTIN_MODEL))
 SCRATCH = Scratch(activations=7_000_000, logits=5_000_000, kernels=300_000)
 
 
-def plan(scratch=SCRATCH, **kwargs):
+def plan(scratch=SCRATCH, request_memory=None, **kwargs):
+    config = EngineConfig.from_kwargs(**kwargs)
+    setup = WorkerSetup(
+        config=config,
+        spec=SPEC,
+        model_path=Path("nowhere"),
+        dtype=resolve_dtype(config, SPEC),
+        max_model_len=resolve_max_model_len(config, SPEC),
+        max_num_batched_tokens=2048,
+    )
     return make_memory_plan(
-        EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048, measured=scratch
+        config,
+        SPEC,
+        cpu.memory_budget(setup, scratch),
+        max_num_batched_tokens=2048,
+        request_memory=request_memory,
     )
 
 
@@ -50,7 +65,7 @@ def test_every_part_is_what_is_taken():
     rows, length = 3, 100
     result, kv_cache = plan(max_num_seqs=rows, max_model_len=length, dtype="float32")
     vocab = SPEC.vocab_size
-    assert result.runtime == memory_plan.RUNTIME_NBYTES
+    assert result.runtime == cpu.RUNTIME_NBYTES
     assert result.weights == SPEC.weight_nbytes("float32", length)
     assert result.activations == 7_000_000 + 300_000
     # The logits twice, and the sampler's workspace: 96 bytes for each of a group of rows.
@@ -93,7 +108,7 @@ def test_the_last_byte_counts(settings, monkeypatch):
     assert needed.blocks_per_request == 64
 
     def with_memory(nbytes):
-        monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, nbytes))
+        monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, nbytes))
         return plan(**settings)[0]
 
     assert with_memory(needed.total) == replace(needed, limit=needed.total)
@@ -131,7 +146,7 @@ def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
     dtype = KV_CACHE_DTYPES[name]
     if (backend, name) == ("triton", "int8"):
         pytest.skip("refused by Triton attention")
-    shape = get_attention_backend(backend, torch.device("cpu"), 64).kv_cache_shape(
+    shape = make_backend(backend, 64).kv_cache_shape(
         3, 16, SPEC.caches[0].num_kv_heads, SPEC.caches[0].head_size, dtype
     )
     assert 3 * result.block_nbytes == kv_cache.group_size * math.prod(shape) * dtype.itemsize
@@ -150,7 +165,7 @@ def test_too_little_memory_is_refused_with_what_fits(monkeypatch):
     assert plan(num_gpu_blocks_override=100, max_model_len=-1)[0].max_model_len == 1584
     with pytest.raises(ConfigError, match="does not fit"):
         plan(kv_cache_memory_bytes="900T")
-    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**30, 2**27))
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**30, 2**27))
     with pytest.raises(ConfigError, match="before the KV cache"):
         plan()
 
@@ -170,12 +185,19 @@ def test_budget_is_raised_to_what_other_settings_need():
     assert budget(max_num_batched_tokens=300) == 300
 
 
-GPU = DeviceMemory(total=2000 * 2**20, foreign=300 * 2**20, weights=100 * 2**20, step=50 * 2**20)
+GPU = MemoryBudget(
+    source="the GPU",
+    available=2000 * 2**20,
+    most_kv_cache=2000 * 2**20,
+    runtime=300 * 2**20,
+    weights=100 * 2**20,
+    activations=50 * 2**20,
+)
 
 
-def gpu_plan(memory=GPU, **kwargs):
+def gpu_plan(**kwargs):
     return make_memory_plan(
-        EngineConfig.from_kwargs(**kwargs), SPEC, max_num_batched_tokens=2048, measured=memory
+        EngineConfig.from_kwargs(**kwargs), SPEC, GPU, max_num_batched_tokens=2048
     )
 
 
@@ -254,27 +276,25 @@ def test_the_plan_beside_what_is_resident():
 
 
 def test_a_servers_plan_has_its_own_process_and_the_requests(monkeypatch):
-    config = EngineConfig.from_kwargs(max_num_seqs=2, max_model_len=64)
+    settings = {"max_num_seqs": 2, "max_model_len": 64}
 
     def made(**kwargs):
-        return make_memory_plan(
-            config, SPEC, max_num_batched_tokens=2048, measured=SCRATCH, **kwargs
-        )[0]
+        return plan(**settings, **kwargs)[0]
 
     alone, served = made(), made(request_memory=50 * MIB)
     assert served == replace(alone, server=256 * MIB, requests=50 * MIB)
     assert served.total == alone.total + 306 * MIB
     assert alone.runtime == 272 * MIB
     # With just as much as that, all of it fits; without the server more would.
-    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, served.total))
-    config = EngineConfig.from_kwargs(max_num_seqs=2, max_model_len=64, gpu_memory_utilization=1.0)
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, served.total))
+    settings["gpu_memory_utilization"] = 1.0
     assert made(request_memory=50 * MIB) == replace(served, limit=served.total)
     with pytest.raises(ConfigError):
         made(request_memory=50 * MIB + served.kv_cache)
 
 
 def test_without_a_size_the_cache_takes_four_gibibytes_at_most(monkeypatch):
-    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**41, 2**40))
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**41, 2**40))
     result, _ = plan(max_num_seqs=4096)
     assert 4 * 2**30 - result.block_nbytes < result.kv_cache <= 4 * 2**30
     assert result.limit == int(2**40 * EngineConfig().cache.gpu_memory_utilization)
@@ -308,14 +328,14 @@ def test_refusals_in_full(monkeypatch):
         f"{129 * size / MIB:,.1f} MiB."
     )
     needed = plan(max_num_seqs=1, max_model_len=16)[0]
-    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, 100 * MIB))
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, 100 * MIB))
     before = needed.total - needed.kv_cache
     assert refusal(max_num_seqs=1, max_model_len=16, gpu_memory_utilization=0.5) == (
         f"{BUILTIN_MODEL} needs {before / MIB:,.0f} MiB before the KV cache, and 50 MiB may be "
         "used (50% of what is free). Take a smaller model or dtype, or lower "
         "max_num_batched_tokens, max_num_seqs or request_memory_bytes."
     )
-    monkeypatch.setattr(memory_plan, "cpu_memory", lambda node: (2**40, before + 10 * MIB))
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, before + 10 * MIB))
     settings = {"max_num_seqs": 1, "max_model_len": 16, "gpu_memory_utilization": 1.0}
     assert refusal(kv_cache_memory_bytes=20 * MIB, **settings) == (
         f"A KV cache of {20 * MIB // size * size / MIB:,.0f} MiB does not fit: 10 MiB are left "

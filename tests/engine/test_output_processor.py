@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo import clock
 from octavo.config import ModelConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -24,6 +25,12 @@ from tests.params import pack_logprobs
 from tests.small_tokenizers import EOS, byte_level
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+
+
+@pytest.fixture(autouse=True)
+def one_clock(monkeypatch):
+    """Messages have the times that `RequestMetrics` have."""
+    monkeypatch.setattr(clock, "_EPOCH", 0.0)
 
 
 @dataclass(frozen=True)

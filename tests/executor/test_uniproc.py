@@ -3,14 +3,13 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executor import uniproc
-from octavo.executor.base import get_executor_class
 from octavo.executor.uniproc import UniProcExecutor
 from octavo.messages import SchedulerOutput
 
@@ -30,8 +29,14 @@ class Pending:
         return self.output
 
 
+def make_executor(async_scheduling=True):
+    scheduler = SimpleNamespace(async_scheduling=async_scheduling)
+    setup = SimpleNamespace(config=SimpleNamespace(scheduler=scheduler))
+    return UniProcExecutor(setup, None)
+
+
 class RecordingWorker:
-    def __init__(self, setup):
+    def __init__(self, setup, platform):
         self.calls = []
         self.threads = {threading.current_thread().name}
 
@@ -39,8 +44,8 @@ class RecordingWorker:
         self.threads.add(threading.current_thread().name)
         self.calls.append(("execute", scheduler_output.total_num_scheduled_tokens))
 
-    def sample_tokens(self):
-        self.calls.append(("sample", None))
+    def sample_tokens(self, grammar):
+        self.calls.append(("sample", grammar))
         return Pending(len(self.calls))
 
     def cause(self, error):
@@ -52,14 +57,15 @@ class RecordingWorker:
 
 def test_steps_run_in_order_on_one_thread(monkeypatch):
     monkeypatch.setattr(uniproc, "Worker", RecordingWorker)
-    executor = UniProcExecutor(None)
+    executor = make_executor()
     futures = []
     for i in range(5):
-        executor.execute_model(SchedulerOutput(total_num_scheduled_tokens=i))
-        futures.append(executor.sample_tokens())
+        step = executor.execute(SchedulerOutput(total_num_scheduled_tokens=i))
+        futures.append(step.sample(f"grammar {i}"))
     assert [f.result() for f in futures] == [2, 4, 6, 8, 10]
     worker = executor._worker
     assert [n for kind, n in worker.calls if kind == "execute"] == [0, 1, 2, 3, 4]
+    assert [g for kind, g in worker.calls if kind == "sample"] == [f"grammar {i}" for i in range(5)]
     assert len(worker.threads) == 1
     assert threading.current_thread().name not in worker.threads
     executor.shutdown()
@@ -76,17 +82,17 @@ def test_tokens_on_their_way_hold_up_no_step(monkeypatch):
             return super().get()
 
     class Worker(RecordingWorker):
-        def sample_tokens(self):
-            super().sample_tokens()
+        def sample_tokens(self, grammar):
+            super().sample_tokens(grammar)
             return Slow(len(self.calls), on_its_way=True)
 
     monkeypatch.setattr(uniproc, "Worker", Worker)
-    executor = UniProcExecutor(None)
-    first = executor.sample_tokens()
-    executor.execute_model(SchedulerOutput()).result(10)
+    executor = make_executor()
+    first = executor.execute(SchedulerOutput()).sample()
+    executor.execute(SchedulerOutput())._forward.result(10)
     assert not first.done()
     arrived.set()
-    assert first.result(10) == 1
+    assert first.result(10) == 2
     executor.shutdown()
 
 
@@ -99,8 +105,8 @@ def test_shutdown_waits_for_the_step_under_way_only(monkeypatch):
             go_on.wait(10)
 
     monkeypatch.setattr(uniproc, "Worker", Worker)
-    executor = UniProcExecutor(None)
-    first, second = (executor.execute_model(SchedulerOutput()) for _ in range(2))
+    executor = make_executor()
+    first, second = (executor.execute(SchedulerOutput())._forward for _ in range(2))
     assert started.wait(10)
     second.add_done_callback(lambda _: go_on.set())
     executor.shutdown()
@@ -112,13 +118,42 @@ def test_shutdown_waits_for_the_step_under_way_only(monkeypatch):
 @pytest.mark.parametrize("on_its_way", [False, True])
 def test_a_failure_reaches_the_caller(on_its_way, monkeypatch):
     class Worker(RecordingWorker):
-        def sample_tokens(self):
+        def sample_tokens(self, grammar):
             return Pending(ValueError("lost"), on_its_way)
 
     monkeypatch.setattr(uniproc, "Worker", Worker)
-    executor = UniProcExecutor(None)
+    executor = make_executor()
     with pytest.raises(ValueError, match="lost"):
-        executor.sample_tokens().result(10)
+        executor.execute(SchedulerOutput()).sample().result(10)
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("message", ["the forward pass broke", "illegal memory access"])
+def test_a_forward_pass_that_failed_is_the_cause_and_what_it_left_is_let_go(message, monkeypatch):
+    class Worker(RecordingWorker):
+        def execute_model(self, scheduler_output):
+            raise ValueError(message)
+
+        def sample_tokens(self, grammar):
+            super().sample_tokens(grammar)
+            raise AssertionError("there is nothing to sample")
+
+    monkeypatch.setattr(uniproc, "Worker", Worker)
+    executor = make_executor()
+    failure = executor.execute(SchedulerOutput()).sample().exception(10)
+    if "illegal" in message:
+        assert isinstance(failure, EngineDeadError)
+    else:
+        assert str(failure) == message
+    assert executor._worker.calls == [("sample", None)]
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_in_flight(ahead, monkeypatch):
+    monkeypatch.setattr(uniproc, "Worker", RecordingWorker)
+    executor = make_executor(async_scheduling=ahead)
+    assert executor.max_in_flight == 1 + ahead
     executor.shutdown()
 
 
@@ -128,18 +163,13 @@ def test_a_failure_to_ask_whether_tokens_have_come_reaches_the_caller(monkeypatc
             raise RuntimeError("illegal memory access")
 
     class Worker(RecordingWorker):
-        def sample_tokens(self):
+        def sample_tokens(self, grammar):
             return Broken(None)
 
-        def execute_model(self, scheduler_output):
-            raise RuntimeError("illegal memory access")
-
     monkeypatch.setattr(uniproc, "Worker", Worker)
-    executor = UniProcExecutor(None)
+    executor = make_executor()
     with pytest.raises(EngineDeadError, match="no GPU"):
-        executor.sample_tokens().result(10)
-    with pytest.raises(EngineDeadError, match="no GPU"):
-        executor.execute_model(SchedulerOutput()).result(10)
+        executor.execute(SchedulerOutput()).sample().result(10)
     executor.shutdown()
 
 
@@ -151,18 +181,7 @@ def test_a_worker_that_cannot_start_says_why():
 def test_shutdown_gives_the_model_back():
     llm = LLM(max_model_len=128)
     llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
-    runner = weakref.ref(llm._core.executor._worker.runner)
+    runner = weakref.ref(llm._client.core.executor._worker.runner)
     llm.shutdown()
     gc.collect()
     assert runner() is None
-
-
-@pytest.mark.parametrize("collecting", [True, False])
-def test_the_import_leaves_garbage_collection_as_it_was(collecting):
-    try:
-        if not collecting:
-            gc.disable()
-        assert get_executor_class(EngineConfig()) is UniProcExecutor
-        assert gc.isenabled() == collecting
-    finally:
-        gc.enable()

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from octavo.kernels.ops import get_ops
+from octavo.kernels.native import NativeOps
 from octavo.kernels.sizes import ITEMSIZE, packed_nbytes
 
 
@@ -16,7 +16,7 @@ def test_imports_no_torch() -> None:
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 64), (65, 63), (1000, 576)])
 def test_is_what_packing_takes(n: int, k: int, dtype: str) -> None:
-    ops = get_ops(torch.device("cpu"))
+    ops = NativeOps()
     weight = torch.zeros(n, k, dtype=getattr(torch, dtype))
     assert ops.pack_weight(weight).nbytes == packed_nbytes(n, k, dtype)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.attention.base import AttentionMetadata
+from octavo.attention.reference import ReferenceAttention
 from octavo.kernels.base import Ops
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
@@ -125,7 +126,7 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
         clip=1.0,
     )
     x = torch.randn(tokens, 16)
-    backend = get_attention_backend("reference", torch.device("cpu"), 64)
+    backend = ReferenceAttention()
     metadata = AttentionMetadata(
         num_reqs=1,
         num_tokens=tokens,

@@ -8,12 +8,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, get_attention_backend
+from octavo.attention.base import AttentionMetadata
+from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
 from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
+from tests.attention.backends import make_backend
 
 CPU = torch.device("cpu")
 
@@ -30,7 +32,7 @@ class Runner:
         block_size: int = 16,
     ) -> None:
         self.model = model
-        self.backend = get_attention_backend(backend, CPU, 1024)
+        self.backend = make_backend(backend)
         per_req = -(-max_len // block_size)
         shapes = [
             self.backend.kv_cache_shape(
@@ -180,7 +182,7 @@ def save_and_load(
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     """Loads a folder."""
     spec = read_spec(folder)
-    return load_model(spec, folder, dtype=dtype, device=CPU, **options)
+    return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

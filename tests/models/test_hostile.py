@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from octavo.config import EngineConfig
-from octavo.engine.memory_plan import make_memory_plan, resolve_dtype
+from octavo.engine.memory_plan import make_memory_plan, resolve_dtype, resolve_max_model_len
 from octavo.errors import ConfigError, ModelError
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.platforms.cpu import memory_budget
 from octavo.worker.memory import Scratch
+from octavo.worker.setup import WorkerSetup
 from tests.models.harness import load, make_hf, save_and_load, save_config
 from tests.models.test_parity import CASES, MPT
 
@@ -198,8 +200,16 @@ def test_configs_with_odd_values(folder: Path, data: st.DataObject) -> None:
     engine = EngineConfig.from_kwargs(max_num_seqs=1, num_gpu_blocks_override=3, max_model_len=-1)
     try:
         spec = read_spec(folder)
-        resolve_dtype(engine, spec)
-        make_memory_plan(engine, spec, max_num_batched_tokens=1, measured=Scratch(0, 0, 0))
+        setup = WorkerSetup(
+            config=engine,
+            spec=spec,
+            model_path=folder,
+            dtype=resolve_dtype(engine, spec),
+            max_model_len=resolve_max_model_len(engine, spec),
+            max_num_batched_tokens=1,
+        )
+        budget = memory_budget(setup, Scratch(0, 0, 0))
+        make_memory_plan(engine, spec, budget, max_num_batched_tokens=1)
     except (ModelError, ConfigError):
         return
     assert len(spec.caches) == len(spec.layers) <= 4096

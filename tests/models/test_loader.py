@@ -160,13 +160,14 @@ def test_memory_stays_near_one_copy(tmp_path: Path) -> None:
     make_hf("LlamaForCausalLM", **config).to(torch.bfloat16).save_pretrained(tmp_path)
     code = f"""
 import torch
+from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 spec = read_spec({str(tmp_path)!r})
 def anonymous():
     return 1024 * int(next(l for l in open("/proc/self/status") if "RssAnon" in l).split()[1])
 load = lambda **kw: load_model(spec, {str(tmp_path)!r}, dtype=torch.bfloat16,
-                               device=torch.device("cpu"), **kw)
+                               device=torch.device("cpu"), ops=NativeOps(), **kw)
 begin, peak = anonymous(), []
 model = load(progress=lambda done, total: peak.append(anonymous()))
 print(max(peak) - begin, spec.weight_nbytes("bfloat16"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from tests.models.harness import (
@@ -358,7 +359,13 @@ def test_dummy_weights_run(shared_data: Path) -> None:
     spec = read_spec(folder)
     models = [
         load_model(
-            spec, Path("nowhere"), dtype=torch.float32, device=CPU, load_format="dummy", seed=seed
+            spec,
+            Path("nowhere"),
+            dtype=torch.float32,
+            device=CPU,
+            load_format="dummy",
+            seed=seed,
+            ops=NativeOps(),
         )
         for seed in (1, 1, 2)
     ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.errors import ModelError
+from octavo.kernels.native import NativeOps
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.cache import AttentionCache
@@ -265,7 +266,13 @@ def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
 def load_dummy(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Any:
     spec = read_spec(folder)
     return load_model(
-        spec, folder, dtype=dtype, device=CPU, load_format="dummy", quantization=quantization
+        spec,
+        folder,
+        dtype=dtype,
+        device=CPU,
+        load_format="dummy",
+        quantization=quantization,
+        ops=NativeOps(),
     )
 
 

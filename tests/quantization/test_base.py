@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.config import EngineConfig, config_fields
 from octavo.errors import ConfigError
-from octavo.kernels.ops import get_ops
+from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
 from octavo.quantization.base import get_quantization
 
@@ -45,7 +45,7 @@ def test_the_setting() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ops", [get_ops(CPU), ReferenceOps()], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("ops", [NativeOps(), ReferenceOps()], ids=lambda ops: ops.name)
 @pytest.mark.parametrize("rows", [(7,), (64,), (96, 32, 32), (700, 700)])
 @pytest.mark.parametrize("k", [48, 172, 256])
 def test_pack(name: str, ops: ReferenceOps, rows: tuple[int, ...], k: int) -> None:

@@ -1,6 +1,6 @@
 import torch
 
-from octavo.kernels.ops import get_ops
+from octavo.kernels.native import NativeOps
 from octavo.quantization.int4 import SMALL, Int4
 from octavo.quantization.int8 import Int8
 
@@ -14,7 +14,7 @@ def test_nbytes() -> None:
 def test_small_layers_are_int8() -> None:
     k = 64
     n = SMALL // k
-    ops = get_ops(torch.device("cpu"))
+    ops = NativeOps()
     assert Int4().pack(ops, [torch.ones(n, k)]).format == "int4_levels"
     # What counts is the layer, not its parts.
     assert Int4().pack(ops, [torch.ones(n // 2, k)] * 2).format == "int4_levels"

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from octavo.kernels.native import NativeOps
-from octavo.sampling.logits_processors import apply_logits_processors
 from tests.params import Params
 from tests.sampling.harness import Row, make_metadata, random_row, reference_process
 
@@ -14,7 +13,8 @@ VOCAB = 150
 
 def processed(logits, rows):
     out = torch.from_numpy(logits.copy())
-    apply_logits_processors(NativeOps(), out, make_metadata(rows, VOCAB))
+    for processor, step in make_metadata(rows, VOCAB).processors:
+        processor.apply(NativeOps(), out, step)
     return out.numpy()
 
 

@@ -7,6 +7,7 @@ from scipy import stats
 
 from octavo.kernels import native
 from octavo.sampling import philox
+from octavo.sampling.logits_processors.builtin import GrammarBitmask
 from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
 from tests.params import Params, unpack_logprobs
 from tests.sampling.harness import Row, make_metadata, make_state, random_row, reference_sample
@@ -326,9 +327,11 @@ def test_no_rows(sampler):
 def test_grammar_restricts_its_rows_only(sampler):
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3))
     params = Params(seed=1, logprobs=1)
-    metadata = make_metadata([Row(GREEDY), Row(params), Row(params)], 40)
-    bitmask = torch.tensor([[0, 1 << 5], [0, 0]], dtype=torch.int32)
-    out = sampler.sample(logits.clone(), metadata, bitmask, torch.tensor([1, 2]))
+    state = make_state([Row(GREEDY), Row(params), Row(params)], 40)
+    words = np.array([[0, 1 << 5], [0, 0]], np.int32)
+    metadata = state.metadata(np.arange(3), grammar=GrammarBitmask(np.array([1, 2]), words))
+    assert not metadata.plain
+    out = sampler.sample(logits.clone(), metadata)
     assert out.token_ids.tolist() == [logits[0].argmax().item(), 37, -1]
     assert list(out.errors) == [2]
     # Logprobs are those of the model, not of what the grammar left.
@@ -336,6 +339,30 @@ def test_grammar_restricts_its_rows_only(sampler):
     ids, values, _ = unpack_logprobs(out.logprobs[1])
     np.testing.assert_allclose(values[0][0], expected[37].item(), atol=1e-5)
     assert ids[0][1] == logits[1].argmax()
+
+
+def test_grammar_beside_drafts_and_other_processors(sampler):
+    """Each position of a request has its own bitmask; a row's token is the one it gets alone."""
+    rng = np.random.default_rng(11)
+    rows = [random_row(rng, 70) for _ in range(6)]
+    rows[2] = Row(Params(seed=7, min_tokens=3, all_stop_token_ids=[5], max_tokens=9), [1], [2])
+    logits = torch.from_numpy(rng.normal(size=(9, 70)).astype(np.float32))
+    state = make_state(rows, 70)
+    at = np.array([1, 3, 4, 5, 8])  # of these, 3 to 5 are the third request's
+    words = rng.integers(-(2**31), 2**31, (5, 3)).astype(np.int32)
+    which, offsets = np.array([0, 1, 2, 2, 2, 2, 3, 4, 5]), np.array([0, 0, 0, 1, 2, 3, 0, 0, 0])
+    metadata = state.metadata(which, offsets, GrammarBitmask(at, words))
+    out = sampler.sample(logits.clone(), metadata)
+    for i, (row, offset) in enumerate(zip(which, offsets, strict=True)):
+        own = words[at == i]
+        grammar = GrammarBitmask(np.zeros(len(own), np.int64), own) if len(own) else None
+        alone = state.metadata(np.array([row]), np.array([offset]), grammar)
+        alone_out = sampler.sample(logits[i : i + 1].clone(), alone)
+        token = out.token_ids[i].item()
+        assert token == alone_out.token_ids[0]
+        if len(own) and token >= 0:
+            assert own[0, token // 32] >> (token % 32) & 1
+    assert (out.token_ids[2:6] >= 0).all()
 
 
 # --- logprobs -------------------------------------------------------------------------------

@@ -1,11 +1,22 @@
 """Persistent rows: what was added, appended, resumed and removed."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from octavo.kernels.native import NativeOps
 from octavo.messages import BadWordsTokenIds
 from octavo.sampling import philox
+from octavo.sampling.logits_processors.builtin import (
+    AllowedTokenIds,
+    BadWords,
+    LogitBias,
+    MinTokens,
+)
+from octavo.sampling.logits_processors.penalties import Penalties
 from octavo.sampling.metadata import NO_LOGPROBS
 from octavo.sampling.sizes import state_nbytes
 from octavo.sampling.state import SamplingState
@@ -14,38 +25,30 @@ from tests.params import Params, core_params
 VOCAB = 100
 
 
-def entries(found):
-    """Entries as a dict (row, token) -> the other columns, whatever their order."""
-    if found is None:
-        return {}
-    if hasattr(found, "bitmask"):
-        bits = np.unpackbits(found.bitmask.numpy().view(np.uint8), axis=1, bitorder="little")
-        rows = found.rows.tolist()
-        return {(rows[i], token): () for i, token in zip(*np.nonzero(bits), strict=True)}
-    if not hasattr(found, "token_ids"):  # penalties come in portions
-        portions = [entries(portion) for portion in found]
-        merged = {key: value for portion in portions for key, value in portion.items()}
-        assert len(merged) == sum(len(portion) for portion in portions)
-        return merged
-    columns = [getattr(found, name).tolist() for name in _columns(found)]
-    rows, tokens, *rest = columns
-    result = {}
-    for i, key in enumerate(zip(rows, tokens, strict=True)):
-        result[key] = tuple(column[i] for column in rest)
-    return result
+def changed(meta, *kinds, logit=2.0):
+    """(row, token) -> what processors of these kinds make of such a logit, if they change it."""
+    logits = torch.full((meta.num_rows, VOCAB), logit)
+    for processor, step in meta.processors:
+        if isinstance(processor, kinds):
+            processor.apply(NativeOps(), logits, step)
+    at = (logits != logit).nonzero().tolist()
+    return {(row, token): logits[row, token].item() for row, token in at}
 
 
-def _columns(found):
-    names = ["rows", "token_ids", "values", "output_counts", "repetition", "frequency", "presence"]
-    return [name for name in names if hasattr(found, name)]
+def banned(meta):
+    return {key for key, value in changed(meta, BadWords, MinTokens).items() if value == -math.inf}
 
 
 def same(a, b):
     """Whether two metadata say the same."""
     if not np.array_equal(a.params, b.params) or not np.array_equal(a.num_logprobs, b.num_logprobs):
         return False
-    kinds = ("allowed", "banned", "logit_bias", "penalties")
-    return all(entries(getattr(a, k)) == entries(getattr(b, k)) for k in kinds)
+    kinds = (AllowedTokenIds, BadWords, MinTokens, LogitBias, Penalties)
+    return [type(p) for p, _ in a.processors] == [type(p) for p, _ in b.processors] and all(
+        changed(a, kind, logit=logit) == changed(b, kind, logit=logit)
+        for kind in kinds
+        for logit in (2.0, -3.0)
+    )
 
 
 RICH = Params(
@@ -72,6 +75,11 @@ def drawn(params, position):
     return philox.uniform(np.array([params.seed % 2**64], np.uint64), np.array([position]))[0]
 
 
+def append(state, row, *tokens):
+    """Gives a row the tokens that it has generated."""
+    state.append(np.array([row]), np.array(tokens), np.array([len(tokens)]))
+
+
 PLAIN = core_params(temperature=0.0)
 ONE = np.array([1])
 
@@ -83,14 +91,12 @@ def test_metadata_holds_the_parameters():
     assert meta.num_rows == 1
     assert meta.params[0].tolist() == (np.float32(0.7), np.float32(0.1), 0.9, drawn(RICH, 0), 5)
     assert meta.num_logprobs[0] == 4
-    assert entries(meta.logit_bias) == {(0, 3): (1.5,), (0, 7): (-2.0,)}
-    assert set(entries(meta.allowed)) == {(0, 1), (0, 2), (0, 3)}
-    assert meta.allowed.rows.tolist() == [0]
-    assert set(entries(meta.banned)) == {(0, 9), (0, 0), (0, 50)}
-    assert entries(meta.penalties) == {
-        (0, 10): (0.0, 1.5, 0.25, 0.5),
-        (0, 11): (0.0, 1.5, 0.25, 0.5),
-    }
+    assert changed(meta, LogitBias) == {(0, 3): 3.5, (0, 7): 0.0}
+    excluded = {(0, token) for token in range(VOCAB) if token not in (1, 2, 3)}
+    assert changed(meta, AllowedTokenIds) == dict.fromkeys(excluded, -math.inf)
+    assert banned(meta) == {(0, 9), (0, 0), (0, 50)}
+    assert changed(meta, Penalties, logit=3.0) == {(0, 10): 2.0, (0, 11): 2.0}
+    assert changed(meta, Penalties, logit=-2.0) == {(0, 10): -3.0, (0, 11): -3.0}
 
 
 def test_plain_rows_need_nothing():
@@ -98,9 +104,9 @@ def test_plain_rows_need_nothing():
     state.add_row(0, RICH, [10], 1)
     state.add_row(1, PLAIN, [10], 1)
     meta = state.metadata(ONE)
-    assert not meta.changes_logits
+    assert meta.plain
     assert meta.num_logprobs[0] == NO_LOGPROBS
-    assert state.metadata(np.array([1, 0])).changes_logits
+    assert state.metadata(np.array([1, 0])).processors
     assert not state.needs_tokens(ONE), "what the other row waits for does not hold this one up"
     assert state.needs_tokens(np.array([1, 0]))
     words = core_params(temperature=0.0, bad_words_token_ids=[[1, 2]])
@@ -114,9 +120,9 @@ def test_rows_follow_the_order_asked_for():
     state.add_row(3, PLAIN, [10], 1)
     meta = state.metadata(np.array([3, 0]))
     assert meta.params["temperature"].tolist() == [0.0, np.float32(0.7)]
-    assert set(entries(meta.logit_bias)) == {(1, 3), (1, 7)}
-    assert meta.allowed.rows.tolist() == [1]
-    assert set(entries(meta.penalties)) == {(1, 10)}
+    assert set(changed(meta, LogitBias)) == {(1, 3), (1, 7)}
+    assert {row for row, _ in changed(meta, AllowedTokenIds)} == {1}
+    assert set(changed(meta, Penalties)) == {(1, 10)}
 
 
 def test_append_counts_and_moves_on():
@@ -126,13 +132,66 @@ def test_append_counts_and_moves_on():
     state.add_row(2, other, [10], 1)
     rows = np.array([2, 0])
     for tokens in ([5, 10], [5, 20], [5, 20]):
-        state.append_token(rows, np.array(tokens))
+        state.append(rows, np.array(tokens), np.ones(2, np.int64))
     meta = state.metadata(np.array([0]))
     assert meta.params["uniform"][0] == drawn(RICH, 3)
-    counts = {token: values[0] for (_, token), values in entries(meta.penalties).items()}
-    assert counts == {10: 1.0, 20: 2.0}
-    assert set(entries(meta.banned)) == {(0, 9)}  # min_tokens is reached
+    # Once and twice the frequency penalty, and the presence penalty.
+    assert changed(meta, Penalties, logit=3.0) == {(0, 10): 1.25, (0, 20): 1.0}
+    assert banned(meta) == {(0, 9)}  # min_tokens is reached
     assert state.metadata(np.array([2])).params["uniform"][0] == drawn(other, 3)
+
+
+def test_several_tokens_at_once_equal_one_after_the_other():
+    rng = np.random.default_rng(3)
+    frequent = core_params(seed=5, frequency_penalty=1.0)
+    words = core_params(temperature=0.0, bad_words_token_ids=[[9], [1, 2, 8], [2, 1]])
+    kinds = [RICH, PLAIN, frequent, words, core_params(seed=4, min_tokens=9, stop_token_ids=[2])]
+    at_once, one_by_one = SamplingState(5, VOCAB), SamplingState(5, VOCAB)
+    for state in (at_once, one_by_one):
+        for row, params in enumerate(kinds):
+            state.add_row(row, params, [1, 2, 3], 2)
+    for _ in range(8):
+        rows = rng.permutation(5)
+        counts = rng.integers(0, 5, 5)
+        tokens = rng.integers(0, 4, counts.sum())  # few: the same one often comes twice
+        at_once.append(rows, tokens, counts)
+        pieces = np.split(tokens, np.cumsum(counts)[:-1])
+        for row, some in zip(rows.tolist(), pieces, strict=True):
+            for token in some.tolist():
+                append(one_by_one, row, token)
+        assert same(at_once.metadata(np.arange(5)), one_by_one.metadata(np.arange(5)))
+
+
+def test_counts_are_known_before_the_tokens():
+    state, other = SamplingState(2, VOCAB), SamplingState(2, VOCAB)
+    for each in (state, other):
+        each.add_row(1, RICH, [1], 1)
+    state.advance(ONE, np.array([3]))
+    meta = state.metadata(ONE)
+    assert meta.params["uniform"][0] == drawn(RICH, 3)
+    assert set(changed(meta, Penalties)) == {(0, 1)}
+    state.record(ONE, np.array([5, 6, 5]), np.array([3]))
+    append(other, 1, 5, 6, 5)
+    assert same(state.metadata(ONE), other.metadata(ONE))
+
+
+def test_offsets_give_what_the_row_would_have_after_its_drafts():
+    params = core_params(seed=6, min_tokens=3, stop_token_ids=[7], logit_bias={2: 1.0}, logprobs=1)
+    state = SamplingState(3, VOCAB)
+    state.add_row(0, PLAIN, [1], 1)
+    state.add_row(1, params, [1, 2], 1)
+    # Two rows, the second one with three drafts behind its last token.
+    meta = state.metadata(np.array([1, 1, 0, 1, 1]), np.array([0, 1, 0, 2, 3]))
+    seen = banned(meta)
+    for i, position in ((0, 0), (1, 1), (3, 2), (4, 3)):
+        alone = state.metadata(ONE)
+        assert meta.params[i] == alone.params[0]
+        assert meta.params["uniform"][i] == drawn(params, position + 1)
+        assert {t for row, t in seen if row == i} == {t for _, t in banned(alone)}
+        assert meta.num_logprobs[i] == 1
+        append(state, 1, 4)
+    assert set(changed(meta, LogitBias)) == {(i, 2) for i in (0, 1, 3, 4)}
+    assert seen == {(0, 7), (1, 7)}
 
 
 def test_bad_word_is_banned_only_after_its_beginning():
@@ -141,20 +200,20 @@ def test_bad_word_is_banned_only_after_its_beginning():
     # The prompt ends like the word begins, but only generated tokens count.
     state.add_row(0, params, [1, 2], 2)
 
-    def banned():
-        return {token for _, token in entries(state.metadata(np.array([0])).banned)}
+    def tokens():
+        return {token for _, token in banned(state.metadata(np.array([0])))}
 
-    seen = [banned()]
+    seen = [tokens()]
     for token in (1, 2, 2, 1, 2):
-        state.append_token(np.array([0]), np.array([token]))
-        seen.append(banned())
+        append(state, 0, token)
+        seen.append(tokens())
     assert seen == [{4}, {4}, {4, 7, 8}, {4, 7}, {4}, {4, 7, 8}]
 
 
 def test_only_repetition_looks_at_the_prompt():
     state = SamplingState(1, VOCAB)
     state.add_row(0, core_params(temperature=0.0, presence_penalty=1.0), [1, 2, 3], 2)
-    assert set(entries(state.metadata(np.array([0])).penalties)) == {(0, 3)}
+    assert set(changed(state.metadata(np.array([0])), Penalties)) == {(0, 3)}
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 20])
@@ -165,22 +224,21 @@ def test_resumed_row_equals_one_that_never_stopped(cut):
     state, resumed = SamplingState(3, VOCAB), SamplingState(3, VOCAB)
     state.add_row(1, RICH, prompt, len(prompt))
     for token in output:
-        state.append_token(ONE, np.array([token]))
+        append(state, 1, token)
     resumed.add_row(1, RICH, prompt + output[:cut], len(prompt))
     for token in output[cut:]:
-        resumed.append_token(ONE, np.array([token]))
+        append(resumed, 1, token)
     assert same(state.metadata(ONE), resumed.metadata(ONE))
 
 
 def test_removed_row_leaves_nothing_behind():
     used, fresh = SamplingState(2, VOCAB), SamplingState(2, VOCAB)
     used.add_row(1, RICH, [1, 2, 3, 4], 2)
-    used.append_token(ONE, np.array([7]))
+    append(used, 1, 7)
     used.remove_row(1)
     meta = used.metadata(ONE)
     assert meta.params["temperature"][0] == 0.0
-    assert meta.num_logprobs[0] == NO_LOGPROBS
-    assert not meta.changes_logits
+    assert meta.plain
     assert not used.needs_tokens(ONE)
     for params in (RICH, core_params(seed=1, frequency_penalty=1.0), PLAIN):
         for state in (used, fresh):
@@ -197,14 +255,21 @@ def test_penalties_come_in_portions(monkeypatch):
         params = core_params(seed=row, frequency_penalty=0.0 if row % 5 == 0 else 1.0)
         state.add_row(row, params, rng.integers(0, VOCAB, int(rng.integers(0, 80))).tolist(), 0)
     rows = np.array([*range(19, 0, -1)])
-    whole = state.metadata(rows).penalties
-    assert len(list(whole)) == 1
-    expected = entries(whole)
+    portions, apply = [], Penalties._apply
+
+    def spy(self, logits, step):
+        before = logits.clone()
+        apply(self, logits, step)
+        portions.append(int((logits != before).sum()))
+
+    monkeypatch.setattr(Penalties, "_apply", spy)
+    expected = changed(state.metadata(rows), Penalties)
+    assert len(portions) == 1
+    portions.clear()
     monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 2 * VOCAB)
-    portions = list(state.metadata(rows).penalties)
+    assert changed(state.metadata(rows), Penalties) == expected
     assert 4 < len(portions) < 19
-    assert max(len(p.rows) for p in portions) <= 2 * VOCAB // 4 + 80
-    assert entries(portions) == expected
+    assert max(portions) <= 2 * VOCAB // 4 + 80
 
 
 def test_row_stays_empty_whatever_goes_wrong():
@@ -218,8 +283,8 @@ def test_row_stays_empty_whatever_goes_wrong():
     assert same(state.metadata(ONE), SamplingState(2, VOCAB).metadata(ONE))
     # Its request's failure is not known yet where steps are scheduled ahead: it samples on.
     assert not state.needs_tokens(ONE)
-    state.append_token(ONE, np.array([7]))
-    assert not state.metadata(ONE).changes_logits
+    append(state, 1, 7)
+    assert state.metadata(ONE).plain
     state.remove_row(1)
     fresh = SamplingState(2, VOCAB)
     for each in (state, fresh):
@@ -230,14 +295,15 @@ def test_row_stays_empty_whatever_goes_wrong():
 def test_tokens_outside_the_vocabulary_in_the_prompt_are_passed_over():
     state = SamplingState(1, VOCAB)
     state.add_row(0, core_params(temperature=0.0, repetition_penalty=2.0), [VOCAB, 3], 2)
-    assert set(entries(state.metadata(np.array([0])).penalties)) == {(0, 3)}
+    assert set(changed(state.metadata(np.array([0])), Penalties)) == {(0, 3)}
 
 
 def test_arrays_stay_within_the_planned_bytes():
     state = SamplingState(8, VOCAB)
-    arrays = [v for v in vars(state).values() if isinstance(v, np.ndarray)]
+    parts = [vars(state), *map(vars, state.processors)]
+    arrays = [v for part in parts for v in part.values() if isinstance(v, np.ndarray)]
     assert sum(a.nbytes for a in arrays) <= state_nbytes(8, VOCAB)
     # A row that has seen every token still fits its arrays.
     state.add_row(0, core_params(temperature=0.0, repetition_penalty=2.0), range(VOCAB), VOCAB)
-    state.append_token(np.array([0]), np.array([VOCAB - 1]))
-    assert len(entries(state.metadata(np.array([0])).penalties)) == VOCAB
+    append(state, 0, VOCAB - 1)
+    assert len(changed(state.metadata(np.array([0])), Penalties)) == VOCAB

@@ -4,7 +4,6 @@ Every request gets the bytes of `answer` as tokens, one a step, then the end-of-
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import httpx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from octavo import clock
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.input_processor import InputProcessor, processing_time
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -124,7 +124,7 @@ class FakeAsyncLLM:
             request_id,
             prompt,
             sampling_params,
-            arrival_time=time.monotonic(),
+            arrival_time=clock.now(),
             cache_salt=cache_salt,
             deadline=deadline,
             add_special_tokens=add_special_tokens,
@@ -201,7 +201,7 @@ class FakeAsyncLLM:
                 await asyncio.sleep(0.005)
                 continue
             outputs = [self._step(core_id, *live) for core_id, live in list(self.live.items())]
-            for core_id in self._output.process_outputs(outputs, time.monotonic()).reqs_to_abort:
+            for core_id in self._output.process_outputs(outputs, clock.now()).reqs_to_abort:
                 self.live.pop(core_id, None)
 
     def _step(self, core_id: str, request: EngineCoreRequest, index: int) -> EngineCoreOutput:

@@ -81,6 +81,7 @@ def _fields() -> dict[str, list[Any]]:
         "bad_words": ["x", [5], [""], [[]]],
         "priority": [*integer, 5, 2**31, HUGE],
         "cache_salt": [5, "", [], True],
+        "vllm_xargs": ["x", [], 5, {"a": None}, {"a": {}}, {"a": [[1]]}, {"a": HUGE}],
         "return_token_ids": ["no", 0],
         "request_id": [5, "", "a b", "a\nb", "x" * 129, "é"],
         "deadline_ms": [*integer, 0, -5, HUGE],

@@ -384,7 +384,12 @@ def test_every_parameter_reaches_the_engine():
 
     async def scenario(served):
         response = await served.complete(
-            **given, logit_bias={"5": 1.5}, best_of=1, request_id="mine", user="u"
+            **given,
+            logit_bias={"5": 1.5},
+            vllm_xargs={"a": [1, 2.5], "b": "x"},
+            best_of=1,
+            request_id="mine",
+            user="u",
         )
         assert response.status_code == 200
         assert response.headers["x-request-id"] == "mine"
@@ -393,6 +398,7 @@ def test_every_parameter_reaches_the_engine():
         for name, value in given.items():
             assert getattr(params, name) == value, name
         assert params.logit_bias == {5: 1.5}
+        assert params.extra_args == {"a": [1, 2.5], "b": "x"}
 
     config = EngineConfig.from_kwargs(served_model_name=["fake"], scheduling_policy="priority")
     with_server(scenario, lambda: FakeAsyncLLM(config))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.attention.base import get_attention_backend
+from octavo.attention.triton import TritonAttention
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData
@@ -62,7 +62,7 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
         spec, folder, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
     )
     kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
-    backend = get_attention_backend("triton", CPU, MAX_LEN)
+    backend = TritonAttention(CPU, MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.caches[0].num_kv_heads, spec.caches[0].head_size
     )

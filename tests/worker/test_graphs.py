@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from octavo import _native
-from octavo.attention.base import get_attention_backend
+from octavo.attention.cpu import CPUAttention
 from octavo.config import EngineConfig
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
-from octavo.kernels.ops import get_ops
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData
 from octavo.models.loader import load_model
@@ -25,6 +24,8 @@ from tests.models.test_parity import CASES, VOCAB
 
 BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_TOKENS = 8, 12, 96, 3, 64
 
+OPS = NativeOps()
+
 
 def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
     spec = read_spec(folder)
@@ -35,10 +36,11 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         device=CPU,
         load_format="dummy",
         max_model_len=MAX_LEN,
+        ops=OPS,
     )
     groups = make_kv_cache_groups(spec.caches)
     kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups)
-    backend = get_attention_backend("cpu", CPU, MAX_LEN)
+    backend = CPUAttention()
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.caches[0].num_kv_heads, spec.caches[0].head_size
     )
@@ -55,8 +57,6 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
 
 
 def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
-    ops = get_ops(CPU)
-    assert isinstance(ops, NativeOps)
     setup = WorkerSetup(
         config=EngineConfig.from_kwargs(max_num_seqs=MAX_REQS, block_size=BLOCK_SIZE),
         spec=eager.model.spec,
@@ -65,9 +65,9 @@ def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
         max_model_len=MAX_LEN,
         max_num_batched_tokens=MAX_TOKENS,
     )
-    scratch = measure_scratch(setup)
+    scratch = measure_scratch(setup, CPUAttention())
     activations, logits = Arena(scratch.activations), Arena(scratch.logits)
-    steps = CapturedSteps(eager, ops, activations=activations, logits=logits)
+    steps = CapturedSteps(eager, OPS, activations=activations, logits=logits)
     assert (activations.peak, logits.peak) == (scratch.activations, scratch.logits)
     return steps
 

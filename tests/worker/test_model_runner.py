@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     BadWordsTokenIds,
@@ -22,8 +21,8 @@ from octavo.messages import (
     NewRequestData,
     SchedulerOutput,
 )
-from octavo.models.blocks.attention import Alibi
 from octavo.models.registry import read_spec
+from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling.sampler import NOT_FINITE
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
@@ -53,8 +52,10 @@ class Runner:
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
         spec = read_spec(folder)
         setup = WorkerSetup(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN)
-        setup = replace(setup, scratch=measure_scratch(setup))
-        self.runner = ModelRunner(setup, CPU)
+        platform = CPUPlatform()
+        backend = platform.make_attention_backend(setup, CPU)
+        setup = replace(setup, scratch=measure_scratch(setup, backend))
+        self.runner = ModelRunner(setup, platform, CPU)
         kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         with torch.inference_mode():
             self.runner.initialize_kv_cache(kv)
@@ -298,32 +299,3 @@ def test_steps_are_captured_unless_eager_is_enforced(folder: Path) -> None:
     assert isinstance(captured.runner.steps, CapturedSteps)
     assert isinstance(eager.runner.steps, EagerSteps)
     assert captured.generate(captured.new("a", LONG), 4) == eager.generate(eager.new("a", LONG), 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "slopes", "dtype", "refused"),
-    [
-        ("flashinfer", (), "bfloat16", False),
-        ("flashinfer", (0.5, 0.25), "bfloat16", True),
-        ("flashinfer", (), "float32", True),
-        ("cpu", (0.5, 0.25), "float32", False),
-    ],
-)
-def test_what_flashinfer_cannot_do_is_refused_before_loading(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name, slopes, dtype, refused
-) -> None:
-    def load(*args: object, **kwargs: object) -> None:
-        raise InterruptedError
-
-    backend = type("Backend", (), {"name": name})()
-    monkeypatch.setattr(model_runner, "get_attention_backend", lambda *_, **__: backend)
-    monkeypatch.setattr(model_runner, "load_model", load)
-    spec = read_spec(folder)
-    layer = spec.layers[0]
-    if slopes:
-        mixer = replace(layer.mixer, positions=Alibi(slopes))
-        spec = replace(spec, layers=(replace(layer, mixer=mixer),))
-    setup = WorkerSetup(EngineConfig.from_kwargs(), spec, folder, dtype, MAX_LEN, MAX_LEN)
-    with pytest.raises(ConfigError if refused else InterruptedError) as caught:
-        ModelRunner(setup, CPU)
-    assert not refused or "attention_backend=triton" in str(caught.value)

@@ -14,10 +14,11 @@ from octavo.device import resident_memory
 from octavo.errors import ConfigError
 from octavo.kernels import native
 from octavo.models.spec import ModelSpec
+from octavo.platforms.cpu import CPUPlatform
 from octavo.worker.memory import Scratch
 from octavo.worker.scratch import measure_scratch
 from octavo.worker.setup import WorkerSetup
-from tests.models.harness import Runner, save_config
+from tests.models.harness import CPU, Runner, save_config
 from tests.models.test_parity import CASES
 from tests.models.test_spec import load_dummy
 
@@ -54,16 +55,15 @@ class PeakMemory(TorchDispatchMode):
 
 
 def measure(spec: ModelSpec, dtype: str, tokens: int, requests: int, **settings: Any) -> Scratch:
-    return measure_scratch(
-        WorkerSetup(
-            config=EngineConfig.from_kwargs(max_num_seqs=requests, **settings),
-            spec=spec,
-            model_path=Path("nowhere"),
-            dtype=dtype,
-            max_model_len=128,
-            max_num_batched_tokens=tokens,
-        )
+    setup = WorkerSetup(
+        config=EngineConfig.from_kwargs(max_num_seqs=requests, **settings),
+        spec=spec,
+        model_path=Path("nowhere"),
+        dtype=dtype,
+        max_model_len=128,
+        max_num_batched_tokens=tokens,
     )
+    return measure_scratch(setup, CPUPlatform().make_attention_backend(setup, CPU))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

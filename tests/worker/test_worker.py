@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import device
 from octavo.config import EngineConfig
 from octavo.engine.memory_plan import make_memory_plan
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.messages import CoreSamplingParams, NewRequestData, SchedulerOutput
 from octavo.models.registry import read_spec
+from octavo.platforms import cpu, cuda
+from octavo.platforms.cpu import CPUPlatform
+from octavo.platforms.cuda import CUDAPlatform
 from octavo.worker import worker as under_test
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.worker import Worker
@@ -26,10 +30,17 @@ pytestmark = needs_triton
 MIB = 2**20
 
 
-def make_worker(folder: Path, **settings: object) -> tuple[Worker, WorkerSetup]:
+class Card(CPUPlatform):
+    """A processor that says of its memory what torch says of a GPU's."""
+
+    measure_memory = CUDAPlatform.measure_memory
+    cause = CUDAPlatform.cause
+
+
+def make_setup(folder: Path, **settings: object) -> WorkerSetup:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config).save_pretrained(folder)
-    setup = WorkerSetup(
+    return WorkerSetup(
         config=EngineConfig.from_kwargs(
             model=str(folder),
             block_size=8,
@@ -41,7 +52,11 @@ def make_worker(folder: Path, **settings: object) -> tuple[Worker, WorkerSetup]:
         max_model_len=64,
         max_num_batched_tokens=20,
     )
-    return Worker(setup), setup
+
+
+def make_worker(folder: Path, **settings: object) -> tuple[Worker, WorkerSetup]:
+    setup = make_setup(folder, **settings)
+    return Worker(setup, Card()), setup
 
 
 @pytest.fixture
@@ -52,11 +67,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_memory_allocated": 70 * MIB,
         "memory_reserved": 30 * MIB,
         "mem_get_info": (900 * MIB, 1000 * MIB),
+        "is_available": True,
+        "current_device": 0,
+        "get_device_capability": (9, 0),
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    monkeypatch.setattr(device, "num_cuda_devices", lambda: 1)
 
 
 def run_step(worker: Worker) -> list[list[int]]:
@@ -79,12 +98,10 @@ def test_measured_then_planned_then_run(gpu: None, tmp_path: Path) -> None:
     kv_nbytes *= setup.spec.caches[0].head_size * 4
     assert memory.weights == 20 * MIB
     step = 50 * MIB - kv_nbytes
-    graphs = 3 * under_test._GRAPH_NBYTES + 4 * 3 * setup.spec.vocab_size
-    assert memory.step == step + math.ceil(step * 3 / 20) + graphs
-    assert memory.foreign == (100 - 30) * MIB
-    plan, kv_cache = make_memory_plan(
-        setup.config, setup.spec, max_num_batched_tokens=20, measured=memory
-    )
+    graphs = 3 * cuda._GRAPH_NBYTES + 4 * 3 * setup.spec.vocab_size
+    assert memory.activations == step + math.ceil(step * 3 / 20) + graphs
+    assert memory.runtime == (100 - 30) * MIB
+    plan, kv_cache = make_memory_plan(setup.config, setup.spec, memory, max_num_batched_tokens=20)
     assert plan.total <= plan.limit
     worker.initialize_kv_cache(kv_cache)
     [[token]] = run_step(worker)
@@ -107,18 +124,18 @@ def test_what_the_largest_step_took_is_given_back_before_memory_is_looked_at(
 
         monkeypatch.setattr(torch.cuda, name, noted)
     worker, _ = make_worker(tmp_path)
-    monkeypatch.setattr(worker.runner, "run_largest_step", lambda: calls.append("run") or (0, 0))
+    monkeypatch.setattr(worker.runner, "run_largest_step", lambda: calls.append("run") or 0)
     worker.measure_memory()
     assert calls == [names[0], "run", *names[1:], "mem_get_info"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "blocks", "graphs"),
+    ("settings", "blocks"),
     [
-        ({"max_num_seqs": 3}, 1, 3),  # of 20 tokens 6 each
-        ({"max_num_seqs": 1}, 3, 1),
-        ({"max_num_seqs": 2}, 2, 2),
-        ({"max_num_seqs": 30}, 1, 7),  # no more requests than tokens; graphs of 1, 2, 4, 8 ...
+        ({"max_num_seqs": 3}, 1),  # of 20 tokens 6 each
+        ({"max_num_seqs": 1}, 3),
+        ({"max_num_seqs": 2}, 2),
+        ({"max_num_seqs": 30}, 1),  # no more requests than tokens
     ],
 )
 def test_the_largest_step(
@@ -127,18 +144,16 @@ def test_the_largest_step(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, int],
     blocks: int,
-    graphs: int,
 ) -> None:
     worker, setup = make_worker(tmp_path, **settings)
     steps: list[SchedulerOutput] = []
     monkeypatch.setattr(worker.runner, "execute_model", steps.append)  # that it runs: see above
     monkeypatch.setattr(worker.runner, "sample_tokens", lambda: SimpleNamespace(get=list))
     with torch.inference_mode():
-        nbytes, captured = worker.runner.run_largest_step()
+        nbytes = worker.runner.run_largest_step()
     spec = setup.spec
     of_block = 2 * len(spec.layers) * 8 * spec.caches[0].num_kv_heads * spec.caches[0].head_size * 4
     assert nbytes == (blocks + 1) * of_block  # and the one kept free
-    assert captured == graphs
     [work] = steps
     num_reqs = min(settings["max_num_seqs"], 20)
     assert len(work.scheduled_new_reqs) == num_reqs
@@ -152,25 +167,23 @@ def test_the_largest_step(
         assert request.sampling_params.logit_bias is not None
 
 
-def test_nothing_is_planned_for_captured_steps_that_are_switched_off(
-    gpu: None, tmp_path: Path
+@pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"attention_backend": "reference"}])
+def test_nothing_is_planned_for_captured_steps_that_there_are_not(
+    gpu: None, tmp_path: Path, settings: dict[str, object]
 ) -> None:
-    worker, _ = make_worker(tmp_path, enforce_eager=True)
-    kv_nbytes, captured = worker.runner.run_largest_step()
-    assert captured == 0
-    assert worker.measure_memory().step == 50 * MIB - kv_nbytes
-    worker, _ = make_worker(tmp_path, attention_backend="reference")  # which is never captured
-    assert worker.runner.run_largest_step()[1] == 0
+    setup = make_setup(tmp_path, **settings)
+    memory = CUDAPlatform().measure_memory(setup, torch.device("cuda"), lambda: 7, 0)
+    assert memory.activations == 50 * MIB - 7
 
 
 def test_what_the_process_had_on_the_card_before_is_not_the_model_s(
     gpu: None, tmp_path: Path
 ) -> None:
     worker, _ = make_worker(tmp_path)
-    worker._others = 5 * MIB
+    worker._allocated_before = 5 * MIB
     memory = worker.measure_memory()
     assert memory.weights == 15 * MIB
-    assert memory.foreign == (100 - 30 + 5) * MIB
+    assert memory.runtime == (100 - 30 + 5) * MIB
 
 
 def test_memory_that_runs_out_names_what_to_lower(
@@ -189,32 +202,6 @@ def test_memory_that_runs_out_names_what_to_lower(
         worker.initialize_kv_cache(None)  # type: ignore[arg-type]
 
 
-def test_a_model_that_cannot_fit_is_not_loaded(
-    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, setup = make_worker(tmp_path)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (MIB // 8, 1000 * MIB))
-    with pytest.raises(ConfigError, match="a card has 0 MiB free of 1,000 MiB"):
-        under_test._check_weights(setup, torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1000 * MIB, 1000 * MIB))
-    under_test._check_weights(setup, torch.device("cuda"))
-    _, setup = make_worker(tmp_path, gpu_memory_utilization=1e-4)
-    with pytest.raises(ConfigError, match="a card has 1,000 MiB free of 1,000 MiB"):
-        under_test._check_weights(setup, torch.device("cuda"))
-    _, setup = make_worker(tmp_path, quantization="int8")
-    with pytest.raises(ConfigError, match="quantization=int8 is not supported on CUDA"):
-        under_test._check_weights(setup, torch.device("cuda"))
-
-
-@pytest.mark.parametrize("setting", ["num_threads", "numa_node"])
-def test_settings_of_the_cpu_are_refused(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(under_test, "select_device", lambda *_: torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=f"{setting}=1 is for device=cpu"):
-        make_worker(tmp_path, **{setting: 1})
-
-
 def test_threads_and_node_are_set_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,29 +209,17 @@ def test_threads_and_node_are_set_before_the_model_is_loaded(
     calls: list[tuple[str, object]] = []
 
     class Runner:
-        def __init__(self, setup: WorkerSetup, device: torch.device) -> None:
+        def __init__(self, setup: WorkerSetup, platform: object, device: torch.device) -> None:
             calls.append(("load", device.type))
 
     for name in ("bind_to_numa_node", "set_num_threads"):
-        monkeypatch.setattr(under_test, name, lambda value, name=name: calls.append((name, value)))
+        monkeypatch.setattr(cpu, name, lambda value, name=name: calls.append((name, value)))
     monkeypatch.setattr(under_test, "ModelRunner", Runner)
-    make_worker(tmp_path, num_threads=1, numa_node=0)
+    Worker(make_setup(tmp_path, num_threads=1, numa_node=0), CPUPlatform())
     assert calls == [("bind_to_numa_node", 0), ("set_num_threads", 1), ("load", "cpu")]
     calls.clear()
-    make_worker(tmp_path)
+    Worker(make_setup(tmp_path), CPUPlatform())
     assert calls == [("set_num_threads", None), ("load", "cpu")]
-
-
-def test_the_interval_for_switches_is_set_on_a_gpu_too(
-    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    intervals: list[float] = []
-    monkeypatch.setattr(under_test.sys, "setswitchinterval", intervals.append)
-    monkeypatch.setattr(under_test, "select_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (MIB // 8, 1000 * MIB))
-    with pytest.raises(ConfigError, match="0 MiB free"):
-        make_worker(tmp_path)
-    assert intervals == [under_test.SWITCH_INTERVAL]
 
 
 def test_a_gpu_that_answers_no_more_ends_the_engine(
@@ -252,8 +227,6 @@ def test_a_gpu_that_answers_no_more_ends_the_engine(
 ) -> None:
     worker, _ = make_worker(tmp_path)
     error = ValueError("broken")
-    assert worker.cause(error) is error
-    worker.device = torch.device("cuda")
     assert worker.cause(error) is error, "the card is well: only this step failed"
 
     def fail(*_: object) -> None:

@@ -1,0 +1,1 @@
+"""A package that adds to Octavo: see pyproject.toml for how it is found."""

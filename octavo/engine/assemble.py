@@ -1,0 +1,138 @@
+"""From a config to an engine core: the one place where its parts are chosen and put together."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from octavo import clock
+from octavo.config import EngineConfig
+from octavo.device import resident_memory
+from octavo.engine.core import EngineCore
+from octavo.engine.memory_plan import (
+    MemoryPlan,
+    make_memory_plan,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_max_num_batched_tokens,
+)
+from octavo.executor.base import Executor
+from octavo.models.spec import ModelSpec
+from octavo.models.weight_cache import read_ahead
+from octavo.platforms.base import Platform
+from octavo.platforms.registry import get_platform
+from octavo.profiler import Profiler
+from octavo.scheduler import observer
+from octavo.scheduler.scheduler import Scheduler
+from octavo.worker.setup import WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+MakeExecutor = Callable[[WorkerSetup, Platform], Executor]
+
+
+def make_engine_core(
+    config: EngineConfig,
+    spec: ModelSpec,
+    model_path: Path,
+    *,
+    default_batched_tokens: int,
+    request_memory: int | None = None,
+    engine_index: int = 0,
+    platform: Platform | None = None,
+    make_executor: MakeExecutor | None = None,
+) -> tuple[EngineCore, MemoryPlan]:
+    """Plans the memory, loads the model, and puts a core together.
+
+    Args:
+        config: the settings.
+        spec: the model.
+        model_path: its folder.
+        default_batched_tokens: token budget of a step where the config sets none.
+        request_memory: bytes that a server's requests may take; None: there is no server.
+        engine_index: see `EngineCoreOutputs`.
+        platform: default: the config's.
+        make_executor: default: a worker in this process.
+
+    Raises:
+        ConfigError: if the memory does not suffice or settings do not fit the model.
+        ModelError: if the model folder cannot be used.
+    """
+    started = time.monotonic()
+    directory = config.observability.profiler_dir
+    profiler = None if directory is None else Profiler(directory)
+    budget = resolve_max_num_batched_tokens(config, default_batched_tokens, spec.max_model_len)
+    setup = WorkerSetup(
+        config=config,
+        spec=spec,
+        model_path=model_path,
+        dtype=resolve_dtype(config, spec),
+        max_model_len=resolve_max_model_len(config, spec),
+        max_num_batched_tokens=budget,
+    )
+    platform = platform or get_platform(config.device.device)
+    read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
+    make_executor = make_executor or _import_executor()
+    estimate = platform.estimate_memory(setup)
+    if estimate is not None:  # what does not fit is refused before anything is loaded
+        plan, kv_cache = make_memory_plan(
+            config, spec, estimate, max_num_batched_tokens=budget, request_memory=request_memory
+        )
+        _log_plan(plan)
+        setup = replace(setup, max_model_len=plan.max_model_len, scratch=estimate.scratch)
+    executor = make_executor(setup, platform)
+    if estimate is None:
+        measured = executor.measure_memory()
+        plan, kv_cache = make_memory_plan(config, spec, measured, max_num_batched_tokens=budget)
+        _log_plan(plan)
+    executor.initialize_kv_cache(kv_cache)
+    watched = observer.logger.isEnabledFor(logging.DEBUG)
+    scheduler = Scheduler(
+        config.scheduler,
+        kv_cache,
+        max_model_len=plan.max_model_len,
+        max_num_batched_tokens=budget,
+        enable_caching=config.cache.enable_prefix_caching,
+        clock=clock.now,
+        observer=observer.LogObserver() if watched else None,
+    )
+    core = EngineCore(
+        scheduler, executor, clock=clock.now, profiler=profiler, engine_index=engine_index
+    )
+    logger.info("model ready in %.2f s", time.monotonic() - started)
+    resident = resident_memory()
+    if resident is not None and estimate is not None:
+        logger.info("%s", plan.compare(resident))
+    return core, plan
+
+
+def _log_plan(plan: MemoryPlan) -> None:
+    for line in plan.report().splitlines():
+        logger.info("%s", line)
+
+
+def _import_executor() -> MakeExecutor:
+    """The executor, with torch.
+
+    The import makes some 200,000 objects that stay: looking through them again and again for
+    garbage would take a tenth of its time.
+    """
+    with _no_garbage_collection():
+        from octavo.executor.uniproc import UniProcExecutor
+    return UniProcExecutor
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

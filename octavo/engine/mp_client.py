@@ -1,0 +1,99 @@
+"""How a front end reaches an engine core in another process: behind ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from octavo.engine import wire
+from octavo.engine.core_launcher import CoreProcess
+from octavo.errors import EngineDeadError, make_error
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
+
+
+class AsyncMPClient:
+    """See `EngineClient`: the core is in another process. Belongs to the running event loop.
+
+    Args:
+        process: that one.
+    """
+
+    def __init__(self, process: CoreProcess) -> None:
+        self.process = process
+        self._context = zmq.asyncio.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._output = self._context.socket(zmq.PULL)
+        self._input.set_hwm(0)  # requests may queue up while the process starts
+        self._input.connect(process.input_address)
+        self._output.bind(process.output_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self.ready: asyncio.Future[wire.CoreReady] = asyncio.get_running_loop().create_future()
+        """Result once the model is loaded; `EngineDeadError` if the start failed."""
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """See `EngineClient`; with the process' end, waiting for outputs ends too."""
+        while True:
+            if not await self._output.poll(timeout=500):
+                ended = self.process.describe_exit()
+                if ended is not None and not await self._output.poll(0):
+                    raise EngineDeadError(ended)
+                continue
+            kind, payload = await self._output.recv_multipart()
+            if kind == wire.OUTPUTS:
+                return self._outputs_decoder.decode(payload)
+            if kind == wire.READY:
+                self.ready.set_result(msgspec.msgpack.decode(payload, type=wire.CoreReady))
+            elif kind == wire.RESULT:
+                self._finish_call(msgspec.msgpack.decode(payload, type=UtilityResult))
+            elif kind == wire.DEAD:
+                raise EngineDeadError(msgspec.msgpack.decode(payload, type=wire.CoreDead).error)
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        """See `EngineClient`."""
+        await self._send(wire.ADD, request)
+
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        """See `EngineClient`."""
+        if request_ids:
+            await self._send(wire.ABORT, request_ids)
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """See `EngineClient`."""
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        await self._send(wire.UTILITY, UtilityCall(call_id, method, list(args)))
+        return await future
+
+    def fail_calls(self, error: Exception) -> None:
+        """Fails everything that waits for an answer of the core."""
+        for future in [self.ready, *self._calls.values()]:
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+
+    async def shutdown(self) -> None:
+        """See `EngineClient`."""
+        if self._context.closed:
+            return
+        await asyncio.to_thread(self.process.shutdown)
+        self._context.destroy(linger=0)
+
+    async def _send(self, kind: bytes, message: object) -> None:
+        await self._input.send_multipart([kind, self._encoder.encode(message)])
+
+    def _finish_call(self, result: UtilityResult) -> None:
+        future = self._calls.pop(result.call_id, None)
+        if future is None or future.done():
+            return
+        if result.error is not None:
+            future.set_exception(make_error(result.error_kind, result.error))
+        else:
+            future.set_result(result.value)

@@ -1,0 +1,192 @@
+"""Processors: the native kernels, memory known before loading, steps captured as plans."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+from octavo.device import bind_to_numa_node, check_isa, cpu_memory, set_num_threads
+from octavo.errors import ConfigError
+from octavo.kv_cache.groups import make_kv_cache_groups
+from octavo.platforms.base import Platform, require_package
+from octavo.sampling.sizes import state_nbytes, workspace_nbytes
+from octavo.worker.memory import MemoryBudget, Scratch
+from octavo.worker.setup import WorkerSetup
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.attention.base import AttentionBackend
+    from octavo.config import DeviceConfig
+    from octavo.kernels.base import Ops
+    from octavo.worker.graphs import EagerSteps, StepRunner
+    from octavo.worker.input_batch import InputBatch
+
+# Without a size from the user, the KV cache takes at most this: the machine has other users than
+# the engine.
+DEFAULT_KV_NBYTES = 4 * 2**30
+# Interpreter, torch and the other libraries (230 MiB after import), a tokenizer, messages.
+RUNTIME_NBYTES = 272 * 2**20
+
+
+class CPUPlatform(Platform):
+    """See `Platform`. With attention_backend=triton Triton's kernels run here, interpreted."""
+
+    name = "cpu"
+    # Small, since a stream waits while others' prompts are computed, and as fast: matrix products
+    # are as efficient with some hundred rows.
+    server_batched_tokens = 512
+    records_kernels = True
+
+    def is_available(self) -> bool:
+        """Always."""
+        return True
+
+    def check_available(self) -> None:
+        """See `Platform`."""
+
+    def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
+        """See `Platform`: all of it is known, byte by byte."""
+        import torch
+
+        from octavo.worker.scratch import measure_scratch
+
+        check_isa()
+        backend = self.make_attention_backend(setup, torch.device("cpu"))
+        return memory_budget(setup, measure_scratch(setup, backend))
+
+    def open_device(self, setup: WorkerSetup) -> torch.device:
+        """See `Platform`."""
+        import torch
+
+        config = setup.config.device
+        # Before the pool starts and weights are read: both inherit it from this thread.
+        if config.numa_node is not None:
+            bind_to_numa_node(config.numa_node)
+        set_num_threads(config.num_threads)
+        return torch.device("cpu")
+
+    def make_ops(self, config: DeviceConfig) -> Ops:
+        """See `Platform`: the native ones."""
+        if config.attention_backend == "triton":
+            _require_interpreter()
+            from octavo.kernels.triton.ops import TritonOps
+
+            return TritonOps(batch_invariant=config.batch_invariant, upcast=True)
+        from octavo.kernels.native import NativeOps
+
+        return NativeOps()
+
+    def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
+        """See `Platform`: auto takes the native one."""
+        config = setup.config.device
+        match config.attention_backend:
+            case "auto" | "cpu":
+                from octavo.attention.cpu import CPUAttention
+
+                return CPUAttention()
+            case "triton":
+                _require_interpreter()
+                from octavo.attention.triton import TritonAttention
+
+                return TritonAttention(
+                    device, setup.max_model_len, batch_invariant=config.batch_invariant
+                )
+            case "reference":
+                from octavo.attention.reference import ReferenceAttention
+
+                return ReferenceAttention()
+        raise ConfigError(
+            f"attention_backend={config.attention_backend} does not work on device={self.name}; "
+            "use auto, cpu or reference."
+        )
+
+    def allocate_cache(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See `Platform`; pages are taken from the system only when first written."""
+        from octavo.kernels.memory import map_memory
+
+        return map_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def make_steps(
+        self,
+        setup: WorkerSetup,
+        ops: Ops,
+        eager: EagerSteps,
+        batch: InputBatch,
+        *,
+        capture: bool,
+    ) -> StepRunner:
+        """See `Platform`: plans of native calls."""
+        config = setup.config
+        if config.device.attention_backend == "triton":
+            from octavo.kernels.triton.ops import TritonOps
+            from octavo.worker.device_steps import DeviceSteps
+
+            assert isinstance(ops, TritonOps)
+            return DeviceSteps(
+                eager,
+                ops,
+                batch,
+                max_num_tokens=setup.max_num_batched_tokens,
+                max_num_reqs=config.scheduler.max_num_seqs,
+                max_model_len=setup.max_model_len,
+            )
+        native = config.device.attention_backend in ("auto", "cpu")
+        if not capture or config.model.enforce_eager or not native:
+            return eager
+        from octavo.kernels.memory import Arena
+        from octavo.kernels.native import NativeOps
+        from octavo.worker.graphs import CapturedSteps
+
+        assert isinstance(ops, NativeOps)
+        assert setup.scratch is not None
+        return CapturedSteps(
+            eager,
+            ops,
+            activations=Arena(setup.scratch.activations),
+            logits=Arena(setup.scratch.logits),
+        )
+
+
+def memory_budget(setup: WorkerSetup, scratch: Scratch) -> MemoryBudget:
+    """What there is and what will be taken on a CPU, with what steps take."""
+    from octavo.worker.input_batch import InputBatch
+
+    config, spec = setup.config, setup.spec
+    max_num_seqs = config.scheduler.max_num_seqs
+    groups = make_kv_cache_groups(spec.caches)
+    rows = InputBatch.nbytes(
+        max_num_seqs,
+        setup.max_model_len,
+        setup.max_num_batched_tokens,
+        config.cache.block_size,
+        len(groups),
+    )
+    return MemoryBudget(
+        source="what is free",
+        available=cpu_memory(config.device.numa_node)[1],
+        most_kv_cache=DEFAULT_KV_NBYTES,
+        runtime=RUNTIME_NBYTES,
+        weights=spec.weight_nbytes(setup.dtype, setup.max_model_len, config.model.quantization),
+        activations=scratch.activations + scratch.kernels,
+        # Logits as they come; as much again for those of prompt tokens, of which there are fewer at
+        # once, or for a copy before they are changed, where logprobs are asked for; and what the
+        # sampler works in.
+        logits=2 * scratch.logits + workspace_nbytes(max_num_seqs, spec.vocab_size),
+        loading=spec.loading_nbytes(setup.dtype),
+        rows=rows + state_nbytes(max_num_seqs, spec.vocab_size),
+        scratch=scratch,
+    )
+
+
+def _require_interpreter() -> None:
+    """Checks that Triton's kernels can run on a processor."""
+    require_package("attention_backend=triton", "triton", "triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu; "
+            "for tests TRITON_INTERPRET=1 runs the kernels in Triton's interpreter, very slowly."
+        )

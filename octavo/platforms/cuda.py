@@ -1,0 +1,237 @@
+"""NVIDIA's GPUs: Triton's kernels, memory measured with the model loaded, steps as CUDA graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from octavo import device as machine
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.platforms.base import Platform, require_package
+from octavo.worker.memory import MemoryBudget
+from octavo.worker.setup import WorkerSetup
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.attention.base import AttentionBackend
+    from octavo.config import DeviceConfig
+    from octavo.kernels.base import Ops
+    from octavo.worker.graphs import EagerSteps, StepRunner
+    from octavo.worker.input_batch import InputBatch
+
+_GRAPH_NBYTES = 4 * 2**20  # the launches of a captured step
+
+
+class CUDAPlatform(Platform):
+    """See `Platform`."""
+
+    name = "cuda"
+    # Unlike a CPU's, matrix products are not as efficient with fewer rows (vLLM's default).
+    server_batched_tokens = 2048
+
+    def is_available(self) -> bool:
+        """See `Platform`."""
+        return machine.num_cuda_devices() > 0
+
+    def check_available(self) -> None:
+        """See `Platform`."""
+        if not self.is_available():
+            raise ConfigError(
+                "device=cuda: the NVIDIA driver shows no GPU to this process (nvidia-smi should "
+                "list one, and CUDA_VISIBLE_DEVICES must not hide it). Use device=cpu, or auto."
+            )
+
+    def open_device(self, setup: WorkerSetup) -> torch.device:
+        """See `Platform`.
+
+        Raises:
+            ConfigError: if torch was built without CUDA, the GPU is too old for the kernels or the
+                dtype, the model cannot fit, or a setting is for CPUs only.
+        """
+        self.check_available()
+        device = _select_device(setup.dtype)
+        for name in ("num_threads", "numa_node"):
+            value = getattr(setup.config.device, name)
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value} is for device=cpu, and this is {device}; leave it out, or set "
+                    "device=cpu."
+                )
+        sys.setswitchinterval(machine.SWITCH_INTERVAL)
+        _check_weights(setup, device)
+        return device
+
+    def make_ops(self, config: DeviceConfig) -> Ops:
+        """See `Platform`: Triton's."""
+        require_package("device=cuda", "triton", "triton")
+        from octavo.kernels.triton.ops import TritonOps
+
+        return TritonOps(batch_invariant=config.batch_invariant)
+
+    def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
+        """See `Platform`: auto takes Triton's."""
+        config = setup.config.device
+        match config.attention_backend:
+            case "auto" | "triton":
+                require_package("attention_backend=triton", "triton", "triton")
+                from octavo.attention.triton import TritonAttention
+
+                return TritonAttention(
+                    device, setup.max_model_len, batch_invariant=config.batch_invariant
+                )
+            case "flashinfer":
+                if setup.spec.uses_alibi or setup.dtype == "float32":
+                    raise ConfigError(
+                        "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
+                        "attention_backend=triton."
+                    )
+                require_package("attention_backend=flashinfer", "flashinfer", "flashinfer-python")
+                from octavo.attention.flashinfer import FlashInferAttention
+
+                return FlashInferAttention(device)
+            case "reference":
+                from octavo.attention.reference import ReferenceAttention
+
+                return ReferenceAttention()
+        raise ConfigError(
+            f"attention_backend={config.attention_backend} does not work on device={self.name}; "
+            "use auto, triton, flashinfer or reference."
+        )
+
+    def allocate_cache(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See `Platform`."""
+        import torch
+
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def make_steps(
+        self,
+        setup: WorkerSetup,
+        ops: Ops,
+        eager: EagerSteps,
+        batch: InputBatch,
+        *,
+        capture: bool,
+    ) -> StepRunner:
+        """See `Platform`: decode steps are captured as CUDA graphs."""
+        from octavo.kernels.triton.ops import TritonOps
+        from octavo.worker.device_steps import DeviceSteps
+
+        assert isinstance(ops, TritonOps)
+        steps = DeviceSteps(
+            eager,
+            ops,
+            batch,
+            max_num_tokens=setup.max_num_batched_tokens,
+            max_num_reqs=setup.config.scheduler.max_num_seqs,
+            max_model_len=setup.max_model_len,
+        )
+        if capture and (sizes := _captured_sizes(setup)):
+            steps.capture(sizes)
+        return steps
+
+    def allocated_nbytes(self, device: torch.device) -> int:
+        """See `Platform`."""
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+
+    def measure_memory(
+        self,
+        setup: WorkerSetup,
+        device: torch.device,
+        run_largest_step: Callable[[], int],
+        allocated_before: int,
+    ) -> MemoryBudget:
+        """See `Platform`: by a step of the largest size."""
+        import torch
+
+        loaded = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        kv_nbytes = run_largest_step()
+        step = torch.cuda.max_memory_allocated(device) - loaded - kv_nbytes
+        if sizes := _captured_sizes(setup):
+            # Beside what other steps compute, the captured ones hold what the largest does. The
+            # measured step's activations are those of each token, times the tokens.
+            rows = setup.config.scheduler.max_num_seqs
+            step += -(-step * rows // setup.max_num_batched_tokens)
+            step += len(sizes) * _GRAPH_NBYTES + 4 * rows * setup.spec.vocab_size
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        total, free = machine.cuda_memory(device)
+        foreign = total - free - torch.cuda.memory_reserved(device) + allocated_before
+        return MemoryBudget(
+            source="the GPU",
+            available=total,
+            most_kv_cache=total,
+            runtime=foreign,
+            weights=loaded - allocated_before,
+            activations=step,
+        )
+
+    def cause(self, device: torch.device, error: BaseException) -> BaseException:
+        """See `Platform`."""
+        import torch
+
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as lost:
+            return EngineDeadError(f"The GPU failed, and the engine with it: {lost}")
+        return error
+
+
+def _captured_sizes(setup: WorkerSetup) -> list[int]:
+    """Numbers of decode rows that are captured; FlashInfer and the reference cannot be."""
+    from octavo.worker.graphs import graph_sizes
+
+    captured = setup.config.device.attention_backend in ("auto", "triton")
+    if setup.config.model.enforce_eager or not captured:
+        return []
+    return graph_sizes(setup.config.scheduler.max_num_seqs)
+
+
+def _select_device(dtype: str) -> torch.device:
+    """The current GPU, for a model in `dtype`."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device=cuda: torch {torch.__version__} cannot use the GPU; it was built without "
+            "CUDA, or for a newer driver. Install a build for CUDA, or use device=cpu."
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if (major, minor) < (7, 0):
+        raise ConfigError(
+            f"device=cuda: {name} has compute capability {major}.{minor}, and the kernels need "
+            "7.0. Use device=cpu."
+        )
+    if dtype == "bfloat16" and major < 8:
+        raise ConfigError(
+            f"dtype=bfloat16: {name} has compute capability {major}.{minor}, and bfloat16 needs "
+            "8.0. Use dtype=float16."
+        )
+    return device
+
+
+def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
+    """Refuses a model that cannot fit before it is loaded."""
+    config = setup.config
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"quantization={config.model.quantization} is not supported on CUDA yet; leave it out, "
+            "or use device=cpu."
+        )
+    weights = setup.spec.weight_nbytes(setup.dtype, setup.max_model_len, None)
+    total, free = machine.cuda_memory(device)
+    if weights > min(free, total * config.cache.gpu_memory_utilization):
+        raise ConfigError(
+            f"{config.model.model} takes {weights / 2**20:,.0f} MiB in {setup.dtype}, and "
+            f"{machine.cuda_name(device)} has {free / 2**20:,.0f} MiB free of "
+            f"{total / 2**20:,.0f} MiB. Take a smaller model or dtype, or device=cpu."
+        )

@@ -1,0 +1,115 @@
+"""Penalties for tokens that were there before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from octavo.kernels.base import Ops
+from octavo.kernels.memory import to_device
+from octavo.messages import CoreSamplingParams
+from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, StepRows
+from octavo.sampling.sizes import rows_per_chunk
+
+# Counts of a token: the lowest bit says that it is in the prompt, the others count outputs.
+_IN_PROMPT = 1
+_ONE_OUTPUT = 2
+
+
+class Penalties(LogitsProcessor):
+    """Repetition, then frequency, then presence penalty.
+
+    Repetition (N. S. Keskar et al., "CTRL", 2019, section 4.1, with Hugging Face's rule for
+    negative logits) looks at prompt and output; the other two, OpenAI's, at the output only.
+    """
+
+    needs_tokens = True
+
+    def __init__(self, max_num_rows: int, vocab_size: int) -> None:
+        super().__init__(max_num_rows, vocab_size)
+        self._repetition = np.ones(max_num_rows, np.float32)
+        self._frequency = np.zeros(max_num_rows, np.float32)
+        self._presence = np.zeros(max_num_rows, np.float32)
+        # Penalties touch only tokens seen before, so the work of a step grows with those and not
+        # with the vocabulary. np.zeros gives untouched pages: nothing is used without penalties.
+        self._counts = np.zeros((max_num_rows, vocab_size), np.int32)
+        self._seen = np.zeros((max_num_rows, vocab_size), np.int32)
+        """The first `_num_seen` of a row: the token ids with a count, in no special order."""
+        self._num_seen = np.zeros(max_num_rows, np.int64)
+
+    def add_row(
+        self,
+        row: int,
+        params: CoreSamplingParams,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+    ) -> bool:
+        """Counts the tokens so far."""
+        penalties = (
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        if penalties == (1.0, 0.0, 0.0):
+            return False
+        self._repetition[row], self._frequency[row], self._presence[row] = penalties
+        tokens = np.asarray(token_ids, np.int64)
+        prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+        prompt = prompt[prompt < self.vocab_size]
+        if params.repetition_penalty == 1.0:  # the other penalties do not look at the prompt
+            prompt = prompt[:0]
+        seen = np.union1d(prompt, output)
+        self._seen[row, : len(seen)] = seen
+        self._num_seen[row] = len(seen)
+        self._counts[row, prompt] = _IN_PROMPT
+        np.add.at(self._counts[row], output, _ONE_OUTPUT)
+        return True
+
+    def remove_row(self, row: int) -> None:
+        """Takes the counts back."""
+        self._counts[row, self._seen[row, : self._num_seen[row]]] = 0
+        self._num_seen[row] = 0
+
+    def append(self, rows: LongArray, tokens: LongArray) -> None:
+        """Counts one more token."""
+        counts = self._counts[rows, tokens]
+        self._counts[rows, tokens] = counts + _ONE_OUTPUT
+        new = counts == 0
+        rows = rows[new]
+        self._seen[rows, self._num_seen[rows]] = tokens[new]
+        self._num_seen[rows] += 1
+
+    def select(self, step: StepRows) -> StepRows:
+        """The rows that have a token to penalise."""
+        return step.take(self._num_seen[step.rows] > 0)
+
+    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+        """Goes through the rows in portions, which bound the memory."""
+        # A portion takes at most this many entries and those of one more row.
+        portion = max(1, rows_per_chunk(self.vocab_size) * self.vocab_size // 4)
+        ends = np.cumsum(self._num_seen[step.rows])
+        starts = np.flatnonzero(np.diff((ends - 1) // portion)) + 1
+        for begin, end in zip([0, *starts], [*starts, len(ends)], strict=True):
+            self._apply(logits, step.take(slice(begin, end)))
+
+    def _apply(self, logits: torch.Tensor, step: StepRows) -> None:
+        """All seen tokens of some rows, as parallel arrays [E]; no logit appears twice."""
+        lengths = self._num_seen[step.rows]
+        rows = np.repeat(step.rows, lengths)
+        columns = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        token_ids = self._seen[rows, columns].astype(np.int64)
+        output_counts = (self._counts[rows, token_ids] // _ONE_OUTPUT).astype(np.float32)
+        arrays = (output_counts, self._repetition[rows], self._frequency[rows])
+        counts, repetition, frequency = (to_device(array, logits.device) for array in arrays)
+        presence = to_device(self._presence[rows], logits.device)
+        at = (
+            to_device(np.repeat(step.at, lengths), logits.device),
+            to_device(token_ids, logits.device),
+        )
+        values = logits[at]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= frequency * counts
+        values -= presence * (counts > 0)
+        logits[at] = values

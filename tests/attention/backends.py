@@ -1,0 +1,16 @@
+"""Attention backends by name, on a CPU."""
+
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.attention.cpu import CPUAttention
+from octavo.attention.reference import ReferenceAttention
+
+
+def make_backend(name: str, max_model_len: int = 1024) -> AttentionBackend:
+    """cpu, reference or triton (interpreted)."""
+    if name == "triton":
+        from octavo.attention.triton import TritonAttention
+
+        return TritonAttention(torch.device("cpu"), max_model_len)
+    return {"cpu": CPUAttention, "reference": ReferenceAttention}[name]()

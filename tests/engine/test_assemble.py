@@ -1,0 +1,134 @@
+"""From a config to an engine core: what is chosen, and in which order things are done."""
+
+import gc
+import logging
+from dataclasses import replace
+
+import pytest
+
+from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.engine import assemble
+from octavo.engine.assemble import make_engine_core
+from octavo.executor.uniproc import UniProcExecutor
+from octavo.messages import EngineCoreRequest
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
+from octavo.platforms.cpu import CPUPlatform
+from octavo.worker.memory import MemoryBudget, Scratch
+from tests.fakes import FakeExecutor
+from tests.params import core_params
+
+PATH = resolve_model(BUILTIN_MODEL)
+SPEC = read_spec(PATH)
+BUDGET = MemoryBudget(
+    source="a test",
+    available=2**31,
+    most_kv_cache=2**30,
+    runtime=2**20,
+    weights=2**20,
+    activations=2**20,
+)
+
+
+class Platform(CPUPlatform):
+    """Estimates its memory, or has it measured, without looking at the machine."""
+
+    def __init__(self, order, *, estimates=True):
+        self._order, self._estimates = order, estimates
+
+    def estimate_memory(self, setup):
+        if not self._estimates:
+            return None
+        self._order.append(("estimate", setup))
+        return replace(BUDGET, scratch=Scratch(1000, 2000, 3000))
+
+
+def make(order=None, *, estimates=True, request_memory=None, **settings):
+    order = [] if order is None else order
+
+    class Executor(FakeExecutor):
+        def __init__(self, setup, platform):
+            super().__init__()
+            order.append(("load", setup))
+
+        def measure_memory(self):
+            order.append(("measure", None))
+            return BUDGET
+
+        def initialize_kv_cache(self, kv_cache):
+            order.append(("allocate", kv_cache))
+            super().initialize_kv_cache(kv_cache)
+
+    settings = {"max_num_seqs": 4, "num_gpu_blocks_override": 20, "max_model_len": 64} | settings
+    return make_engine_core(
+        EngineConfig.from_kwargs(**settings),
+        SPEC,
+        PATH,
+        default_batched_tokens=32,
+        request_memory=request_memory,
+        platform=Platform(order, estimates=estimates),
+        make_executor=Executor,
+    )
+
+
+def test_the_caller_s_token_budget_holds_where_the_config_sets_none():
+    for settings, budget in (({}, 32), ({"max_num_batched_tokens": 48}, 48)):
+        core, plan = make(**settings)
+        core.add_request(
+            EngineCoreRequest("0", list(range(60)), core_params(max_tokens=2), arrival_time=0.0)
+        )
+        core.step()
+        assert core.executor.steps[0].total_num_scheduled_tokens == budget
+        assert core.scheduler.max_num_batched_tokens == budget
+        assert core.scheduler.max_model_len == plan.max_model_len == 64
+
+
+@pytest.mark.parametrize("estimates", [True, False])
+def test_memory_is_planned_before_loading_if_it_can_be_known(estimates, monkeypatch, caplog):
+    order = []
+    caplog.set_level(logging.INFO, "octavo.engine.assemble")
+    monkeypatch.setattr(assemble, "resident_memory", lambda: 123 * 2**20)
+    core, plan = make(order, estimates=estimates, request_memory=2**20, max_model_len=-1)
+    longest = 19 * 16
+    lines = "\n".join(record.getMessage() for record in caplog.records)
+    assert plan.report() in lines
+    assert "model ready in " in lines
+    assert order[-1][1].num_blocks == plan.num_blocks == 20
+    assert core.scheduler.max_model_len == plan.max_model_len == longest
+    first = order[0][1]
+    assert first.max_num_batched_tokens == core.scheduler.max_num_batched_tokens == 32
+    assert first.max_model_len == SPEC.max_model_len
+    if estimates:
+        assert [what for what, _ in order] == ["estimate", "load", "allocate"]
+        scratch = Scratch(1000, 2000, 3000)
+        assert order[1][1] == replace(first, max_model_len=longest, scratch=scratch)
+        assert plan.compare(123 * 2**20) in lines
+        assert plan.requests == 2**20
+    else:
+        assert [what for what, _ in order] == ["load", "measure", "allocate"]
+        assert "resident memory" not in lines
+        assert plan.requests == 0
+
+
+def test_debug_logs_tell_why_requests_wait(caplog):
+    caplog.set_level(logging.DEBUG, "octavo.scheduler.observer")
+    core, _ = make(max_num_seqs=1)
+    for i in range(3):
+        core.add_request(
+            EngineCoreRequest(str(i), [1, 2, 3], core_params(max_tokens=5), arrival_time=0.0)
+        )
+    while core.has_work():
+        core.step()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [f"request {i} waits: max_num_seqs requests run" for i in (1, 2)]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_import_leaves_garbage_collection_as_it_was(collecting):
+    try:
+        if not collecting:
+            gc.disable()
+        assert assemble._import_executor() is UniProcExecutor
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()

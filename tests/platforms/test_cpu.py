@@ -1,0 +1,60 @@
+"""What an engine on a processor is made of."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.errors import ConfigError
+from octavo.kernels.native import NativeOps
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
+from octavo.platforms.cpu import CPUPlatform
+from octavo.worker.setup import WorkerSetup
+from tests.triton import needs_triton
+
+PATH = resolve_model(BUILTIN_MODEL)
+CPU = torch.device("cpu")
+
+
+def setup(**settings: object) -> WorkerSetup:
+    config = EngineConfig.from_kwargs(**settings)
+    return WorkerSetup(config, read_spec(PATH), Path(PATH), "bfloat16", 64, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "ops", "chosen"),
+    [
+        ("auto", "native", "cpu"),
+        ("cpu", "native", "cpu"),
+        ("reference", "native", "reference"),
+        pytest.param("triton", "triton", "triton", marks=needs_triton),
+    ],
+)
+def test_choice(name: str, ops: str, chosen: str) -> None:
+    asked, platform = setup(attention_backend=name), CPUPlatform()
+    assert platform.make_ops(asked.config.device).name == ops
+    assert platform.make_attention_backend(asked, CPU).name == chosen
+
+
+def test_no_triton_without_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    asked, platform = setup(attention_backend="triton"), CPUPlatform()
+    with pytest.raises(ConfigError, match="triton"):
+        platform.make_ops(asked.config.device)
+    with pytest.raises(ConfigError, match="triton"):
+        platform.make_attention_backend(asked, CPU)
+
+
+def test_what_needs_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="flashinfer does not work on device=cpu; use auto"):
+        CPUPlatform().make_attention_backend(setup(attention_backend="flashinfer"), CPU)
+
+
+def test_the_estimate_is_of_the_largest_step() -> None:
+    budget = CPUPlatform().estimate_memory(setup(max_num_seqs=2))
+    assert budget is not None
+    assert budget.scratch is not None
+    assert budget.activations == budget.scratch.activations + budget.scratch.kernels
+    assert isinstance(CPUPlatform().make_ops(EngineConfig().device), NativeOps)

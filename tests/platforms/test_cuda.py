@@ -1,0 +1,134 @@
+"""What an engine on a GPU is made of, with stand-ins for what torch says of one."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import device
+from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.errors import ConfigError
+from octavo.models.blocks.attention import Alibi
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
+from octavo.platforms.cuda import CUDAPlatform
+from octavo.worker.setup import WorkerSetup
+
+MIB = 2**20
+PATH = resolve_model(BUILTIN_MODEL)
+SPEC = read_spec(PATH)
+CUDA = torch.device("cuda", 0)
+
+
+class Gpu:
+    """torch.cuda with one card, of 1000 MiB."""
+
+    def __init__(
+        self, capability: tuple[int, int], available: bool = True, free: int = 900 * MIB
+    ) -> None:
+        self.capability, self.available, self.free = capability, available, free
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_capability(self, device: object) -> tuple[int, int]:
+        return self.capability
+
+    def get_device_name(self, device: object) -> str:
+        return "Card"
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return self.free, 1000 * MIB
+
+
+def setup(dtype: str = "float16", **settings: Any) -> WorkerSetup:
+    config = EngineConfig.from_kwargs(**settings)
+    return WorkerSetup(config, SPEC, Path(PATH), dtype, 64, 32)
+
+
+def open_device(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, asked: WorkerSetup) -> torch.device:
+    intervals: list[float] = []
+    monkeypatch.setattr(device, "num_cuda_devices", lambda: 1)
+    monkeypatch.setattr(torch, "cuda", gpu)
+    monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
+    opened = CUDAPlatform().open_device(asked)
+    assert intervals == [device.SWITCH_INTERVAL]
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "message"),
+    [
+        (Gpu((9, 0), available=False), "bfloat16", "torch .* cannot use the GPU"),
+        (Gpu((6, 1)), "float16", "Card has compute capability 6.1.*device=cpu"),
+        (Gpu((7, 5)), "bfloat16", "Card has compute capability 7.5.*dtype=float16"),
+        (Gpu((9, 0), free=MIB), "float16", "Card has 1 MiB free of 1,000 MiB"),
+        (Gpu((7, 5)), "float16", None),
+        (Gpu((9, 0)), "bfloat16", None),
+    ],
+)
+def test_the_card(
+    gpu: Gpu, dtype: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if message is None:
+        assert open_device(monkeypatch, gpu, setup(dtype)) == CUDA
+    else:
+        with pytest.raises(ConfigError, match=message):
+            open_device(monkeypatch, gpu, setup(dtype))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_threads": 1}, "num_threads=1 is for device=cpu"),
+        ({"numa_node": 1}, "numa_node=1 is for device=cpu"),
+        ({"gpu_memory_utilization": 1e-4}, "Card has 900 MiB free of 1,000 MiB"),
+        ({"quantization": "int8"}, "quantization=int8 is not supported on CUDA"),
+    ],
+)
+def test_settings_that_do_not_fit(
+    settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_device(monkeypatch, Gpu((9, 0)), setup(**settings))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slopes", "message"),
+    [
+        ("bfloat16", (), "pip install flashinfer-python"),
+        ("bfloat16", (0.5, 0.25), "attention_backend=triton"),
+        ("float32", (), "attention_backend=triton"),
+    ],
+)
+def test_what_flashinfer_cannot_do(
+    dtype: str, slopes: tuple[float, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    asked = setup(dtype, attention_backend="flashinfer")
+    if slopes:
+        layer = SPEC.layers[0]
+        mixer = replace(layer.mixer, positions=Alibi(slopes))
+        asked = replace(asked, spec=replace(SPEC, layers=(replace(layer, mixer=mixer),)))
+    with pytest.raises(ConfigError, match=message):
+        CUDAPlatform().make_attention_backend(asked, CUDA)
+
+
+def test_other_backends() -> None:
+    reference = setup(attention_backend="reference")
+    assert CUDAPlatform().make_attention_backend(reference, CUDA).name == "reference"
+    with pytest.raises(ConfigError, match="attention_backend=cpu does not work on device=cuda"):
+        CUDAPlatform().make_attention_backend(setup(attention_backend="cpu"), CUDA)
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"device=cuda needs the package triton.*pip install"):
+        CUDAPlatform().make_ops(setup().config.device)

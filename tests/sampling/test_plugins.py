@@ -1,0 +1,180 @@
+"""Processors of other packages: found, kept to their requests, and their faults to these."""
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.errors import ConfigError, RequestError
+from octavo.sampling.plugins import load_plugins
+from octavo.sampling.state import SamplingState
+from tests.params import Params
+from tests.plugins import NO_REPEAT, install
+
+VOCAB = 60
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.fixture
+def make_state(tmp_path, monkeypatch):
+    def make(source=NO_REPEAT, kind="NoRepeat", name="no_repeat"):
+        install(tmp_path, monkeypatch, source, kind, name)
+        return SamplingState(6, VOCAB, load_plugins(6, VOCAB))
+
+    return make
+
+
+def params(**fields):
+    return Params(**fields).core(VOCAB)
+
+
+def asks(**extra_args):
+    return params(**GREEDY, extra_args=extra_args)
+
+
+def test_without_packages_there_are_none():
+    assert load_plugins(2, VOCAB) == []
+
+
+def test_only_who_asks_for_it_gets_it(make_state, sampler):
+    state = make_state()
+    state.add_row(0, params(**GREEDY), [1, 5], 1)
+    state.add_row(2, asks(no_repeat=2), [1, 5, 6, 7], 1)
+    assert state.needs_tokens(np.array([2]))
+    assert state.metadata(np.array([0])).plain
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 5:8] = torch.tensor([1.0, 2.0, 3.0])
+    rows = np.array([0, 2])
+    assert sampler.sample(logits.clone(), state.metadata(rows)).token_ids.tolist() == [7, 5]
+    state.append(rows, np.array([7, 5, 7]), np.array([1, 2]))
+    assert sampler.sample(logits.clone(), state.metadata(rows)).token_ids.tolist() == [7, 6]
+    state.remove_row(2)
+    state.add_row(2, params(**GREEDY), [1], 1)
+    assert sampler.sample(logits.clone(), state.metadata(rows)).token_ids.tolist() == [7, 7]
+
+
+def test_a_resumed_request_and_one_of_many_are_no_others(make_state, sampler, monkeypatch):
+    """Rows are shown in portions; a row's tokens are its own, whoever shares the step."""
+    state = make_state()
+    monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 2 * VOCAB)
+    rng = np.random.default_rng(0)
+    kinds = [asks(no_repeat=1 + i) if i % 3 else params(**GREEDY) for i in range(6)]
+    outputs = [rng.integers(0, VOCAB, 4).tolist() for _ in kinds]
+    logits = torch.from_numpy(rng.normal(size=(6, VOCAB)).astype(np.float32))
+    for row, kind in enumerate(kinds):
+        for token in outputs[row]:
+            logits[row, token] += 10
+        state.add_row(row, kind, [3, *outputs[row][:2]], 1)
+    state.append(np.arange(6), np.array([o[2:] for o in outputs]).flatten(), np.full(6, 2))
+    together = sampler.sample(logits.clone(), state.metadata(np.arange(6))).token_ids.tolist()
+    for row, kind in enumerate(kinds):
+        resumed = SamplingState(1, VOCAB, load_plugins(1, VOCAB))
+        resumed.add_row(0, kind, [3, *outputs[row]], 1)
+        alone = resumed.metadata(np.array([0]))
+        assert sampler.sample(logits[row : row + 1].clone(), alone).token_ids[0] == together[row]
+        expected = logits[row].clone()
+        if row % 3:
+            expected[outputs[row][-1 - row :]] = -np.inf
+        assert together[row] == expected.argmax()
+
+
+def test_a_key_that_nobody_takes(make_state):
+    with pytest.raises(RequestError, match=r"'no_rpeat'.*taken: none") as error:
+        SamplingState(1, VOCAB).add_row(0, asks(no_rpeat=1), [1], 1)
+    assert error.value.param == "extra_args"
+    state = make_state()
+    with pytest.raises(RequestError, match=r"'no_rpeat'.*taken: no_repeat"):
+        state.add_row(0, asks(no_repeat=1, no_rpeat=1), [1], 1)
+    assert state.metadata(np.array([0])).plain
+
+
+def test_arguments_that_it_does_not_like_fail_their_request(make_state):
+    state = make_state()
+    with pytest.raises(RequestError, match="no_repeat_point failed: no_repeat='x' is no positive"):
+        state.add_row(0, asks(no_repeat="x"), [1], 1)
+    assert state.metadata(np.array([0])).plain
+    assert not state.needs_tokens(np.array([0]))
+
+
+FAULTY = """
+from octavo.sampling.logits_processors.base import LogitsProcessor
+
+
+class Faulty(LogitsProcessor):
+    extra_args = frozenset({"fail_in"})
+    needs_tokens = True
+    where = None
+
+    def add_row(self, row, params, token_ids, num_prompt_tokens):
+        self.where = params.extra_args["fail_in"]
+        return True
+
+    def fail(self, where):
+        if self.where == where:
+            raise RuntimeError(f"broken in {where}")
+
+    def remove_row(self, row):
+        self.fail("remove_row")
+
+    def append(self, rows, tokens):
+        self.fail("append")
+
+    def select(self, step):
+        self.fail("select")
+        return step
+
+    def apply(self, ops, logits, step):
+        logits[:] = 0
+        self.fail("apply")
+        logits[:, 7] = 1
+"""
+
+
+@pytest.mark.parametrize("where", ["append", "select", "apply", "remove_row"])
+def test_what_it_does_wrong_fails_its_requests_only(make_state, sampler, where):
+    state = make_state(FAULTY, "Faulty", "faulty")
+    rows = np.array([0, 1])
+    for row, kind in enumerate((params(**GREEDY, logprobs=1), asks(fail_in=where))):
+        state.add_row(row, kind, [1], 1)
+    state.append(rows, rows, np.ones(2, np.int64))
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    out = sampler.sample(logits.clone(), state.metadata(rows))
+    assert out.token_ids[0] == logits[0].argmax()
+    assert 0 in out.logprobs
+    if where == "remove_row":
+        assert (out.token_ids[1], out.errors) == (7, {})
+    else:
+        assert out.token_ids[1] == -1
+        message = f"logits processor faulty_point failed: broken in {where}"
+        assert out.errors == {1: message}
+    state.remove_row(1)
+    state.add_row(1, asks(fail_in=None), [1], 1)
+    out = sampler.sample(logits.clone(), state.metadata(rows))
+    assert (out.token_ids[1], out.errors) == (7, {})
+
+
+NO_KEYS = FAULTY.replace('{"fail_in"}', "()")
+UNUSABLE = {
+    "raises": ("raise RuntimeError('no licence')", "X", "no licence"),
+    "misses": ("", "Missing", "Missing"),
+    "other": ("class X: pass", "X", "no subclass of LogitsProcessor"),
+    "nokeys": (NO_KEYS, "Faulty", "names no key of extra_args"),
+    "abstract": (FAULTY.replace("def apply", "def applies"), "Faulty", "abstract method"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, name):
+    source, kind, reason = UNUSABLE[name]
+    install(tmp_path, monkeypatch, source, kind, f"bad_{name}")
+    with pytest.raises(ConfigError, match=reason) as error:
+        load_plugins(2, VOCAB)
+    assert f"entry point bad_{name}_point = bad_{name}:{kind}" in str(error.value)
+    assert f"package bad_{name} " in str(error.value)
+
+
+def test_two_cannot_take_one_key(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        install(tmp_path / name, monkeypatch, NO_REPEAT, "NoRepeat", name)
+    with pytest.raises(ConfigError, match=r"first_point takes the key 'no_repeat'.*already"):
+        load_plugins(2, VOCAB)
