@@ -90,7 +90,7 @@ BAD = {
     "enable_chunked_prefill": [None, "on"],
     "long_prefill_token_threshold": [-1, None, 0.5],
     "async_scheduling": [None],
-    "device": ["tpu", None],
+    "device": [5, None],
     "attention_backend": ["fast"],
     "batch_invariant": [1, "yes", None],
     "num_threads": [0, -1, 1.5],
