@@ -106,8 +106,10 @@ def _rope_model(
     else:
         config["head_dim"] = head
     window = rng.choice((1, 7, 20, 64))
-    if family in ("Mistral", "Phi3", "Ministral", "Starcoder2"):
+    if family in ("Mistral", "Phi3", "Starcoder2"):
         config["sliding_window"] = rng.choice((None, window))
+    if family == "Ministral":
+        config["sliding_window"] = window  # transformers fails without
     if family in ("Qwen2", "Qwen3"):
         config |= {"use_sliding_window": rng.random() < 0.5, "sliding_window": window}
         config["max_window_layers"] = rng.randint(0, 4)

@@ -46,7 +46,7 @@ def tokens(model: str, params: list[SamplingParams], **settings: object) -> list
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "glm4"])
 def test_greedy_tokens_are_the_same(case: str, tmp_path: Path) -> None:
     model = folder(case, tmp_path)
     params = [GREEDY] * 4

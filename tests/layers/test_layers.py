@@ -13,9 +13,11 @@ from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding
+from octavo.layers.head import Head
+from octavo.layers.layer import ParallelLayer, SequentialLayer
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, get_activation
-from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.norm import LayerNorm, NoNorm, RMSNorm
 from octavo.layers.step import StepContext
 from octavo.models.positions import alibi_slopes_bloom, alibi_slopes_mpt
 
@@ -36,6 +38,38 @@ def test_linear_stacks_its_parts(ops: Ops) -> None:
     close(Linear(ops, ops.pack_weight(parts[0]))(x), x @ parts[0].T)
 
 
+def test_linear_in_another_type_and_with_a_gate(ops: Ops) -> None:
+    x, weight = torch.randn(5, 12).bfloat16(), torch.randn(8, 12).bfloat16()
+    bias = torch.randn(8).bfloat16()
+    linear = Linear(ops, ops.pack_weight(weight), bias)
+    wide = linear(x, torch.float32)
+    assert wide.dtype == torch.float32
+    close(wide, F.linear(x.float(), weight.float(), bias.float()))
+    assert torch.equal(wide.bfloat16(), linear(x))
+    assert torch.equal(linear.act_and_mul(x, "gelu"), ops.act_and_mul(linear(x), "gelu"))
+
+
+def test_layers_without_norms_add_up(ops: Ops) -> None:
+    """x + f(x), then that much again; or both parts of one x."""
+    x, step = torch.randn(5, 16), StepContext(torch.arange(5), [], [], None)  # type: ignore[arg-type]
+    none = NoNorm(ops)
+    layer = SequentialLayer(ops, none, lambda x, _: 2 * x, none, none, lambda x: 3 * x, none, 0.5)
+    for stream in (layer(x, None, step), layer(x / 2, x / 2, step)):
+        close(stream[0] + stream[1], 2 * x + 0.5 * 3 * 2 * x)
+    parallel = ParallelLayer(ops, none, lambda x, _: 2 * x, None, lambda x: 3 * x)
+    for stream in (parallel(x, None, step), parallel(x / 2, x / 2, step)):
+        close(stream[0] + stream[1], x + 2 * x + 3 * x)
+
+
+def test_head(ops: Ops) -> None:
+    hidden, weight, project = torch.randn(5, 12), torch.randn(20, 8), torch.randn(8, 12)
+    lm_head, down = (Linear(ops, ops.pack_weight(w)) for w in (weight, project))
+    head = Head(ops, lm_head, project=down, scale=0.5, soft_cap=3.0)
+    logits = 3 * torch.tanh(0.5 * (hidden @ project.T @ weight.T) / 3)
+    close(head(hidden), logits)
+    close(head(hidden, torch.tensor([4, 1])), logits[[4, 1]])
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(ops: Ops, offset: float) -> None:
     x, residual, weight = torch.randn(5, 16), torch.randn(5, 16), torch.randn(16)
@@ -53,6 +87,11 @@ def test_rms_norm(ops: Ops, offset: float) -> None:
     wanted[:, 1:3] = expected(heads[:, 1:3])
     norm.heads_(heads[:, 1:3])  # a part of a larger tensor, in place
     close(heads, wanted)
+    halves = torch.randn(5, 6, 8)
+    wanted = halves.clone()
+    wanted[:, 1:3] = expected(halves[:, 1:3].flatten(1)).view(5, 2, 8)
+    norm.heads_(halves[:, 1:3])  # two heads as one
+    close(halves, wanted)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])

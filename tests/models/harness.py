@@ -1,4 +1,4 @@
-"""Runs a `DecoderModel` without the engine: KV caches, block tables, prefill and decode steps."""
+"""Runs a model without the engine: KV caches, block tables, prefill and decode steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionMetadata
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
-from octavo.models.decoder import DecoderModel
+from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
@@ -25,7 +25,7 @@ class Runner:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         num_reqs: int,
         max_len: int,
         backend: str = "cpu",
@@ -33,16 +33,15 @@ class Runner:
     ) -> None:
         self.model = model
         self.backend = make_backend(backend)
-        spec = model.spec
         per_req = -(-max_len // block_size)
-        shape = self.backend.kv_cache_shape(
-            num_reqs * per_req + 1,
-            block_size,
-            spec.caches[0].num_kv_heads,
-            spec.caches[0].head_size,
-        )
+        shapes = [
+            self.backend.kv_cache_shape(
+                num_reqs * per_req + 1, block_size, cache.num_kv_heads, cache.head_size
+            )
+            for cache in model.spec.caches
+        ]
         # What was never written must never be read.
-        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in model.layers]
+        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for shape in shapes]
         blocks = torch.randperm(
             num_reqs * per_req, generator=torch.Generator().manual_seed(0), dtype=torch.int32
         )
@@ -98,7 +97,7 @@ class Generated:
 
 
 def generate(
-    model: DecoderModel,
+    model: Model,
     prompts: list[list[int]],
     num_tokens: int,
     backend: str = "cpu",
@@ -174,13 +173,13 @@ def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> Mode
 
 def save_and_load(
     hf_model: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
-) -> DecoderModel:
+) -> Model:
     """Saves a transformers model and loads it as Octavo's."""
     hf_model.save_pretrained(folder)
     return load(folder, dtype, **options)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
+def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     """Loads a folder."""
     spec = read_spec(folder)
     return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)

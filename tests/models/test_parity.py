@@ -251,7 +251,7 @@ def test_chunked_prefill_changes_no_bit(case: str, dtype: torch.dtype, tmp_path:
     assert torch.equal(alone.logits[0], whole.logits[3])
 
 
-@pytest.mark.parametrize("case", ["qwen2", "gemma3", "opt"])
+@pytest.mark.parametrize("case", ["qwen2", "gemma3", "opt", "olmo2", "granite", "cohere"])
 def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)

@@ -26,6 +26,8 @@ from tests.models.test_parity import CASES, VOCAB
 BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_TOKENS = 8, 12, 96, 3, 64
 KEPT = (0, 1)
 
+OPS = NativeOps()
+
 
 def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
     spec = read_spec(folder)
@@ -36,7 +38,7 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         device=CPU,
         load_format="dummy",
         max_model_len=MAX_LEN,
-        ops=NativeOps(),
+        ops=OPS,
     )
     groups = make_kv_cache_groups(spec.caches)
     kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups)
@@ -58,8 +60,6 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
 
 
 def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
-    ops = NativeOps()
-    assert isinstance(ops, NativeOps)
     setup = WorkerSetup(
         config=EngineConfig.from_kwargs(max_num_seqs=MAX_REQS, block_size=BLOCK_SIZE),
         spec=eager.model.spec,
@@ -69,9 +69,9 @@ def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
         max_num_batched_tokens=MAX_TOKENS,
         kept_layers=KEPT,
     )
-    scratch = measure_scratch(setup)
+    scratch = measure_scratch(setup, CPUAttention())
     activations, logits = Arena(scratch.activations), Arena(scratch.logits)
-    steps = CapturedSteps(eager, ops, activations=activations, logits=logits)
+    steps = CapturedSteps(eager, OPS, activations=activations, logits=logits)
     assert (activations.peak, logits.peak) == (scratch.activations, scratch.logits)
     return steps
 
