@@ -126,6 +126,21 @@ def test_control_plane_imports_no_torch(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "octavo.engine.memory_plan",
+        "octavo.engine.core",
+        "octavo.scheduler.scheduler",
+        "octavo.models.registry",
+        "octavo.platforms.registry",
+    ],
+)
+def test_plans_need_no_compiled_extension(module):
+    code = f"import sys; sys.modules['octavo._native'] = None; import {module}"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # What a start must not wait for: a library that only other uses need.
 LEAN = {
     "octavo.cli": {"torch", "numpy", "tokenizers", "jinja2", "fastapi", "zmq", "tqdm"},

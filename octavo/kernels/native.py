@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from octavo import _native
 from octavo.kernels.base import (
@@ -78,26 +76,44 @@ class _Recording(threading.local):
     arena: Arena | None = None
 
 
-class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+# What is asked of a tensor, and views of it; reshape and flatten may copy.
+_QUERIES = {"data_ptr", "dim", "is_contiguous", "numel", "size", "stride", "__get__", "__len__"}
+_VIEWS = {"as_strided", "chunk", "detach", "expand", "narrow", "permute", "select", "split"}
+_VIEWS |= {"split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze"}
+_VIEWS |= {"view"}
+
+
+class _OnlyViews(TorchFunctionMode):
     """While a plan records, torch may make views; whatever computes would run once, unrecorded."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
-        func: OpOverload[..., Any],
-        types: Sequence[type],
+        func: Callable[..., Any],
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if not func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-            if not func.is_view:
-                raise RuntimeError(
-                    f"{func} cannot be recorded: a plan repeats native operations only. Use one of "
-                    "NativeOps, or compute it before."
-                )
-            return func(*args, **kwargs)
-        with self:  # what is made of other operations is judged by these
-            return func.decompose(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        known = name in _QUERIES or name in _VIEWS
+        if not known and not (name == "__getitem__" and _is_slice(args[1])):
+            raise RuntimeError(
+                f"torch's {name} cannot be recorded: a plan repeats native operations only. Use "
+                "one of NativeOps, or compute it before."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_slice(index: object) -> bool:
+    """Whether indexing by it makes a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None
+        or part is Ellipsis
+        or isinstance(part, slice)
+        # bool, which is an int as well, makes a copy
+        or (isinstance(part, int) and not isinstance(part, bool))
+        for part in parts
+    )
 
 
 def _new_quantized(
@@ -139,7 +155,7 @@ class NativeOps:
         plan.begin()
         self._recording.arena = arena
         try:
-            with _OnlyViews():  # type: ignore[no-untyped-call]
+            with _OnlyViews():
                 yield
         finally:
             plan.end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,45 +11,29 @@ from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 
 
+@dataclass(slots=True)
 class Head:
-    """The LM head, and what is done to its logits.
+    """The LM head, and what is done to its logits."""
 
-    Args:
-        ops: table of operations.
-        lm_head: to the vocabulary.
-        project: from the hidden size to what `lm_head` takes, or None.
-        scale: factor on the logits, or None.
-        soft_cap: cap * tanh(logit / cap), or None.
-    """
-
-    __slots__ = ("gather", "lm_head", "project", "scale", "scale_", "soft_cap", "soft_cap_")
-
-    def __init__(
-        self,
-        ops: Ops,
-        lm_head: Linear,
-        *,
-        project: Linear | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
-    ) -> None:
-        self.gather = ops.embedding
-        self.scale_ = ops.scale_
-        self.soft_cap_ = ops.soft_cap_
-        self.lm_head = lm_head
-        self.project = project
-        self.scale = scale
-        self.soft_cap = soft_cap
+    ops: Ops
+    lm_head: Linear
+    """To the vocabulary."""
+    project: Linear | None = None
+    """From the hidden size to what `lm_head` takes."""
+    scale: float | None = None
+    """Factor on the logits."""
+    soft_cap: float | None = None
+    """cap * tanh(logit / cap)."""
 
     def __call__(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Rows int64 [M] of hidden [T, hidden_size], or all, to float32 [M, vocab_size]."""
         if rows is not None:
-            hidden = self.gather(hidden, rows)
+            hidden = self.ops.embedding(hidden, rows)
         if self.project is not None:
             hidden = self.project(hidden)
         logits = self.lm_head(hidden, torch.float32)
         if self.scale is not None:
-            self.scale_(logits, self.scale)
+            self.ops.scale_(logits, self.scale)
         if self.soft_cap is not None:
-            self.soft_cap_(logits, self.soft_cap)
+            self.ops.soft_cap_(logits, self.soft_cap)
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -14,21 +15,16 @@ ActivatedLinear = Callable[[Linear, Tensor], Tensor]
 """A linear layer and what follows it: the layer and its input [T, K] to [T, I]."""
 
 
+@dataclass(slots=True)
 class MLP:
-    """down(act(up(x))), or down(act(gate(x)) * up(x)).
+    """down(act(up(x))), or down(act(gate(x)) * up(x))."""
 
-    Args:
-        up: to the inner size; gated: gate and up, stacked.
-        activation: runs `up` and what follows it.
-        down: back to the hidden size.
-    """
-
-    __slots__ = ("activation", "down", "up")
-
-    def __init__(self, up: Linear, activation: ActivatedLinear, down: Linear) -> None:
-        self.up = up
-        self.activation = activation
-        self.down = down
+    up: Linear
+    """To the inner size; gated: gate and up, stacked."""
+    activation: ActivatedLinear
+    """Runs `up` and what follows it."""
+    down: Linear
+    """Back to the hidden size."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""

@@ -81,18 +81,27 @@ def test_a_closed_stream_stops_the_request():
     run(test)
 
 
-def test_an_id_in_use_is_refused_and_the_live_request_goes_on():
+@pytest.mark.parametrize(("live_n", "other_n"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_an_id_in_use_is_refused_and_the_live_request_goes_on(live_n, other_n):
     async def test(engine):
-        params = SamplingParams(max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA, n=live_n
+        )
         live = engine.generate("The", params, "a")
-        tokens = (await anext(live)).outputs[0].token_ids
+        counts = [0] * live_n
+
+        def count(output):
+            for answer in output.outputs:
+                counts[answer.index] += len(answer.token_ids)
+
+        count(await anext(live))
         for _ in range(3):
             with pytest.raises(RequestError, match="'a'") as caught:
-                await anext(engine.generate("Another", params, "a"))
+                await anext(engine.generate("Another", SamplingParams(n=other_n), "a"))
             assert caught.value.param == "request_id"
         async for output in live:
-            tokens += output.outputs[0].token_ids
-        assert len(tokens) == 30
+            count(output)
+        assert counts == [30] * live_n
         assert await collect(engine, "a", max_tokens=3)  # free again
 
     run(test)

@@ -121,16 +121,19 @@ def record(run: Callable[[Tensor], object]) -> int:
 
 MASK = torch.ones(4, 4, dtype=torch.bool)
 COMPUTING: list[tuple[str, Callable[[Tensor], object]]] = [
-    ("aten.add.Tensor", lambda x: x + 1),
-    ("aten.empty", lambda x: torch.empty(3)),
-    ("aten.clone", lambda x: x.contiguous()),
-    ("aten.clone", lambda x: x.T.reshape(16)),
-    ("aten.copy_", lambda x: x.copy_(x)),
-    ("aten.index.Tensor", lambda x: x[MASK]),
-    ("aten._local_scalar_dense", lambda x: x[0, 0].item()),
-    ("aten._to_copy", lambda x: x.to(torch.float16)),
-    ("aten.fill_", lambda x: x.fill_(0)),
-    ("aten.resize_", lambda x: x.resize_(4)),
+    ("add", lambda x: x + 1),
+    ("empty", lambda x: torch.empty(3)),
+    ("contiguous", lambda x: x.contiguous()),
+    ("reshape", lambda x: x.T.reshape(16)),
+    ("copy_", lambda x: x.copy_(x)),
+    ("__getitem__", lambda x: x[MASK]),
+    ("__getitem__", lambda x: x[[0, 1]]),
+    ("__getitem__", lambda x: x[True]),
+    ("__setitem__", lambda x: x.__setitem__(0, 1)),
+    ("item", lambda x: x[0, 0].item()),
+    ("to", lambda x: x.to(torch.float16)),
+    ("fill_", lambda x: x.fill_(0)),
+    ("resize_", lambda x: x.resize_(4)),
 ]
 
 
@@ -140,7 +143,7 @@ def test_what_torch_computes_is_refused_by_name(
     name: str, run: Callable[[Tensor], object], inference: bool
 ) -> None:
     with torch.inference_mode(inference):
-        with pytest.raises(RuntimeError, match=rf"^{name}.* cannot be recorded"):
+        with pytest.raises(RuntimeError, match=f"^torch's {name} cannot be recorded"):
             record(run)
         assert ops.add(torch.ones(1, 1), torch.ones(1, 1)).item() == 2, "carried out again"
 
@@ -148,9 +151,9 @@ def test_what_torch_computes_is_refused_by_name(
 @pytest.mark.parametrize("inference", [True, False])
 def test_views_are_made(inference: bool) -> None:
     def views(x: Tensor) -> None:
-        x = x.transpose(0, 1).T[1:, :2].unsqueeze(1).expand(3, 2, 2).flatten(1, 1)
+        x = x.transpose(0, 1).T[1:, :2].unsqueeze(1).expand(3, 2, 2)
         for part in (*x.split([1, 1], dim=1), *x.chunk(2, dim=2), *x.unbind(0), x.select(0, 1)):
-            part.detach().unflatten(-1, (-1, 1)).reshape(part.shape).as_strided((1,), (1,))
+            part.detach().unflatten(-1, (-1, 1))[..., 0].as_strided((1,), (1,))
 
     with torch.inference_mode(inference):
         assert record(views) == 0

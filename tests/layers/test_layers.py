@@ -154,10 +154,10 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
     qkv = torch.randn((heads + 2 * kv_heads) * head, 16)
     out = torch.randn(16, heads * head)
     attention = Attention(
-        ops,
-        0,
-        Linear(ops, ops.pack_weight(qkv)),
-        Linear(ops, ops.pack_weight(out)),
+        ops=ops,
+        cache=0,
+        qkv_proj=Linear(ops, ops.pack_weight(qkv)),
+        o_proj=Linear(ops, ops.pack_weight(out)),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from octavo.kernels.base import Ops
-from octavo.messages import CoreSamplingParams
-from octavo.sampling.logits_processors.base import LogitsProcessor, StepRows
+from octavo.sampling.logits_processors.base import LogitsProcessor, NewRow, StepRows
 
 
 class EvenTokens(LogitsProcessor):
@@ -17,16 +15,10 @@ class EvenTokens(LogitsProcessor):
 
     extra_args = frozenset({"even_tokens"})
 
-    def add_row(
-        self,
-        row: int,
-        params: CoreSamplingParams,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-    ) -> bool:
+    def add_row(self, new: NewRow) -> bool:
         """Keeps nothing: what it does is the same for all."""
-        return True
+        return bool((new.params.extra_args or {})["even_tokens"])
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
         """Forbids the others."""
-        logits[:, 1::2] = -math.inf
+        logits[torch.from_numpy(step.at), 1::2] = -math.inf

@@ -92,10 +92,10 @@ class AttentionSpec:
         rope = self.positions if isinstance(self.positions, RopeSpec) else None
         alibi = self.positions if isinstance(self.positions, Alibi) else None
         return Attention(
-            parts.ops,
-            cache,
-            self.qkv_proj.build(parts.of("qkv_proj")),
-            self.o_proj.build(parts.of("o_proj")),
+            ops=parts.ops,
+            cache=cache,
+            qkv_proj=self.qkv_proj.build(parts.of("qkv_proj")),
+            o_proj=self.o_proj.build(parts.of("o_proj")),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
