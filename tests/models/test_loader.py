@@ -104,7 +104,11 @@ def test_missing_and_unexpected_tensors(folder: Path) -> None:
     save(folder, state | {"model.layers.0.extra.weight": torch.zeros(2)})
     with pytest.raises(ModelError, match=r"holds 1 tensors .*model\.layers\.0\.extra\.weight"):
         load(folder)
-    save(folder, state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)})
+    save(
+        folder,
+        state
+        | {f"{at}rotary_emb.inv_freq": torch.zeros(2) for at in ("", "model.layers.0.self_attn.")},
+    )
     load(folder)
 
 

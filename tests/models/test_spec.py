@@ -207,6 +207,9 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, r"residuals"),
         ("MptForCausalLM", {"attn_config": {"alibi": False}}, r"attn_config: alibi=False.*ALiBi"),
         ("MptForCausalLM", {"logit_scale": "inv_sqrt_d_model"}, r"logit_scale="),
+        ("MptForCausalLM", {"attn_config": {"sliding_window_size": 9}}, r"sliding_window_size=9"),
+        ("MptForCausalLM", {"ffn_config": {"ffn_type": "mptglu"}}, r"ffn_type='mptglu'.*mptmlp"),
+        ("MptForCausalLM", {"ffn_config": {"ffn_act_fn": {"name": "silu"}}}, r"ffn_act_fn="),
         ("FalconForCausalLM", {"alibi": True}, r"alibi=True.*rotary"),
         ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, r"num_ln_in_parallel_attn=2"),
         (
@@ -228,6 +231,13 @@ def test_refused_by_family(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, LLAMA | {"architectures": [architecture]} | change)
+
+
+def test_the_context_that_command_r_was_trained_for(tmp_path: Path) -> None:
+    config = LLAMA | {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5}
+    assert read(tmp_path, config).max_model_len == 512
+    assert read(tmp_path, config | {"model_max_length": None}).max_model_len == 512
+    assert read(tmp_path, config | {"model_max_length": 131072}).max_model_len == 131072
 
 
 def test_remote_code_is_accepted_when_trusted_and_never_run(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ Family = Callable[[ConfigJson], ModelSpec]
 
 # vLLM's assumption where a config names no context length.
 DEFAULT_MAX_MODEL_LEN = 2048
-ROTARY_TABLES = (r".*\.rotary_emb\.inv_freq",)
+ROTARY_TABLES = (r"(.*\.)?rotary_emb\.inv_freq",)
 """What some checkpoints hold beside their weights."""
 GATED: dict[str, Activation] = {
     "silu": "silu",

@@ -20,12 +20,16 @@ def _cohere_like(config: ConfigJson) -> LlamaLike:
         o_bias=bias,
         tied=True,
         logit_scale=config.number("logit_scale", default=0.0625),
+        # Command R has here the context that it was trained for.
+        max_model_len=config.optional_integer("model_max_length", least=1),
     )
 
 
 def read(config: ConfigJson) -> ModelSpec:
     """Command R."""
-    config.refuse("use_qk_norm", False, "norms on queries and keys are not supported for Cohere")
+    config.refuse(
+        "use_qk_norm", False, "norms on queries and keys (as in Command R+) are not supported"
+    )
     rope = read_llama_rope(config, theta=5e5, is_neox=False)
     return replace(_cohere_like(config), ropes=(rope,) * read_num_layers(config)).read(config)
 

@@ -31,6 +31,10 @@ def read(config: ConfigJson) -> ModelSpec:
     attention.refuse("prefix_lm", False, "only causal attention is supported")
     attention.refuse("qk_ln", False, "norms on queries and keys are not supported for MPT")
     attention.refuse("rope", False, "supported: ALiBi positions")
+    attention.refuse("sliding_window_size", -1, "sliding windows are not supported for MPT")
+    feed_forward = config.section("ffn_config")
+    feed_forward.refuse("ffn_type", "mptmlp", "supported: mptmlp")
+    feed_forward.refuse("ffn_act_fn", None, "supported: gelu")
     if config.get("norm_type") not in (None, "layernorm", "low_precision_layernorm"):
         raise config.error("norm_type", "supported: layernorm, low_precision_layernorm")
     hidden = config.integer("d_model", "hidden_size")
