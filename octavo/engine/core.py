@@ -162,7 +162,7 @@ class EngineCore:
 
     def seconds_to_deadline(self) -> float | None:
         """How long from now some request may have to be ended, though nothing runs; None: never."""
-        deadline = self.scheduler.next_deadline
+        deadline = self.scheduler.next_held_deadline
         return None if deadline == math.inf else max(0.0, deadline - self._clock())
 
     def call_utility(self, method: str, *args: Any) -> Any:

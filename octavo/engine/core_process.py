@@ -136,7 +136,9 @@ class _BusyLoop:
     def _next_input(self) -> object:
         """Waits for an input, or until some request's deadline."""
         try:
-            return self._inputs.get(timeout=self._core.seconds_to_deadline())
+            seconds = self._core.seconds_to_deadline()
+            # Some deadlines are further away than a thread can wait.
+            return self._inputs.get(timeout=None if seconds is None else min(seconds, 3600.0))
         except queue.Empty:
             return []  # an empty abort: the deadline has made work
 

@@ -169,7 +169,7 @@ def memory_budget(setup: WorkerSetup, scratch: Scratch) -> MemoryBudget:
         # Logits as they come; as much again for those of prompt tokens, of which there are fewer at
         # once, or for a copy before they are changed, where logprobs are asked for; and what the
         # sampler works in.
-        logits=2 * scratch.logits + workspace_nbytes(max_num_seqs, spec.vocab_size),
+        logits=2 * scratch.logits + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
         loading=spec.loading_nbytes(setup.dtype),
         rows=rows + state_nbytes(max_num_seqs, spec.vocab_size),
         scratch=scratch,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from dataclasses import replace
 from importlib.metadata import entry_points
 
+import msgspec
 import numpy as np
 import torch
 
@@ -18,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "octavo.logits_processors"
 """Group of entry points: name -> a subclass of `LogitsProcessor`."""
+
+# Whatever another package's code raises, even what would end this process.
+_FAULTS = (Exception, SystemExit)
 
 
 def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
@@ -68,7 +74,7 @@ class _Plugin(LogitsProcessor):
         self._name, self._inner = name, inner
         self.extra_args, self.needs_tokens = inner.extra_args, inner.needs_tokens
         self._rows: set[int] = set()
-        self._failed: dict[int, Exception] = {}
+        self._failed: dict[int, BaseException] = {}
         """What it raised for some of its rows; their requests fail when it is applied."""
 
     def add_row(self, new: NewRow) -> bool:
@@ -76,9 +82,12 @@ class _Plugin(LogitsProcessor):
         if self.extra_args.isdisjoint(new.params.extra_args or ()):
             return False
         self._rows.add(new.row)
+        # Its own: the answers of a request share theirs, and a resumed one brings it again.
+        extra_args = copy.deepcopy(new.params.extra_args)
+        params = msgspec.structs.replace(new.params, extra_args=extra_args)
         try:
-            return bool(self._inner.add_row(new))
-        except Exception as error:
+            return bool(self._inner.add_row(replace(new, params=params)))
+        except _FAULTS as error:
             raise self._error(error) from error
 
     def remove_row(self, row: int) -> None:
@@ -88,23 +97,27 @@ class _Plugin(LogitsProcessor):
             self._failed.pop(row, None)
             try:
                 self._inner.remove_row(row)
-            except Exception:  # nobody is left whom it could fail
+            except _FAULTS:  # nobody is left whom it could fail
                 logger.exception("logits processor %s failed to forget a request", self._name)
 
     def append(self, rows: LongArray, tokens: LongArray) -> None:
         """Passes on tokens."""
         try:
             self._inner.append(rows, tokens)
-        except Exception as error:
+        except _FAULTS as error:
             self._failed |= dict.fromkeys(rows.tolist(), error)
 
     def select(self, step: StepRows) -> StepRows:
-        """What it selects."""
+        """What it selects; all if it has failed, so that `apply` can say so."""
         try:
-            return self._inner.select(step)
-        except Exception as error:
+            selected = self._inner.select(step)
+            own = set(zip(step.at.tolist(), step.rows.tolist(), strict=True))
+            if not own.issuperset(zip(selected.at.tolist(), selected.rows.tolist(), strict=True)):
+                raise ValueError("select returned rows that it was not given")
+        except _FAULTS as error:
             self._failed |= dict.fromkeys(step.rows.tolist(), error)
             return step
+        return step if self._failed.keys() & step.rows.tolist() else selected
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
         """Shows it its rows, in portions, which bound the memory.
@@ -123,8 +136,8 @@ class _Plugin(LogitsProcessor):
                 places = np.arange(len(some.at))
                 self._inner.apply(ops, own, StepRows(places, some.rows, some.num_output_tokens))
                 logits[at] = own
-        except Exception as error:
+        except _FAULTS as error:
             raise self._error(error) from error
 
-    def _error(self, error: Exception) -> RequestError:
+    def _error(self, error: BaseException) -> RequestError:
         return RequestError(f"logits processor {self._name} failed: {error}", "extra_args")

@@ -289,6 +289,9 @@ class Scheduler:
             return outputs
         step = self._in_flight.popleft()
         assert step.output is scheduler_output, "steps must be updated in order"
+        if not step.entries:
+            # Dropped when an earlier step failed: nothing scheduled since rests on this one.
+            return outputs
         for request, _, _ in step.entries:
             if not request.status.finished:
                 outputs.append(self._fail(request, message, "StepFailedError"))
@@ -317,13 +320,18 @@ class Scheduler:
             len(self.requests) > len(self._held)
             or self._finished_req_ids
             or self._outputs
-            or (self._held and self._clock() >= self._next_deadline)
+            or (self._held and self._clock() >= self.next_held_deadline)
         )
 
     @property
-    def next_deadline(self) -> float:
-        """No unfinished request has an earlier one; infinite if none has one."""
-        return self._next_deadline
+    def next_held_deadline(self) -> float:
+        """The earliest of the requests that are held; infinite if none of them has one.
+
+        All others are ended by a step.
+        """
+        return min(
+            (r.deadline for r in self._held.values() if r.deadline is not None), default=math.inf
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
@@ -490,7 +498,7 @@ class Scheduler:
         bisect.insort(self.running, request, key=_queue_key)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-            request.num_cached_tokens = start
+            request.num_cached_tokens = min(start, request.num_prompt_tokens)
         scheduled = ScheduledRequest(
             request.request_id,
             num_new,

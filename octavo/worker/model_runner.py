@@ -293,7 +293,7 @@ class ModelRunner:
         indices = inputs.sampling
         if not len(indices):
             return PendingOutput(output, indices, None)
-        bitmask = None if grammar is None else _find_bitmask(grammar, inputs)
+        bitmask = None if grammar is None else _find_bitmask(grammar, inputs, self.spec.vocab_size)
         if inputs.size.samples > len(indices):
             self._verify_drafts(step, bitmask, output)
             return PendingOutput(output, indices, None)
@@ -442,11 +442,13 @@ class ModelRunner:
         batch, starts = self.state.batch, inputs.table.query_start_loc
         for i, req_id in enumerate(inputs.req_ids):
             k = self._prompt_logprobs.get(req_id)
+            if k is None:
+                continue
             row, begin = inputs.rows[i], int(starts[i])
             first = int(batch.num_computed_tokens[row])
             # The logits at position p tell of token p + 1, as long as that is a prompt token.
             count = min(int(inputs.counts[i]), int(batch.num_prompt_tokens[row]) - 1 - first)
-            if k is None or count <= 0:
+            if count <= 0:
                 continue
             parts: list[LogprobsLists] = []
             for at in range(0, count, self._prompt_logprobs_rows):
@@ -466,14 +468,14 @@ def _ranges(starts: LongArray, counts: LongArray) -> LongArray:
     return result
 
 
-def _find_bitmask(grammar: GrammarOutput, inputs: StepInputs) -> GrammarBitmask:
+def _find_bitmask(grammar: GrammarOutput, inputs: StepInputs, vocab_size: int) -> GrammarBitmask:
     """The rows of logits that a bitmask's rows are for."""
     index = {req_id: i for i, req_id in enumerate(inputs.req_ids)}
     asked = np.array([index[req_id] for req_id in grammar.req_ids], np.int64)
     counts = inputs.num_samples[asked]
     at = _ranges((np.cumsum(inputs.num_samples) - inputs.num_samples)[asked], counts)
     words = np.frombuffer(bytearray(grammar.bitmask), np.int32)  # torch wants to be able to write
-    return GrammarBitmask(at, words.reshape(len(at), -1))
+    return GrammarBitmask(at, words.reshape(len(at), -(-vocab_size // 32)))
 
 
 def _select(bitmask: GrammarBitmask, at: LongArray) -> GrammarBitmask:

@@ -251,6 +251,16 @@ def test_the_deadline_of_a_request_that_is_held_is_work_when_it_comes(core):
     assert core.seconds_to_deadline() is None
 
 
+def test_the_deadline_of_a_request_that_is_gone_wakes_nobody(core):
+    item = request("0", [1, 2, 3], max_tokens=4)
+    item.deadline = core.clock.now + 5
+    core.add_request(item)
+    assert len(run(core).tokens["0"]) == 4
+    assert core.seconds_to_deadline() is None
+    core.clock.now += 6
+    assert not core.has_work()
+
+
 def test_utilities_are_called_by_name(core):
     assert core.call_utility("reset_prefix_cache") is True
     assert core.call_utility("stats") == list(msgspec.structs.astuple(core.stats()))

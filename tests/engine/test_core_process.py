@@ -276,6 +276,35 @@ def test_messages_are_handled_between_two_steps():
     assert core.steps == [5, 5]
 
 
+def test_a_deadline_in_a_far_future_ends_nobody():
+    async def test(engine):
+        far = time.monotonic() + 2**53 / 1000
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        async for _ in engine.generate("The", params, "a", deadline=far):
+            pass
+        await engine._client.call_utility("stats")  # after which the loop goes idle again
+        assert await collect(engine, "b", max_tokens=3)
+
+    run(test)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 1e13])
+def test_a_wait_is_no_longer_than_a_thread_can_wait(seconds):
+    class Core:
+        def has_work(self):
+            return False
+
+        def seconds_to_deadline(self):
+            inputs.put(None)
+            return seconds
+
+        def check_integrity(self):
+            pass
+
+    inputs = queue.SimpleQueue()
+    _BusyLoop(Core(), inputs, queue.SimpleQueue()).run()
+
+
 def test_while_nothing_can_be_done_the_loop_sleeps_until_a_deadline():
     class Core:
         """Holds a request, whose deadline comes after a tenth of a second."""

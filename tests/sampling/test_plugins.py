@@ -180,3 +180,54 @@ def test_two_cannot_take_one_key(tmp_path, monkeypatch):
         install(tmp_path / name, monkeypatch, NO_REPEAT, "NoRepeat", name)
     with pytest.raises(ConfigError, match=r"first_point takes the key 'no_repeat'.*already"):
         load_plugins(2, VOCAB)
+
+
+BROKEN = """
+import numpy as np
+from octavo.sampling.logits_processors.base import LogitsProcessor, StepRows
+class Broken(LogitsProcessor):
+    extra_args = frozenset({"fault"})
+    needs_tokens = True
+    def add_row(self, new):
+        self.fault = new.params.extra_args.pop("fault")
+        return True
+    def append(self, rows, tokens):
+        assert self.fault != "append"
+    def select(self, step):
+        match self.fault:
+            case "append":  # would not be applied
+                return step.take(slice(0))
+            case "none":
+                return None
+            case "beyond":
+                return StepRows(step.at + 9, step.rows, step.num_output_tokens)
+            case "others":
+                return StepRows(step.at - 1, step.rows, step.num_output_tokens)
+        return step
+    def apply(self, ops, logits, step):
+        if self.fault == "exit":
+            raise SystemExit("enough")
+        logits[:, 7] = 100
+"""
+
+
+@pytest.mark.parametrize("fault", ["append", "none", "beyond", "others", "exit"])
+def test_a_fault_fails_who_asked_for_it_and_nobody_else(make_state, sampler, fault):
+    state = make_state(BROKEN, "Broken", "broken")
+    state.add_row(0, params(**GREEDY), [1], 1)
+    state.add_row(1, asks(fault=fault), [1], 1)
+    state.append(np.array([0, 1]), np.array([3, 4]), np.ones(2, np.int64))
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 5] = 1.0
+    output = sampler.sample(logits, state.metadata(np.array([0, 1])))
+    assert list(output.errors) == [1]
+    assert "logits processor broken" in output.errors[1]
+    assert output.token_ids[0] == 5
+
+
+def test_what_one_does_with_its_arguments_the_next_answer_does_not_see(make_state, sampler):
+    state, shared = make_state(BROKEN, "Broken", "broken"), asks(fault="no")
+    for row in (0, 1):
+        state.add_row(row, shared, [1], 1)
+    output = sampler.sample(torch.zeros(2, VOCAB), state.metadata(np.array([0, 1])))
+    assert output.token_ids.tolist() == [7, 7]

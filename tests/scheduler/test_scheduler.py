@@ -1,3 +1,5 @@
+from collections import deque
+
 import msgspec
 import pytest
 
@@ -771,3 +773,38 @@ def test_an_empty_step_brings_nothing():
     work = engine.scheduler.schedule()
     assert work.scheduled_reqs == []
     assert engine.scheduler.update_from_output(work, ModelRunnerOutput()) == []
+
+
+def test_a_failure_of_a_step_that_was_dropped_fails_nobody_and_ends():
+    """One step fails for once, and a request makes fail each step that it is in."""
+    engine = FakeEngine(max_num_seqs=3)
+    engine.add("good", [1, 2, 3, 4, 5], max_tokens=9)
+    scheduler, in_flight, failed = engine.scheduler, deque(), []
+    for number in range(40):
+        while len(in_flight) < 2:
+            in_flight.append(scheduler.schedule())
+            if number == 0 and len(in_flight) == 1:
+                engine.add("poison", [1, 2, 3], max_tokens=9)
+        work = in_flight.popleft()
+        ids = [request.req_id for request in work.scheduled_reqs]
+        if number == 0 or "poison" in ids:
+            failed += [output.request_id for output in scheduler.fail_step(work, "broken")]
+        else:
+            output = ModelRunnerOutput(req_ids=ids, sampled_token_ids=[[1] for _ in ids])
+            scheduler.update_from_output(work, output)
+        if number == 0:
+            engine.add("later", [1, 2, 3, 4], max_tokens=3)
+        scheduler.check_integrity()
+    assert not scheduler.requests
+    assert failed[0] == "good"
+    assert "poison" in failed
+
+
+def test_what_a_resumed_request_has_is_not_counted_as_cached_prompt():
+    engine = FakeEngine(num_blocks=64)
+    engine.add("a", list(range(10)), max_tokens=40)
+    engine.run()
+    output = [token for o in engine.outputs["a"] for token in o.new_token_ids]
+    engine.add("b", list(range(10)), output=output[:30], max_tokens=40)
+    engine.run()
+    assert engine.outputs["b"][0].num_cached_tokens == 10

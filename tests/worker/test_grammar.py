@@ -77,3 +77,13 @@ def test_a_request_whose_grammar_allows_nothing_fails_alone(folder: Path) -> Non
     assert list(output.errors) == ["a"]
     assert "no token is left" in output.errors["a"]
     assert output.sampled_token_ids == [[], alone[:1]]
+
+
+def test_a_bitmask_for_nobody_changes_nothing(folder: Path) -> None:
+    """Of no request, or of one whose prompt is not computed yet."""
+    alone = generate(Runner(folder), ["b"])["b"]
+    for grammar in (GrammarOutput([], b""), GrammarOutput(["a"], b"")):
+        runner = Runner(folder)
+        new = [runner.new(req_id, PROMPTS[req_id], PARAMS[req_id]) for req_id in ("a", "b")]
+        output = runner.step({"a": 2, "b": 4}, new, grammar=grammar).get()
+        assert output.sampled_token_ids == [[], alone[:1]]
