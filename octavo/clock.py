@@ -1,8 +1,8 @@
 """The clock of all messages: seconds since 1970, which mean something on another host too.
 
 It is set once, when the process starts, and runs as `time.monotonic` does from then on: no deadline
-jumps when somebody sets the wall clock. By as much as that one was set between two processes'
-starts do their clocks differ; hosts' clocks have to agree as well as deadlines are to.
+jumps when somebody sets the wall clock. Two processes differ by as much as it was set between their
+starts, two hosts by as much as their wall clocks do.
 """
 
 from __future__ import annotations

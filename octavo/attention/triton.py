@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionMetadata, LargestStep, Rotary, copy_blocks
 from octavo.device import cuda_capability, cuda_cores
 from octavo.errors import ConfigError
+from octavo.kernels.memory import is_host
 from octavo.kernels.triton.attention import attention, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv
@@ -73,11 +74,11 @@ class TritonAttention:
         self.split = max(MIN_SPLIT, triton.next_power_of_2(-(-max_model_len // MAX_SPLITS)))
         self.max_model_len = max_model_len
         self.batch_invariant = batch_invariant
-        cuda = device.type == "cuda"
-        self.cores = cuda_cores(device) if cuda else 4
-        more = cuda and cuda_capability(device) >= (8, 0) and not batch_invariant
+        interpreted = is_host(device)
+        self.cores = 4 if interpreted else cuda_cores(device)
+        more = not (interpreted or batch_invariant) and cuda_capability(device) >= (8, 0)
         self.prefill_rows = _MORE_PREFILL_ROWS if more else _PREFILL_ROWS
-        self.upcast = not cuda  # Triton's interpreter has no product of bfloat16
+        self.upcast = interpreted  # Triton's interpreter has no product of bfloat16
         self._workspace = torch.empty(_WORKSPACE_FLOATS * self.cores, device=device)
 
     def kv_cache_shape(

@@ -58,10 +58,15 @@ def placeholder(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(_NOWHERE[:nbytes]).view(dtype).view(shape)
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether tensors of a device are in the host's memory, where nothing is waited for."""
+    return device.type == "cpu"
+
+
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """An array as a tensor on a device; nobody waits for what the device still has to do."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor if is_host(device) else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Arena:

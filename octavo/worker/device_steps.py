@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.kernels.memory import is_host
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
 from octavo.worker.graphs import EagerSteps, StepResult
@@ -105,13 +106,13 @@ class DeviceSteps:
         self._eager, self._ops, self._batch = eager, ops, batch
         self._largest, self._max_model_len = largest, max_model_len
         self.device = eager.model.device
-        self._cuda = self.device.type == "cuda"
+        self._apart = not is_host(self.device)  # not so through Triton's interpreter
         nbytes = batch.layout(largest).nbytes
         self._host = [
-            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._apart)
             for _ in range(_HOST_BUFFERS)
         ]
-        self._copied = [torch.cuda.Event() if self._cuda else None for _ in self._host]  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() if self._apart else None for _ in self._host]  # type: ignore[no-untyped-call]
         self._at = 0
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         # Behind the rows one more, which the padding of captured steps writes: row -1.
@@ -210,7 +211,7 @@ class DeviceSteps:
         )
 
     def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.device) if self._cuda else 0
+        return torch.cuda.memory_reserved(self.device) if self._apart else 0
 
     def _find_graph(self, num_tokens: int, num_reqs: int) -> _Graph | None:
         """The captured step that a decode step of that size fits; None: there is none."""

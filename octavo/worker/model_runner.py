@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import KV_CACHE_DTYPES
-from octavo.kernels.memory import to_device
+from octavo.kernels.memory import is_host, to_device
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     CoreSamplingParams,
@@ -67,7 +67,7 @@ class SampledTokens:
     def __init__(self, tokens: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._tokens = tokens
-        if tokens.is_cuda:
+        if not is_host(tokens.device):
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -474,7 +474,7 @@ def _find_bitmask(grammar: GrammarOutput, inputs: StepInputs, vocab_size: int) -
     asked = np.array([index[req_id] for req_id in grammar.req_ids], np.int64)
     counts = inputs.num_samples[asked]
     at = _ranges((np.cumsum(inputs.num_samples) - inputs.num_samples)[asked], counts)
-    words = np.frombuffer(bytearray(grammar.bitmask), np.int32)  # torch wants to be able to write
+    words = np.frombuffer(grammar.bitmask, np.int32)
     return GrammarBitmask(at, words.reshape(len(at), -(-vocab_size // 32)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,8 +94,8 @@ class Parts:
 
     def of(self, part: str) -> Parts:
         """Those of a part of the block, as `Names.of`."""
-        parts = Parts(self._weights, self.ops, device=self.device, max_model_len=self.max_model_len)
-        parts._own, parts._tables = f"{self._own}{part}.", self._tables
+        parts = copy.copy(self)
+        parts._own = f"{self._own}{part}."
         return parts
 
     def has(self, name: str) -> bool:
