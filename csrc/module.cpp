@@ -2,6 +2,7 @@
 // header is needed; the callers in octavo/kernels and octavo/attention check shapes and types.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -16,6 +17,7 @@
 #include "plan.h"
 #include "pool.h"
 #include "read_memory.h"
+#include "suffix_automaton.h"
 
 namespace nb = nanobind;
 using namespace octavo;
@@ -180,6 +182,15 @@ NB_MODULE(_native, m) {
                  InputGatherer(max_num_seqs, max_model_len, groups, blocks, block_size, {at});
            })
       .def("run", &InputGatherer::run);
+
+  nb::class_<SuffixAutomaton>(m, "SuffixAutomaton")
+      .def(nb::init<>())
+      .def("__len__", &SuffixAutomaton::size)
+      .def_prop_ro("nbytes", &SuffixAutomaton::nbytes)
+      .def("add", [](SuffixAutomaton& automaton, Address tokens,
+                     int64_t count) { automaton.add(at<const int32_t>(tokens), count); })
+      .def("match", [](const SuffixAutomaton& automaton, Address tokens, int64_t count,
+                       int64_t most) { return automaton.match(at<const int32_t>(tokens), count, most); });
 
   m.def("set_profiling", [](bool on) { profile.on = on; });
   m.def("take_spans", [] {

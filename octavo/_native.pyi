@@ -22,6 +22,23 @@ class InputGatherer:
     ) -> None: ...
     def run(self, num_reqs: int, to: StepArrays, /) -> int: ...
 
+class SuffixAutomaton:
+    """Sequences of tokens, and how each run of tokens in them went on; see
+    csrc/suffix_automaton.h."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int:
+        """Tokens, and one for each sequence."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def add(self, tokens: int, count: int, /) -> None:
+        """Takes in a sequence: int32 [count], none negative."""
+
+    def match(self, tokens: int, count: int, most: int, /) -> tuple[int, list[int]]:
+        """How long the longest known run at the end of `tokens` (int32 [count]) is that went on,
+        and up to `most` tokens that followed it."""
+
 class Plan:
     """A list of recorded kernel calls; see csrc/plan.h."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ def add_settings(
             kwargs |= {"nargs": "+", "action": "extend", "metavar": "TEXT"}
         elif field.choices is not None:
             kwargs |= {"choices": field.choices, "type": type(field.choices[0])}
+        elif field.is_json:
+            kwargs["metavar"] = "JSON"
         else:
             kwargs |= _value_type(field.name, plain)
         group.add_argument(field.flag, **kwargs)
@@ -83,6 +86,8 @@ def engine_flags(kwargs: Mapping[str, Any]) -> list[str]:
             words.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list):
             words += [flag, *value]
+        elif isinstance(value, dict):
+            words += [flag, json.dumps(value)]
         elif value is not None:
             words += [flag, str(value)]
     return words

@@ -309,6 +309,65 @@ class ServerConfig(_Section, frozen=True):
     ] = False
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drafted, and how drafts are verified. Names are vLLM's."""
+
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "medusa"] | None = None
+    """None: what `model` is."""
+    model: Annotated[str, Meta(min_length=1)] | None = None
+    """Folder or hub id of the draft model or of the heads."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
+    """Most drafts of a request in a step."""
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
+    """Longest sequence of last tokens that is looked for; default: `prompt_lookup_min`, or 5."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
+    """Shortest; default: `prompt_lookup_max`, or 5."""
+    acceptance: Literal["exact", "rejection", "typical"] = "exact"
+    """exact: a draft is kept if it is what would have been sampled without it."""
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """The shortest and the longest sequence that is looked for."""
+        longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return self.prompt_lookup_min or longest, longest
+
+    def check(self) -> None:
+        """Refuses what contradicts itself."""
+        shortest, longest = self.lookup_lengths
+        if shortest > longest:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={shortest} is more than "
+                f"prompt_lookup_max={longest}."
+            )
+        if self.method in (None, "draft_model", "eagle", "medusa"):
+            raise ConfigError(
+                f"speculative_config: method={self.method} is not supported yet; take ngram or "
+                "suffix."
+            )
+        if self.method is None and self.model is None:
+            raise ConfigError(
+                "speculative_config has neither a method nor a model; give "
+                '{"method": "ngram"}, or {"model": "..."} for a draft model.'
+            )
+        if self.method in ("ngram", "suffix") and self.model is not None:
+            raise ConfigError(
+                f"speculative_config: method={self.method} drafts without a model; leave out "
+                f"model={self.model!r}."
+            )
+
+
+class SpeculationConfig(_Section, frozen=True):
+    """Speculative decoding."""
+
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Meta(
+            description='How tokens are drafted, as JSON: {"method": "ngram",'
+            ' "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}.'
+        ),
+    ] = None
+
+
 class EngineConfig(_Section, frozen=True):
     """All that an engine needs to know; the same for offline use and for a server's engine."""
 
@@ -317,6 +376,7 @@ class EngineConfig(_Section, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod
@@ -360,6 +420,8 @@ class EngineConfig(_Section, frozen=True):
             )
         if model.skip_tokenizer_init and model.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer contradict; give one of them.")
+        if self.speculation.speculative_config is not None:
+            self.speculation.speculative_config.check()
 
 
 @dataclass(frozen=True)
@@ -379,6 +441,11 @@ class ConfigField:
     def flag(self) -> str:
         """The command-line flag."""
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_json(self) -> bool:
+        """Whether it has settings of its own: a dict, and JSON on the command line."""
+        return isinstance(optional_type(self.type)[0], type(msgspec.Struct))
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
@@ -436,6 +503,8 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             value = parse_size(name, value)
         if fields[name].type == list[str]:
             value = _texts(name, value, fields[name].secret)
+        if fields[name].is_json and isinstance(value, str):
+            value = _json(name, value)
         choices, (_, optional) = fields[name].choices, optional_type(fields[name].type)
         if choices is not None and value not in choices and not (optional and value is None):
             allowed = ", ".join(str(choice) for choice in choices)
@@ -474,6 +543,15 @@ def _texts(name: str, value: Any, secret: bool) -> Any:
                 ' a JSON list of texts, such as ["a", "b"]; mind the shell\'s quotes.'
             ) from None
     return texts
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{name}={text!r} is no JSON ({error}); mind the shell's quotes."
+        ) from None
 
 
 def parse_size(name: str, text: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,6 +38,19 @@ class BadWordsTokenIds(msgspec.Struct, array_like=True, frozen=True):
 
 
 NO_TOKEN = -1
+
+
+class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
+    """What an answer has to look like (structured output)."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+    text: str = ""
+    """A JSON schema, a regular expression, a JSON list of choices, a grammar (EBNF or Lark), a
+    structural tag in JSON; nothing for json_object."""
+    backend: Literal["auto", "xgrammar", "llguidance"] = "auto"
+    """auto: the first one that supports it."""
+    any_whitespace: bool = True
+    """Whether JSON may have white space between its parts."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -70,6 +83,7 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     logit_bias: tuple[bytes, bytes] | None = None
     """Token ids int32 [E], none twice, and what is added to their logits, float32 [E]."""
     bad_words: BadWordsTokenIds | None = None
+    grammar: GrammarSpec | None = None
     extra_args: dict[str, Any] | None = None
     """What it asks of logits processors of plug-ins: plain data."""
 
@@ -190,6 +204,12 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Steps executed since start."""
     num_scheduled_tokens: int = 0
     """Tokens computed since start."""
+    num_drafts: int = 0
+    """Times that a request had drafts in a step."""
+    num_draft_tokens: int = 0
+    """Drafts verified."""
+    num_accepted_tokens_per_pos: list[int] = []
+    """Drafts that were right, by their place behind the last token known."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -212,6 +232,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     sampling_params: CoreSamplingParams
     num_computed_tokens: int
     """Found in the prefix cache. From here on the worker itself knows how far it is."""
+    private: bool = False
+    """Whether nothing of it may be used for other requests."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
@@ -219,13 +241,14 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
 
     req_id: str
     num_tokens: int
-    """To compute, drafts included, from where the request truly stands."""
+    """To compute, places for drafts included, from where the request truly stands."""
     new_block_ids: list[list[int]] | None = None
     """Blocks to append, one list for each KV-cache group; None: no new ones."""
-    token_ids: list[int] = []
-    """Drafts to verify: they follow the last token known, and end the request's part."""
+    num_drafts: int = 0
+    """How many of them, the last ones, are places for drafts. The worker proposes these when the
+    step begins; places without a draft are left out."""
     has_grammar: bool = False
-    """Whether sampling waits for a bitmask, which comes in `GrammarOutput`."""
+    """Whether its sampling in this step waits for a bitmask, which comes in `GrammarOutput`."""
     new: NewRequestData | None = None
 
 
@@ -245,7 +268,7 @@ class GrammarOutput(msgspec.Struct, array_like=True):
     """What the grammars of a step's requests allow; it comes while the model computes."""
 
     req_ids: list[str]
-    """Those scheduled with `has_grammar` that sample in the step."""
+    """Those scheduled with `has_grammar`."""
     bitmask: bytes
     """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`: in order of `req_ids` a row for
     each position that the request samples, that is one more than it has drafts."""
@@ -260,8 +283,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     those that are what it samples there, and one more."""
     logprobs: dict[str, LogprobsLists] = {}
     prompt_logprobs: dict[str, LogprobsLists] = {}
-    draft_token_ids: dict[str, list[int]] = {}
-    """Draft tokens proposed for the next step."""
+    num_draft_tokens: dict[str, int] = {}
+    """Drafts that requests had in the step, if any. One less than they got tokens were right."""
     errors: dict[str, str] = {}
     """Requests that failed by themselves, with the reason; they get no tokens."""
 

@@ -63,6 +63,15 @@ class EngineMetrics:
         )
         self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self._preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Times that tokens were drafted.")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
+        self._accepted_per_pos = Counter(
+            "octavo:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were right, by their place in the draft.",
+            ["model_name", "position"],
+            registry=self._registry,
+        )
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total",
             "Of a step: prompt tokens computed for prompts that are done, and tokens generated.",
@@ -141,6 +150,17 @@ class EngineMetrics:
         self._prefix_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
         self._prefix_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
         self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        if stats.num_drafts > last.num_drafts:
+            self._record_drafts(stats, last)
+
+    def _record_drafts(self, stats: SchedulerStats, last: SchedulerStats) -> None:
+        self._drafts.inc(stats.num_drafts - last.num_drafts)
+        self._draft_tokens.inc(stats.num_draft_tokens - last.num_draft_tokens)
+        before = last.num_accepted_tokens_per_pos
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            new = count - (before[position] if position < len(before) else 0)
+            self._accepted.inc(new)
+            self._accepted_per_pos.labels(self._model_name, str(position)).inc(new)
 
     def engine_restarted(self) -> None:
         """The next stats come from a new engine, whose counters start at zero."""

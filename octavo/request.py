@@ -91,8 +91,6 @@ class Request:
         """Tokens whose KV is in the cache, or will be once the steps in flight have run."""
         self.num_output_placeholders = 0
         """Tokens that steps in flight will sample (async scheduling)."""
-        self.spec_token_ids: list[int] = []
-        """Drafts of the tokens behind the known ones, to verify as soon as may be."""
         self.num_spec_in_flight = 0
         """Drafts in flight: as many placeholders and computed tokens may come to nothing."""
         self.num_cached_tokens = 0

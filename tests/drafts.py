@@ -1,4 +1,4 @@
-"""Drafts for the whole engine, before there is anything in it that makes them."""
+"""Drafts for the whole engine that are wrong as often as a test wants."""
 
 from __future__ import annotations
 
@@ -7,54 +7,57 @@ from collections.abc import Sequence
 
 import pytest
 
-from octavo.messages import ModelRunnerOutput
-from octavo.worker.model_runner import PendingOutput
-from octavo.worker.setup import WorkerSetup
-from octavo.worker.step_table import StepSize
+from octavo.messages import NewRequestData
+from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
+from octavo.worker import worker
+from octavo.worker.graphs import StepResult
+from octavo.worker.input_batch import StepInputs
 
-MOST = 3
+SETTINGS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+"""Of engines whose drafts are a `Drafter`'s."""
 
 
 class Drafter:
-    """Adds drafts to what steps bring: from answers that are known already, some of them wrong.
+    """Proposes from answers that are known already, some of it wrong.
 
-    Engines are to be built while it is in place.
+    Engines are to be built with `SETTINGS`, while it is in place.
 
     Attributes:
-        num_steps: with results, so far.
-        num_tokens: that they brought.
+        num_steps: in which requests sampled, so far.
+        num_tokens: that these brought.
     """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, answers: Sequence[Sequence[int]], wrong: float = 0.3
     ) -> None:
-        self._answers, self._wrong, self._random = answers, wrong, random.Random(1)
-        self._tokens: dict[str, list[int]] = {}
+        self.answers, self.wrong, self.random = answers, wrong, random.Random(1)
         self.num_steps = self.num_tokens = 0
-        get = PendingOutput.get
-        monkeypatch.setattr(PendingOutput, "get", lambda pending: self._add(get(pending)))
+        monkeypatch.setattr(worker, "make_proposer", lambda target: _FromAnswers(target, self))
 
-        def largest_step(setup: WorkerSetup) -> StepSize:
-            requests = setup.config.scheduler.max_num_seqs
-            return StepSize(setup.max_num_batched_tokens, requests, requests * (1 + MOST))
 
-        monkeypatch.setattr(WorkerSetup, "largest_step", property(largest_step))
+class _FromAnswers(Proposer):
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        super().__init__(target)
+        self._drafter = drafter
+        self._seen: dict[int, int] = {}
 
-    def _add(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        for req_id, new in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            if not new:
-                continue
-            self.num_steps += 1
-            self.num_tokens += len(new)
-            tokens = self._tokens.get(req_id, []) + new
-            if (answer := self._find(tokens)) is None:
-                answer = self._find(tokens := list(new))  # an id that had another request before
-            self._tokens[req_id] = tokens
-            right = list(answer or ())[len(tokens) :][: self._random.randrange(MOST + 1)]
-            output.draft_token_ids[req_id] = [
-                token + 1 if self._random.random() < self._wrong else token for token in right
-            ]
-        return output
+    def add_row(self, row: int, data: NewRequestData) -> None:
+        self._seen[row] = len(data.token_ids)
 
-    def _find(self, tokens: list[int]) -> Sequence[int] | None:
-        return next((a for a in self._answers if list(a[: len(tokens)]) == tokens), None)
+    def observe(self, inputs: StepInputs, result: StepResult) -> None:
+        for row in inputs.rows[inputs.sampling].tolist():
+            num_tokens = int(self.target.batch.num_tokens[row])
+            self._drafter.num_steps += 1
+            self._drafter.num_tokens += num_tokens - self._seen[row]
+            self._seen[row] = num_tokens
+
+    def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
+        batch, drafter = self.target.batch, self._drafter
+        drafts = []
+        for row, most in zip(rows.tolist(), counts.tolist(), strict=True):
+            output = batch.token_ids[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
+            done = len(output)
+            found = (a for a in drafter.answers if list(a[:done]) == output.tolist())
+            right = list(next(found, ()))[done:][: drafter.random.randrange(most + 1)]
+            drafts.append([t + 1 if drafter.random.random() < drafter.wrong else t for t in right])
+        return Proposal(drafts)

@@ -103,7 +103,7 @@ class FakeWorker:
 
     Args:
         config: shape of the KV cache.
-        num_drafts: draft tokens proposed for each request; every third one or so is wrong.
+        num_drafts: most drafts of a request in a step; every third one or so is wrong.
         fail: requests that fail by themselves once their prompt is computed.
     """
 
@@ -126,20 +126,26 @@ class FakeWorker:
         scheduled = work.scheduled_reqs
         assert sum(r.num_tokens for r in scheduled) == work.total_num_scheduled_tokens
         assert len({r.req_id for r in scheduled}) == len(scheduled)
+        counts, drafts = {}, {}
         for request in scheduled:
             row = self.rows[request.req_id]
-            if request.token_ids:
+            assert request.num_drafts <= self.num_drafts
+            if request.num_drafts:
                 assert row.num_computed_tokens == len(row.tokens) - 1
-                assert len(request.token_ids) == request.num_tokens - 1
-                row.tokens += request.token_ids
+                assert request.num_tokens == 1 + request.num_drafts
+            drafts[request.req_id] = self._propose(row, request.num_drafts)
+            row.tokens += drafts[request.req_id]
+            counts[request.req_id] = (
+                request.num_tokens - request.num_drafts + len(drafts[request.req_id])
+            )
         written: set[tuple[int, int]] = set()
-        for request in scheduled:
-            self._write(self.rows[request.req_id], request.num_tokens, written)
-        for request in scheduled:
-            self._attend(self.rows[request.req_id], request.num_tokens)
+        for req_id, count in counts.items():
+            self._write(self.rows[req_id], count, written)
+        for req_id, count in counts.items():
+            self._attend(self.rows[req_id], count)
         out = ModelRunnerOutput()
-        for request in scheduled:
-            self._sample(request.req_id, request.num_tokens, request.token_ids, out)
+        for req_id, count in counts.items():
+            self._sample(req_id, count, drafts[req_id], out)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(out), type=ModelRunnerOutput)
 
     def _update_rows(self, work: SchedulerOutput) -> None:
@@ -212,6 +218,15 @@ class FakeWorker:
                 found = self.memory.get(block, {}).get(offset)
                 assert found == (group_id, row.prefix(position)), (block, position, found)
 
+    def _propose(self, row: _Row, most: int) -> list[int]:
+        """Drafts, fewer than there are places for now and then."""
+        prefix, drafts = row.prefix(len(row.tokens) - 1), []
+        for _ in range(prefix % (most + 1)):
+            token = next_token(prefix, row.params.seed)
+            drafts.append((token + 1) % VOCAB if prefix % 3 == 0 else token)
+            prefix = extend_hash(prefix, token)
+        return drafts
+
     def _sample(self, req_id: str, count: int, drafts: list[int], out: ModelRunnerOutput) -> None:
         row = self.rows[req_id]
         first = row.num_computed_tokens
@@ -241,14 +256,8 @@ class FakeWorker:
         out.sampled_token_ids.append(sampled)
         if row.params.logprobs is not None:
             out.logprobs[req_id] = _logprobs(sampled)
-        prefix = row.prefix(len(row.tokens) - 1)
-        num_drafts = prefix % (self.num_drafts + 1)
-        if num_drafts:
-            proposal = out.draft_token_ids.setdefault(req_id, [])
-            for _ in range(num_drafts):
-                token = next_token(prefix, seed)
-                proposal.append((token + 1) % VOCAB if prefix % 3 == 0 else token)
-                prefix = extend_hash(prefix, token)
+        if drafts:
+            out.num_draft_tokens[req_id] = len(drafts)
 
 
 class FakeExecutor(Executor):
@@ -287,6 +296,9 @@ class FakeExecutor(Executor):
 class FakeStep:
     def __init__(self, executor: FakeExecutor, work: SchedulerOutput) -> None:
         self._executor, self._work = executor, work
+
+    def drafts(self) -> dict[str, list[int]]:
+        raise NotImplementedError
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
         executor = self._executor
@@ -346,6 +358,8 @@ class FakeEngine:
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_caching=caching,
+            num_speculative_tokens=num_drafts,
+            max_num_drafts=3 * num_drafts,
             clock=lambda: self.now,
             observer=observer,
         )

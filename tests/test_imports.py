@@ -31,7 +31,7 @@ def stated_order() -> list[set[str]]:
 LAYERS = stated_order()
 RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 # The interface belongs to who uses it: they may import each other.
-SAME = {"platforms.base": "worker"}
+SAME = {"platforms.base": "worker", "spec_decode": "worker"}
 
 
 def name_of(path: Path) -> str:

@@ -98,6 +98,8 @@ def make_engine_core(
         max_model_len=plan.max_model_len,
         max_num_batched_tokens=budget,
         enable_caching=config.cache.enable_prefix_caching,
+        num_speculative_tokens=setup.num_speculative_tokens,
+        max_num_drafts=setup.max_num_drafts,
         clock=clock.now,
         observer=observer.LogObserver() if watched else None,
     )

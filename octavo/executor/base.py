@@ -14,6 +14,14 @@ from octavo.worker.memory import MemoryBudget
 class StepHandle(Protocol):
     """A step that an executor was given."""
 
+    def drafts(self) -> dict[str, list[int]]:
+        """The drafts of its requests; waits until the step begins.
+
+        Raises:
+            Exception: what made the step fail before.
+        """
+        ...
+
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
         """Has the step's tokens sampled. To be called once for each step, in their order.
 

@@ -14,6 +14,7 @@ from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from octavo.platforms.base import Platform
 from octavo.worker.memory import MemoryBudget
+from octavo.worker.model_runner import Drafts
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.worker import Worker
 
@@ -45,8 +46,7 @@ class UniProcExecutor(Executor):
 
     def execute(self, work: SchedulerOutput) -> _UniProcStep:
         """See `Executor`."""
-        forward = self._thread.submit(self._worker.execute_model, work)
-        return _UniProcStep(self._worker, self._thread, self._results, forward)
+        return _UniProcStep(self._worker, self._thread, self._results, work)
 
     def shutdown(self) -> None:
         """See `Executor`."""
@@ -58,18 +58,31 @@ class UniProcExecutor(Executor):
 class _UniProcStep:
     """See `StepHandle`."""
 
-    __slots__ = ("_forward", "_results", "_sampled", "_thread", "_worker")
+    __slots__ = ("_drafts", "_forward", "_results", "_sampled", "_thread", "_worker")
 
     def __init__(
         self,
         worker: Worker,
         thread: ThreadPoolExecutor,
         results: ThreadPoolExecutor,
-        forward: Future[None],
+        work: SchedulerOutput,
     ) -> None:
         self._worker, self._thread, self._results = worker, thread, results
-        self._forward = forward
         self._sampled: Future[ModelRunnerOutput] = Future()
+        self._drafts: Future[Drafts] = Future()
+        self._forward = thread.submit(self._execute, work)
+
+    def _execute(self, work: SchedulerOutput) -> None:
+        try:
+            self._worker.execute_model(work, self._drafts.set_result)
+        except BaseException as error:
+            if not self._drafts.done():
+                self._drafts.set_exception(error)
+            raise
+
+    def drafts(self) -> Drafts:
+        """See `StepHandle`."""
+        return self._drafts.result()
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
         """See `StepHandle`."""

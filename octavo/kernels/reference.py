@@ -18,6 +18,7 @@ from octavo.kernels.base import (
     Codes,
     Gate,
     Gelu,
+    Ops,
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
@@ -41,6 +42,35 @@ def _in_groups(rows: Tensor, group: int) -> Tensor:
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, 0 where b is next to nothing."""
     return torch.where(b.abs() < 1e-35, 0.0, a / b)
+
+
+def sampling_weights(ops: Ops, x: Tensor, params: NDArray[np.void]) -> Tensor:
+    """What each token weighs that `Ops.sample` chooses among.
+
+    Args:
+        ops: operations on x's device.
+        x: float32 [M, V]; a row without a finite maximum has no meaning.
+        params: `SAMPLING_ROW` [M]. A row with temperature 0 has one token.
+
+    Returns:
+        int64 [M, V], at most 2**40 each.
+    """
+    temperature, min_p, top_p, top_k = (
+        torch.from_numpy(params[name].copy()).to(x.device)[:, None]
+        for name in ("temperature", "min_p", "top_p", "top_k")
+    )
+    probs = ops.exp((x - ops.row_max(x)[:, None]) / temperature)
+    weights = (probs * 2.0**40).to(torch.int64).masked_fill_(probs < min_p, 0)
+    ids = torch.sort(x, dim=-1, descending=True, stable=True).indices
+    ranked = weights.gather(1, ids)
+    rank = torch.arange(x.shape[1], device=x.device)
+    ranked.masked_fill_((top_k > 0) & (rank >= top_k), 0)
+    before = ranked.cumsum(-1) - ranked
+    limit = top_p * ranked.sum(-1, keepdim=True)
+    ranked.masked_fill_((top_p < 1.0) & (before >= limit), 0)
+    only_first = torch.where(rank == 0, 2**40, 0).expand_as(ranked)
+    ranked = torch.where(temperature == 0.0, only_first, ranked)
+    return torch.zeros_like(weights).scatter_(1, ids, ranked)
 
 
 def to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,27 +317,13 @@ class ReferenceOps:
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """By ranking the whole vocabulary."""
-        temperature, min_p, top_p, uniform, top_k = (
-            torch.from_numpy(params[name].copy()).to(x.device)[:, None]
-            for name in ("temperature", "min_p", "top_p", "uniform", "top_k")
-        )
-        largest = self.row_max(x)[:, None]
-        probs = self.exp((x - largest) / temperature)
-        weights = (probs * 2.0**40).to(torch.int64).masked_fill_(probs < min_p, 0)
-        ids = torch.sort(x, dim=-1, descending=True, stable=True).indices
-        ranked = weights.gather(1, ids)
-        rank = torch.arange(x.shape[1], device=x.device)
-        ranked.masked_fill_((top_k > 0) & (rank >= top_k), 0)
-        before = ranked.cumsum(-1) - ranked
-        limit = top_p * ranked.sum(-1, keepdim=True)
-        ranked.masked_fill_((top_p < 1.0) & (before >= limit), 0)
-        cumulative = torch.zeros_like(weights).scatter_(1, ids, ranked).cumsum(-1)
+        cumulative = sampling_weights(self, x, params).cumsum(-1)
         totals = cumulative[:, -1:]
+        uniform = torch.from_numpy(params["uniform"].copy()).to(x.device)[:, None]
         # The product may round up to the total itself, which no index exceeds.
         threshold = torch.minimum((uniform * totals).to(torch.int64), totals - 1)
-        tokens = torch.searchsorted(cumulative, threshold, right=True)
-        tokens = torch.where(temperature == 0.0, self.argmax(x)[:, None], tokens)
-        return torch.where(largest.isfinite(), tokens, -1).squeeze(1)
+        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+        return torch.where(self.row_max(x).isfinite(), tokens, -1)
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """Some rows at a time, so that temporaries stay small."""

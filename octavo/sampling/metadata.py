@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.sampling.acceptance import Drafted
 from octavo.sampling.logits_processors.base import LogitsProcessor, StepRows
 
 NO_LOGPROBS = -2
@@ -23,6 +24,8 @@ class SamplingMetadata:
     """[R]; -1: the whole vocabulary, `NO_LOGPROBS`: none asked for."""
     processors: list[tuple[LogitsProcessor, StepRows]]
     """Those that change logits in this step, in their order, each with its rows."""
+    drafted: Drafted | None = None
+    """Drafts that are kept by other rules than that they are what is sampled."""
 
     @property
     def num_rows(self) -> int:

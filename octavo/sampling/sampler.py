@@ -20,6 +20,7 @@ from octavo.errors import RequestError
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import is_host, to_device
 from octavo.messages import LogprobsLists
+from octavo.sampling.acceptance import accept_drafts
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 from octavo.sampling.sizes import rows_per_chunk
 
@@ -87,6 +88,9 @@ class Sampler:
             )
 
         output = SamplerOutput(self.ops.sample(logits, metadata.params), errors=errors)
+        if metadata.drafted is not None:
+            drafted = metadata.drafted
+            accept_drafts(self.ops, logits, metadata.params, drafted, output.token_ids)
         if not changes:
             for row in (output.token_ids < 0).nonzero().flatten().tolist():
                 errors[row] = NOT_FINITE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.kernels.base import SAMPLING_ROW
@@ -151,6 +152,20 @@ class SamplingState:
                 own = takes[some]
                 if own.any():
                     processor.append(some[own], their[own])
+
+    def uniforms(self, rows: LongArray, offsets: LongArray, stream: int) -> NDArray[np.float64]:
+        """Random numbers of the rows' next positions, beside those that tokens are sampled with.
+
+        Args:
+            rows: int64 [R].
+            offsets: int64 [R], see `metadata`.
+            stream: which of several independent ones; not 0.
+
+        Returns:
+            float64 [R] in [0, 1).
+        """
+        positions = self._num_output_tokens[rows] + offsets
+        return philox.uniform(self._seeds[rows], positions, stream)
 
     def metadata(
         self,

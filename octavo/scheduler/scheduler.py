@@ -6,10 +6,11 @@ batching, chunked prefill, prefix hits, speculation and recovery after preemptio
 
 Steps may be scheduled before the results of earlier ones are known (async scheduling). The tokens
 that they will sample count as placeholders: they have positions and slots, but no ids here; the
-worker, which executes steps in order, has the ids when it needs them. While drafts are in flight
-nobody knows how many of them are right: the request is scheduled on, without drafts, as if all
-were, so that it has slots enough wherever it turns out to stand; the worker computes from there,
-and the counts here are put right when the results come.
+worker, which executes steps in order, has the ids when it needs them. Drafts are the worker's as
+well: here a request only gets places for them. While these are in flight nobody knows how many
+drafts there were and how many of them are right: the request is scheduled on as if all places had
+brought a token, so that it has slots enough wherever it turns out to stand; the worker computes
+from there, and the counts here are put right when the results come.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from octavo.messages import (
 from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.observer import SchedulerObserver, WaitReason
 from octavo.scheduler.queue import Arrivals, RequestQueue
+from octavo.scheduler.speculation import DraftLengths
 
 # Waits that end by `set_ready`; requests in them do not queue.
 _HELD = (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -49,6 +51,10 @@ class _ScheduledStep:
     output: SchedulerOutput
     budget: int
     """Tokens that may still be added."""
+    draft_budget: int
+    """Places for drafts among them."""
+    drafts_per_request: int
+    scheduled_at: float
     preempted: bool = False
     entries: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, first position computed, tokens it samples at most; 0: none), in batch order."""
@@ -70,6 +76,8 @@ class Scheduler:
         max_model_len: most tokens of a request, prompt and output.
         max_num_batched_tokens: token budget of a step.
         enable_caching: keep KV blocks of known prefixes after their last user has gone.
+        num_speculative_tokens: most drafts of a request in a step.
+        max_num_drafts: most drafts of all requests in a step.
         clock: the time in seconds, as requests' `deadline` has it.
         observer: is told why requests wait or are preempted.
     """
@@ -82,6 +90,8 @@ class Scheduler:
         max_model_len: int,
         max_num_batched_tokens: int,
         enable_caching: bool = True,
+        num_speculative_tokens: int = 0,
+        max_num_drafts: int = 0,
         clock: Callable[[], float] = now,
         observer: SchedulerObserver | None = None,
     ) -> None:
@@ -89,6 +99,8 @@ class Scheduler:
         self.enable_caching = enable_caching
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._draft_lengths = DraftLengths(num_speculative_tokens)
+        self.max_num_drafts = max_num_drafts
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching)
 
@@ -110,6 +122,10 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens_per_pos = [0] * num_speculative_tokens
+        self._last_update = -math.inf
 
     def add_request(self, request: Request) -> None:
         """Takes in a request. One whose status is a wait is held until `set_ready`.
@@ -184,7 +200,13 @@ class Scheduler:
         if now >= self._next_deadline:
             self._fail_expired(now)
         output = SchedulerOutput()
-        step = _ScheduledStep(output, self.max_num_batched_tokens)
+        step = _ScheduledStep(
+            output,
+            self.max_num_batched_tokens,
+            self.max_num_drafts,
+            self._draft_lengths.choose(len(self.running)) if self.max_num_drafts else 0,
+            now,
+        )
         self._schedule_running(step, now)
         if not step.preempted:
             while self.waiting and step.budget and self._admit(step, now, preempt=False):
@@ -218,11 +240,13 @@ class Scheduler:
         self._num_scheduled_tokens += scheduler_output.total_num_scheduled_tokens
         sampled = model_runner_output.sampled_token_ids
         index = {req_id: i for i, req_id in enumerate(model_runner_output.req_ids)}
-        errors, drafts = model_runner_output.errors, model_runner_output.draft_token_ids
+        errors, drafts = model_runner_output.errors, model_runner_output.num_draft_tokens
         logprobs, prompt_logprobs = (
             model_runner_output.logprobs,
             model_runner_output.prompt_logprobs,
         )
+        if self.max_num_drafts:
+            self._learn(step, model_runner_output)
         any_finished = False
         for request, start, num_sampled in step.entries:
             if request.status > RequestStatus.PREEMPTED:
@@ -240,9 +264,11 @@ class Scheduler:
                 assert 0 < len(tokens) <= num_sampled, f"{req_id} got {len(tokens)} tokens"
                 _take_placeholders(request, num_sampled)
                 if request.status == RequestStatus.RUNNING:
-                    # Rejected drafts were computed in vain. (A preempted request starts over.)
+                    # Places without a right draft come to nothing. (A preempted request starts
+                    # over.)
                     request.num_computed_tokens -= num_sampled - len(tokens)
-                    request.spec_token_ids = drafts.get(req_id, [])
+                if drafts and req_id in drafts:
+                    self._count_drafts(drafts[req_id], len(tokens) - 1)
                 if logprobs:
                     token_logprobs = logprobs.get(req_id)
                 finished, count = self._check_stop(request, tokens)
@@ -351,6 +377,9 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
             num_scheduled_tokens=self._num_scheduled_tokens,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens_per_pos=self._num_accepted_tokens_per_pos.copy(),
         )
 
     def check_integrity(self) -> None:
@@ -443,22 +472,26 @@ class Scheduler:
             if left <= 0:
                 i += 1  # its last token is in flight
                 continue
-            drafts: list[int] = []
-            if request.spec_token_ids and not request.num_spec_in_flight:
-                # The first ones are for places whose tokens are in flight.
-                drafts = request.spec_token_ids[request.num_output_placeholders :][: left - 1]
-            start = request.num_computed_tokens
-            num_new = total + len(drafts) - start
+            start, num_drafts = request.num_computed_tokens, 0
+            num_new = total - start
             if num_new > 1:
                 num_new = min(self._cap(num_new), step.budget)
-                drafts = drafts[: max(0, num_new - (total - start))]
-            while (new := allocate_slots(request, num_new)) is None:
+            else:
+                num_drafts = min(
+                    step.drafts_per_request, left - 1, step.budget - 1, step.draft_budget
+                )
+            new = allocate_slots(request, num_new + num_drafts) if num_drafts else None
+            if new is None:
+                num_drafts = 0  # nobody is preempted for drafts
+            while new is None and (new := allocate_slots(request, num_new)) is None:
                 victim = running.pop()
                 self._preempt(victim, request)
                 step.preempted = True
                 if victim is request:
                     return
-            scheduled = ScheduledRequest(request.request_id, num_new, new or None, drafts)
+            scheduled = ScheduledRequest(
+                request.request_id, num_new + num_drafts, new or None, num_drafts
+            )
             self._add_to_step(step, request, scheduled, start, total)
             i += 1
 
@@ -508,6 +541,7 @@ class Scheduler:
                 request.num_prompt_tokens,
                 request.sampling_params,
                 start,
+                private=request.cache_salt is not None,
             ),
         )
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
@@ -532,13 +566,13 @@ class Scheduler:
         request.num_computed_tokens = start + scheduled.num_tokens
         num_sampled = 0
         if request.num_computed_tokens >= total:
-            num_spec = len(scheduled.token_ids)
-            num_sampled = num_spec + 1
+            num_sampled = scheduled.num_drafts + 1
             request.num_output_placeholders += num_sampled
-            request.num_spec_in_flight += num_spec
+            request.num_spec_in_flight += scheduled.num_drafts
         step.output.scheduled_reqs.append(scheduled)
         step.entries.append((request, start, num_sampled))
         step.budget -= scheduled.num_tokens
+        step.draft_budget -= scheduled.num_drafts
 
     def _note_wait(self, request: Request, reason: WaitReason) -> bool:
         """Tells the observer why a request is not started; False, for `_admit` to return."""
@@ -556,11 +590,31 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.spec_token_ids = []
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)
         self.waiting.push(request)
+
+    def _learn(self, step: _ScheduledStep, output: ModelRunnerOutput) -> None:
+        """Takes note of what a step's drafts cost and brought."""
+        now = self._clock()
+        # It began when it was scheduled, or when the step before it ended.
+        seconds, self._last_update = now - max(step.scheduled_at, self._last_update), now
+        work = step.output.scheduled_reqs
+        if not output.errors and all(r.num_tokens == 1 + r.num_drafts for r in work):
+            self._draft_lengths.record(
+                seconds,
+                [output.num_draft_tokens.get(req_id, 0) for req_id in output.req_ids],
+                [max(0, len(tokens) - 1) for tokens in output.sampled_token_ids],
+            )
+
+    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafts
+        accepted = self._num_accepted_tokens_per_pos
+        accepted += [0] * (num_accepted - len(accepted))
+        for place in range(num_accepted):
+            accepted[place] += 1
 
     def _check_stop(self, request: Request, tokens: list[int]) -> tuple[RequestStatus | None, int]:
         """Whether new tokens end the request, and how many of them belong to its output."""

@@ -8,7 +8,7 @@ scheduler may count drafts that turned out wrong until it learns of that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,21 +180,34 @@ class InputBatch:
         places[~fits] = -1
         return places
 
-    def put_drafts(self, row: int, drafts: Sequence[int]) -> None:
-        """Puts drafts behind a row's tokens, without counting them among these."""
-        known = self.num_tokens[row]
-        self.token_ids[row, known : known + len(drafts)] = drafts
-
-    def gather(self, scheduled: Sequence[ScheduledRequest], buffers: StepBuffers) -> StepInputs:
+    def gather(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        drafts: Mapping[str, Sequence[int]],
+        buffers: StepBuffers,
+    ) -> StepInputs:
         """Puts together a step's inputs; requests keep their order.
+
+        Args:
+            scheduled: the requests.
+            drafts: of those that have some, at most `num_drafts`. They come behind a row's tokens,
+                and do not count among these.
+            buffers: where the inputs go.
 
         Raises:
             IndexError: if tokens lie beyond a row's end, or do not fit the buffers.
         """
         num_reqs, row_of = len(scheduled), self.row_of
         self._rows[:num_reqs] = [row_of[request.req_id] for request in scheduled]
-        self._counts[:num_reqs] = [request.num_tokens for request in scheduled]
-        self._num_drafts[:num_reqs] = [len(request.token_ids) for request in scheduled]
+        self._counts[:num_reqs] = [r.num_tokens - r.num_drafts for r in scheduled]
+        self._num_drafts[:num_reqs] = 0
+        if drafts:
+            for i, request in enumerate(scheduled):
+                tokens = drafts.get(request.req_id, ())
+                at = int(self.num_tokens[self._rows[i]])
+                self.token_ids[self._rows[i], at : at + len(tokens)] = tokens
+                self._num_drafts[i] = len(tokens)
+            self._counts[:num_reqs] += self._num_drafts[:num_reqs]
         num_samples = self._gatherer.run(num_reqs, buffers.native)
         return StepInputs(
             req_ids=[request.req_id for request in scheduled],

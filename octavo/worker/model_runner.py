@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ from octavo.models.loader import load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.platforms.base import Platform
 from octavo.profiler import span
+from octavo.sampling.acceptance import ACCEPT, RECOVER, Drafted
 from octavo.sampling.logits_processors.builtin import GrammarBitmask
 from octavo.sampling.metadata import SamplingMetadata
 from octavo.sampling.plugins import load_plugins
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
+from octavo.spec_decode.base import Proposer, Target
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
 from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
 from octavo.worker.setup import WorkerSetup
@@ -37,6 +40,10 @@ from octavo.worker.setup import WorkerSetup
 # or for `max_num_seqs` if that is less: no more than the memory plan has for an ordinary step.
 PROMPT_LOGPROBS_ROWS = 64
 _NO_DRAFT = -2  # no token, nor `UNKNOWN`
+
+Drafts = dict[str, list[int]]
+"""Of each request that has some."""
+MakeProposer = Callable[[Target], Proposer | None]
 
 
 @dataclass(slots=True)
@@ -48,6 +55,7 @@ class _ComputedStep:
     metadata: SamplingMetadata | None
     """Of the rows of logits, if what they are sampled by was known before they were computed."""
     prompt_logprobs: dict[str, LogprobsLists]
+    drafts: Drafts
 
 
 @dataclass(slots=True)
@@ -59,6 +67,7 @@ class RunnerState:
     batch: InputBatch
     sampling: SamplingState
     steps: StepRunner
+    proposer: Proposer | None
 
 
 class SampledTokens:
@@ -125,8 +134,15 @@ class _Unknown:
 class ModelRunner:
     """Holds the model and, once `initialize_kv_cache` was called, KV cache and live requests."""
 
-    def __init__(self, setup: WorkerSetup, platform: Platform, device: torch.device) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        platform: Platform,
+        device: torch.device,
+        make_proposer: MakeProposer = lambda target: None,
+    ) -> None:
         self.device = device
+        self._make_proposer = make_proposer
         self.spec = setup.spec
         self.setup = setup
         self.platform = platform
@@ -156,6 +172,10 @@ class ModelRunner:
         """Requests whose parameters could not be set up, until the step that reports it."""
         self._unknown: list[_Unknown] = []
         self._step: _ComputedStep | None = None
+        self._draft_probs: torch.Tensor | None = None
+        """Of the current step's drafts; see `Proposal`."""
+        speculative = config.speculation.speculative_config
+        self._acceptance = "exact" if speculative is None else speculative.acceptance
 
     @property
     def state(self) -> RunnerState:
@@ -192,11 +212,13 @@ class ModelRunner:
             StepBuffers(batch.layout(setup.largest_step)),
             setup.kept_layers,
         )
+        sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         return RunnerState(
             kv_tensors,
             batch,
-            SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins),
+            sampling,
             self.platform.make_steps(setup, self.ops, eager, batch, capture=capture),
+            self._make_proposer(Target(setup, self.model, batch, sampling)),
         )
 
     def run_largest_step(self) -> int:
@@ -239,26 +261,33 @@ class ModelRunner:
         self._unknown.clear()
         return nbytes
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Launches the forward pass of one step and keeps its logits for `sample_tokens`."""
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        announce: Callable[[Drafts], None] = lambda drafts: None,
+    ) -> None:
+        """Launches the forward pass of one step and keeps its logits for `sample_tokens`.
+
+        Args:
+            scheduler_output: the step.
+            announce: is given the step's drafts before the forward pass.
+        """
         scheduled = scheduler_output.scheduled_reqs
         with span("prepare_inputs"):
             self._update_rows(scheduler_output)
             if not scheduled:
+                announce({})
                 self._step = None
                 return
-            state, has_drafts, has_grammar = self.state, False, False
-            for request in scheduled:
-                if request.token_ids:
-                    has_drafts = True
-                    state.batch.put_drafts(state.batch.row_of[request.req_id], request.token_ids)
-                has_grammar |= request.has_grammar
-            if has_drafts:  # how many tokens each row gets must be known before it goes on
-                self._collect_tokens(wait=True)
-            tokens = scheduler_output.total_num_scheduled_tokens
-            inputs = state.batch.gather(scheduled, state.steps.buffers(tokens, len(scheduled)))
+            state, drafts = self.state, self._propose(scheduled)
+            announce(drafts)
+            # A place for a draft that there is none for is no token.
+            tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
+            tokens += sum(map(len, drafts.values()))
+            buffers = state.steps.buffers(tokens, len(scheduled))
+            inputs = state.batch.gather(scheduled, drafts, buffers)
             metadata = params = None
-            if inputs.size.samples and not (has_drafts or has_grammar):
+            if inputs.size.samples and not (drafts or any(r.has_grammar for r in scheduled)):
                 rows = inputs.sampling_rows
                 self._collect_tokens(wait=state.sampling.needs_tokens(rows))
                 metadata = state.sampling.metadata(rows)
@@ -267,7 +296,7 @@ class ModelRunner:
             note(rows=inputs.size.tokens)
             result = state.steps.run(inputs, params)
         prompt_logprobs = self._compute_prompt_logprobs(inputs, result.hidden)
-        self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs)
+        self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, drafts)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Samples the next token of each request whose known tokens are all computed.
@@ -287,8 +316,19 @@ class ModelRunner:
             req_ids=inputs.req_ids,
             sampled_token_ids=[[] for _ in inputs.req_ids],
             prompt_logprobs=step.prompt_logprobs,
+            num_draft_tokens={req_id: len(tokens) for req_id, tokens in step.drafts.items()},
             errors=errors,
         )
+        pending = self._sample(step, grammar, output)
+        if state.proposer is not None:
+            state.proposer.observe(inputs, step.result)
+        return pending
+
+    def _sample(
+        self, step: _ComputedStep, grammar: GrammarOutput | None, output: ModelRunnerOutput
+    ) -> PendingOutput:
+        """Samples, and brings the rows up to date."""
+        inputs, state, errors = step.inputs, self.state, output.errors
         state.batch.num_computed_tokens[inputs.rows] += inputs.counts
         indices = inputs.sampling
         if not len(indices):
@@ -349,6 +389,8 @@ class ModelRunner:
                 logits = logits[to_device(at, self.device)]
             allowed = None if bitmask is None else _select(bitmask, at)
             metadata = state.sampling.metadata(all_rows[at], ahead, allowed)
+            if self._acceptance != "exact":
+                metadata = replace(metadata, drafted=self._drafted(drafts, at, all_rows, ahead))
             sampled = self.sampler.sample(logits, metadata)
             tokens[at] = sampled.token_ids.cpu().numpy()
             logprobs.update((int(at[i]), lists) for i, lists in sampled.logprobs.items())
@@ -392,6 +434,23 @@ class ModelRunner:
                 parts = [logprobs[at] for at in range(begin, begin + count)]
                 output.logprobs[req_id] = LogprobsLists.join(parts)
 
+    def _drafted(
+        self, drafts: LongArray, at: LongArray, all_rows: LongArray, ahead: LongArray
+    ) -> Drafted:
+        """The drafts for rows of logits `at` of a step, and the random numbers that they need."""
+        has_draft = drafts >= 0
+        of_probs = np.cumsum(has_draft) - 1  # each draft's row of its probabilities
+        own = has_draft[at]
+        some, probs, sampling = at[own], self._draft_probs, self.state.sampling
+        return Drafted(
+            self._acceptance == "typical",
+            np.flatnonzero(own),
+            drafts[some],
+            None if probs is None else probs[to_device(of_probs[some], probs.device)],
+            accept=sampling.uniforms(all_rows[some], ahead[own], ACCEPT),
+            recover=sampling.uniforms(all_rows[some], ahead[own], RECOVER),
+        )
+
     def _collect_tokens(self, *, wait: bool) -> None:
         """Takes the tokens that have come from the device into the rows that still want them."""
         batch = self.state.batch
@@ -404,6 +463,23 @@ class ModelRunner:
             rows = step.rows[same]
             self.state.sampling.record(rows, tokens[same], np.ones_like(rows))
 
+    def _propose(self, scheduled: Sequence[ScheduledRequest]) -> Drafts:
+        """Drafts for the places that a step has for them."""
+        state = self.state
+        asking = [request for request in scheduled if request.num_drafts]
+        if state.proposer is None or not asking:
+            return {}
+        self._collect_tokens(wait=True)
+        rows = np.array([state.batch.row_of[request.req_id] for request in asking])
+        counts = np.array([request.num_drafts for request in asking])
+        proposal = state.proposer.propose(rows, counts)
+        self._draft_probs = proposal.probs
+        return {
+            request.req_id: list(tokens)
+            for request, tokens in zip(asking, proposal.token_ids, strict=True)
+            if tokens
+        }
+
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the persistent rows up to date with the scheduler."""
         state = self.state
@@ -411,6 +487,8 @@ class ModelRunner:
         for req_id in scheduler_output.finished_req_ids:
             row = batch.remove(req_id)
             if row is not None:
+                if state.proposer is not None:
+                    state.proposer.remove_row(row)
                 state.sampling.remove_row(row)
                 self._prompt_logprobs.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
@@ -429,6 +507,8 @@ class ModelRunner:
         except Exception as error:  # whatever one request makes fail, fails that request only
             # The row stays without sampling state: greedy and plain.
             self._failed[req_id] = f"its sampling parameters cannot be used: {error}"
+        if self.state.proposer is not None:
+            self.state.proposer.add_row(row, data)
         if params.prompt_logprobs is not None:
             self._prompt_logprobs[req_id] = params.prompt_logprobs
 

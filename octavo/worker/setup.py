@@ -24,14 +24,22 @@ class WorkerSetup:
     max_num_batched_tokens: int
     scratch: Scratch | None = None
     """On a CPU what the memory plan has for steps."""
-    num_speculative_tokens: int = 0
-    """Most drafts of a request in a step."""
     kept_layers: tuple[int, ...] = ()
     """Layers whose hidden states steps return, for draft heads and pooling."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a request in a step."""
+        speculative = self.config.speculation.speculative_config
+        return 0 if speculative is None else speculative.num_speculative_tokens
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Most drafts of all requests in a step."""
+        return self.config.scheduler.max_num_seqs * self.num_speculative_tokens
 
     @property
     def largest_step(self) -> StepSize:
         """Most of everything in a step."""
         requests = self.config.scheduler.max_num_seqs
-        samples = requests * (1 + self.num_speculative_tokens)
-        return StepSize(self.max_num_batched_tokens, requests, samples)
+        return StepSize(self.max_num_batched_tokens, requests, requests + self.max_num_drafts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -12,8 +12,9 @@ from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, SchedulerOutput
 from octavo.platforms.base import Platform
 from octavo.profiler import drain_kernels, span
+from octavo.spec_decode.registry import make_proposer
 from octavo.worker.memory import MemoryBudget
-from octavo.worker.model_runner import ModelRunner, PendingOutput
+from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
 from octavo.worker.setup import WorkerSetup
 
 
@@ -33,7 +34,9 @@ class Worker:
         self.device = platform.open_device(setup)
         self._allocated_before = platform.allocated_nbytes(self.device)
         with torch.inference_mode(), _out_of_memory("loading the model"):
-            self._runner: ModelRunner | None = ModelRunner(setup, platform, self.device)
+            self._runner: ModelRunner | None = ModelRunner(
+                setup, platform, self.device, make_proposer
+            )
         self._step = 0  # number of the current one: the engine core counts alike
 
     @property
@@ -57,8 +60,10 @@ class Worker:
         with torch.inference_mode(), _out_of_memory("allocating the KV cache and capturing steps"):
             self.runner.initialize_kv_cache(kv_cache)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Runs the forward pass of a step."""
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, announce: Callable[[Drafts], None]
+    ) -> None:
+        """Runs the forward pass of a step; `announce` is given its drafts before."""
         self._step += 1
         with torch.inference_mode(), span("execute_model") as note:
             note(
@@ -66,7 +71,7 @@ class Worker:
                 requests=len(scheduler_output.scheduled_reqs),
                 tokens=scheduler_output.total_num_scheduled_tokens,
             )
-            self.runner.execute_model(scheduler_output)
+            self.runner.execute_model(scheduler_output, announce)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Samples the tokens of the step run last; see `StepHandle.sample`."""

@@ -7,7 +7,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.kernels import native
-from tests.drafts import Drafter
+from tests.drafts import SETTINGS, Drafter
 from tests.models.harness import make_hf
 from tests.plugins import NO_REPEAT, install
 
@@ -136,7 +136,7 @@ def test_with_and_without_a_prefix_hit(dtype, expected, async_scheduling):
 def test_with_drafts_right_and_wrong(dtype, expected, async_scheduling, enforce_eager, monkeypatch):
     """Alone and among others, greedy, sampled, with penalties; prefixes are cached on the way."""
     drafter = Drafter(monkeypatch, [answer.token_ids for answer in expected])
-    settings = {"async_scheduling": async_scheduling, "enforce_eager": enforce_eager}
+    settings = {"async_scheduling": async_scheduling, "enforce_eager": enforce_eager} | SETTINGS
     with LLM(dtype=dtype, max_model_len=512, max_num_seqs=16, **settings) as llm:
         assert alone(llm) == expected
         assert drafter.num_tokens > 1.2 * drafter.num_steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from tests.drafts import Drafter
+from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
 from tests.triton import needs_triton
@@ -143,7 +143,7 @@ def test_drafts(
     expected = ids(run(model, params, gpu, device="cuda", **settings))
     replays = gpu.replays
     drafter = Drafter(monkeypatch, expected)
-    assert ids(run(model, params, gpu, device="cuda", **settings)) == expected
+    assert ids(run(model, params, gpu, device="cuda", **settings, **SETTINGS)) == expected
     assert drafter.num_tokens > 1.2 * drafter.num_steps
     assert gpu.replays > replays
     assert gpu.waits

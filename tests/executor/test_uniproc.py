@@ -40,7 +40,7 @@ class RecordingWorker:
         self.calls = []
         self.threads = {threading.current_thread().name}
 
-    def execute_model(self, scheduler_output):
+    def execute_model(self, scheduler_output, announce):
         self.threads.add(threading.current_thread().name)
         self.calls.append(("execute", scheduler_output.total_num_scheduled_tokens))
 
@@ -100,7 +100,7 @@ def test_shutdown_waits_for_the_step_under_way_only(monkeypatch):
     started, go_on = threading.Event(), threading.Event()
 
     class Worker(RecordingWorker):
-        def execute_model(self, scheduler_output):
+        def execute_model(self, scheduler_output, announce):
             started.set()
             go_on.wait(10)
 
@@ -131,7 +131,7 @@ def test_a_failure_reaches_the_caller(on_its_way, monkeypatch):
 @pytest.mark.parametrize("message", ["the forward pass broke", "illegal memory access"])
 def test_a_forward_pass_that_failed_is_the_cause_and_what_it_left_is_let_go(message, monkeypatch):
     class Worker(RecordingWorker):
-        def execute_model(self, scheduler_output):
+        def execute_model(self, scheduler_output, announce):
             raise ValueError(message)
 
         def sample_tokens(self, grammar):

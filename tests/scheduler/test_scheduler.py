@@ -595,12 +595,14 @@ class TestSpeculation:
             engine.step()
             if a.status == RequestStatus.RUNNING:
                 assert a.num_computed_tokens == a.num_tokens - 1
-        drafts = sum(len(r.token_ids) for w in engine.steps for r in w.scheduled_reqs)
-        assert drafts > engine.executor.num_accepted > 0
+        stats = engine.scheduler.make_stats()
+        assert stats.num_draft_tokens > engine.executor.num_accepted > 0
+        assert sum(stats.num_accepted_tokens_per_pos) == engine.executor.num_accepted
+        assert stats.num_drafts < len(engine.steps)
 
     @pytest.mark.parametrize("windows", [(None,), (None, 5)])
     def test_a_request_with_drafts_in_flight_is_scheduled_on(self, windows):
-        """As if all drafts were right, and without new ones until that is known."""
+        """As if all its places had brought a token, and with places for more."""
         engine = FakeEngine(num_drafts=4, depth=2, caches=pages(*windows))
         a = engine.add("a", range(10), max_tokens=40)
         corrected = 0
@@ -609,32 +611,46 @@ class TestSpeculation:
             while len(engine.in_flight) > 1:
                 engine.update()
             [scheduled] = engine.steps[-1].scheduled_reqs or [None]
-            if scheduled is not None and scheduled.token_ids:
+            if scheduled is not None and scheduled.num_drafts:
                 expected = a.num_computed_tokens
                 [behind] = engine.schedule().scheduled_reqs or [None]
                 if behind is None:  # its last token may be in flight
                     assert a.num_tokens + a.num_output_placeholders == 50
                     continue
-                assert (behind.num_tokens, behind.token_ids) == (1, [])
-                assert a.num_computed_tokens == expected + 1
+                assert behind.num_tokens == 1 + behind.num_drafts
+                expected += behind.num_tokens
+                assert a.num_computed_tokens == expected
                 engine.update()
-                corrected += a.num_computed_tokens < expected + 1
+                corrected += a.num_computed_tokens < expected
         assert corrected > 1
         assert engine.executor.num_accepted > 1
         engine.run()
         check_tokens(engine, a)
 
-    def test_drafts_for_places_in_flight_are_left_out(self):
-        engine = FakeEngine(depth=2)
-        a = engine.add("a", range(10), max_tokens=9)
-        engine.schedule()
-        engine.schedule()
+    def test_places_are_shared_out_in_order(self):
+        """A step has so many in all, and none for what is not about to sample."""
+        engine = FakeEngine(num_drafts=4, max_num_batched_tokens=40)
+        for i in range(4):
+            engine.add(f"r{i}", [i] * 5, max_tokens=[2, 30, 30, 30][i])
+        engine.step()
+        work = engine.schedule()
+        assert [r.num_drafts for r in work.scheduled_reqs] == [0, 4, 4, 4]
+        engine.scheduler.max_num_drafts = 6
         engine.update()
-        a.spec_token_ids = [7, 8, 9]  # behind the first token; the second one is in flight
-        [scheduled] = engine.schedule().scheduled_reqs
-        assert (scheduled.num_tokens, scheduled.token_ids) == (3, [8, 9])
-        engine.run()
-        check_tokens(engine, a)
+        engine.add("long", [9] * 100)
+        work = engine.schedule()
+        places = {r.req_id: r.num_drafts for r in work.scheduled_reqs}
+        assert places == {"r1": 4, "r2": 2, "r3": 0, "long": 0}
+
+    def test_nobody_is_preempted_for_drafts(self):
+        engine = FakeEngine(num_drafts=4, num_blocks=5, block_size=8)
+        a = engine.add("a", range(12), max_tokens=4)
+        b = engine.add("b", range(20, 32), max_tokens=4)
+        engine.step()
+        while engine.scheduler.requests:
+            engine.step()
+        check_tokens(engine, a, b)
+        assert engine.scheduler.make_stats().num_preemptions == 0
 
     def test_drafts_after_a_stop_are_dropped_with_their_logprobs(self):
         alone = FakeEngine()

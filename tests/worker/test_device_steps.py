@@ -93,7 +93,7 @@ def run(steps: DeviceSteps, batch: InputBatch, scheduled: dict[str, int]) -> lis
     """One step whose tokens the host never learns."""
     buffers = steps.buffers(sum(scheduled.values()), len(scheduled))
     requests = [ScheduledRequest(req_id, count) for req_id, count in scheduled.items()]
-    inputs = batch.gather(requests, buffers)
+    inputs = batch.gather(requests, {}, buffers)
     result = steps.run(inputs, params(inputs.size.samples))
     assert result.tokens is not None
     seen = [t.clone() for t in (result.hidden, result.logits, result.tokens, result.kept[0])]

@@ -112,7 +112,7 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
                     batch.num_tokens[row] = end if req_id != "a" or len(seen) % 8 == 0 else MAX_LEN
                 requests = [ScheduledRequest(req_id, n) for req_id, n in scheduled.items()]
                 buffers = runner.buffers(sum(scheduled.values()), len(scheduled))
-                inputs = batch.gather(requests, buffers)
+                inputs = batch.gather(requests, {}, buffers)
                 assert len(inputs.sampling) in (len(scheduled), len(scheduled) - 1)
                 result = runner.run(inputs, None)
                 assert result.tokens is None

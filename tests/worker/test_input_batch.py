@@ -32,14 +32,13 @@ def gather(
 ) -> tuple[StepInputs, HostTable]:
     """The inputs, and what of their arrays is the step's."""
     drafts = drafts or {}
-    for req_id, ids in drafts.items():
-        batch.put_drafts(batch.row_of[req_id], ids)
     requests = [
-        ScheduledRequest(req_id, count, token_ids=drafts.get(req_id, []))
+        # One place has no draft.
+        ScheduledRequest(req_id, count + 1, num_drafts=1 + len(drafts.get(req_id, [])))
         for req_id, count in scheduled.items()
     ]
     size = StepSize(sum(scheduled.values()), 3, 3 + sum(map(len, drafts.values())))
-    inputs = batch.gather(requests, StepBuffers(batch.layout(size)))
+    inputs = batch.gather(requests, drafts, StepBuffers(batch.layout(size)))
     return inputs, inputs.table.first(inputs.size)
 
 
@@ -146,7 +145,7 @@ def test_gathered_as_in_python(data):
     for array in buffers.table:
         array[...] = -7
     requests = [ScheduledRequest(name, count) for name, count in scheduled.items()]
-    step = batch.gather(requests, buffers)
+    step = batch.gather(requests, {}, buffers)
     inputs = step.table.first(step.size)
     places = [(expected[r], p) for r in scheduled for p in range(*_chunk(expected[r]))]
     assert inputs.input_ids.tolist() == [tokens[p] for (tokens, *_), p in places]
@@ -205,8 +204,9 @@ def test_what_lies_outside_is_refused_before_anything_is_written(batch, field, v
         requests = value
     buffers = StepBuffers(batch.layout(StepSize(room, requests, 2)))
     buffers.table.input_ids[:] = -7
+    request = ScheduledRequest("a", count, num_drafts=len(drafts))
     with pytest.raises(IndexError, match=message):
-        batch.gather([ScheduledRequest("a", count, token_ids=drafts)], buffers)
+        batch.gather([request], {"a": drafts}, buffers)
     assert (buffers.table.input_ids == -7).all()
 
 

@@ -26,6 +26,7 @@ from octavo.messages import (
 from octavo.models.registry import read_spec
 from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling.sampler import NOT_FINITE
+from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.model_runner import ModelRunner, SampledTokens
@@ -48,25 +49,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class GivenDrafts(Proposer):
+    """Proposes what the test says."""
+
+    drafts: dict[str, list[int]]
+
+    def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
+        batch = self.target.batch
+        owner = {row: req_id for req_id, row in batch.row_of.items()}
+        for row in rows.tolist():
+            assert batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
+        return Proposal([self.drafts[owner[row]] for row in rows.tolist()])
+
+
 class Runner:
     """A model runner whose requests have blocks of their own, all handed out at the start."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
+        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": MAX_DRAFTS}
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
         spec = read_spec(folder)
         setup = WorkerSetup(
             *(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN),
-            num_speculative_tokens=MAX_DRAFTS,
             kept_layers=(0, len(spec.layers) - 1),
         )
         platform = CPUPlatform()
         backend = platform.make_attention_backend(setup, CPU)
         setup = replace(setup, scratch=measure_scratch(setup, backend))
-        self.runner = ModelRunner(setup, platform, CPU)
+        self.runner = ModelRunner(setup, platform, CPU, self._make_proposer)
         kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         with torch.inference_mode():
             self.runner.initialize_kv_cache(kv)
         self._first_block = 1
+
+    def _make_proposer(self, target: Target) -> Proposer:
+        self.proposer = GivenDrafts(target)
+        return self.proposer
 
     def new(
         self,
@@ -99,8 +117,9 @@ class Runner:
         scheduled = []
         for req_id, count in counts.items():
             request = first.get(req_id) or ScheduledRequest(req_id, 0, blocks.get(req_id))
-            request.token_ids = drafts.get(req_id, [])
-            request.num_tokens = count + len(request.token_ids)
+            if count == 1:  # a place more than there are drafts
+                request.num_drafts = len(drafts.get(req_id, [])) + (req_id in drafts)
+            request.num_tokens = count + request.num_drafts
             request.has_grammar = grammar is not None and req_id in grammar.req_ids
             scheduled.append(request)
         work = SchedulerOutput(
@@ -110,6 +129,7 @@ class Runner:
             blocks_to_copy=list(copies),
         )
         with torch.inference_mode():
+            self.proposer.drafts = drafts
             self.runner.execute_model(work)
             if scheduled:
                 assert self.runner._step is not None

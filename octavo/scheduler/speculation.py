@@ -1,0 +1,122 @@
+"""How many drafts are worth their while.
+
+A draft that is verified in vain costs a row of the step, and the time of whoever drafted it. What
+that comes to depends on the machine, the model, how many requests share the step and what they
+write, so it is measured as the engine runs: how long steps take, and how often the draft at each
+place is right. The number of drafts is the one that promises the most tokens per second, and none
+if drafts do not pay. Answers do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Weight of the newest step in the running means.
+_WEIGHT = 1 / 16
+# Before anything is known a draft is right that often, if the one before it was.
+_FIRST_GUESS = 0.7
+# Drafts must promise that much more than none: the means are not exact.
+_GAIN = 1.02
+# Steps between two looks at what is best, and steps of a look at what may have become better.
+_STEPS_BETWEEN = 16
+_STEPS_OF_PROBE = 4
+# After a look that found nothing better the next one comes later, at most that many steps.
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
+
+
+class DraftLengths:
+    """Chooses the number of drafts of a request in a step.
+
+    Args:
+        most: no more than these.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._accepted = [_FIRST_GUESS ** (i + 1) for i in range(most)]
+        """For each place: how often the draft there was right, of those times that there was one.
+        (One behind a wrong draft is wrong.)"""
+        self._loads: dict[int, _Load] = {}
+
+    def choose(self, num_reqs: int) -> int:
+        """The most drafts for each of so many running requests."""
+        load = self._load(num_reqs)
+        load.steps_left -= 1
+        if load.steps_left < 0:
+            self._look(load)
+        return load.current
+
+    def record(self, seconds: float, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Takes in a step of decoding requests only.
+
+        Args:
+            seconds: that the step took.
+            drafted: for each request how many drafts it had: a method need not find any.
+            accepted: for each request how many of them were right.
+        """
+        for place in range(self.most):
+            if count := sum(n > place for n in drafted):
+                share = sum(n > place for n in accepted) / count
+                self._accepted[place] += _WEIGHT * (share - self._accepted[place])
+            elif place and any(drafted):  # not seen: it goes on as it went up to there
+                earlier = self._accepted[place - 2] if place > 1 else 1.0
+                self._accepted[place] = self._accepted[place - 1] ** 2 / max(earlier, 1e-9)
+        seconds, known = max(seconds, 1e-9), self._load(len(drafted)).seconds
+        num_drafts = round(sum(drafted) / len(drafted))
+        before = known.get(num_drafts)
+        # A step that was held up tells nothing: at most twice the mean counts.
+        if before is not None:
+            seconds = before + _WEIGHT * (min(seconds, 2 * before) - before)
+        known[num_drafts] = seconds
+
+    def _load(self, num_reqs: int) -> _Load:
+        """Loads are told apart up to a factor of two."""
+        return self._loads.setdefault(num_reqs.bit_length(), _Load())
+
+    def _look(self, load: _Load) -> None:
+        """Chooses anew: the best, or now and then one beside it, so that it gets measured."""
+        best = max(range(self.most + 1), key=lambda k: self._promise(load, k))
+        if best and self._promise(load, best) < _GAIN * self._promise(load, 0):
+            best = 0
+        unknown = 0 not in load.seconds and bool(load.seconds)
+        load.until_probe -= 1
+        if unknown or load.until_probe < 0:
+            load.pause = min(load.pause * 2, _LONGEST_PAUSE) if best == load.best else _FIRST_PAUSE
+            load.until_probe = load.pause // _STEPS_BETWEEN
+            load.best = best
+            # None is measured as well, and from none it takes a try to see that drafts are right.
+            load.current = 0 if unknown else min(best + 1 if best else 2, self.most)
+            load.steps_left = _STEPS_OF_PROBE - 1
+            return
+        load.best = load.current = best
+        load.steps_left = (_STEPS_BETWEEN if load.seconds else _STEPS_OF_PROBE) - 1
+
+    def _promise(self, load: _Load, num_drafts: int) -> float:
+        """Tokens per second of a request."""
+        return (1 + sum(self._accepted[:num_drafts])) / load.estimate(num_drafts)
+
+
+class _Load:
+    """What is known of steps with about so many requests."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = {}
+        """Of a step, by the number of drafts of each request."""
+        self.current = self.best = 0
+        self.steps_left = 0
+        self.pause = _FIRST_PAUSE
+        self.until_probe = _FIRST_PAUSE // _STEPS_BETWEEN
+
+    def estimate(self, num_drafts: int) -> float:
+        """Seconds of a step: what was measured, or what lies between or beside that."""
+        known = self.seconds
+        if num_drafts in known:
+            return known[num_drafts]
+        below = max((k for k in known if k < num_drafts), default=None)
+        above = min((k for k in known if k > num_drafts), default=None)
+        if below is not None and above is not None:
+            share = (num_drafts - below) / (above - below)
+            return known[below] + share * (known[above] - known[below])
+        if below is not None:
+            return known[below]
+        return known[above] if above is not None else 1.0

@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes the tokens that the model then verifies."""

@@ -1,0 +1,81 @@
+"""What every drafting method is: the built-in ones, and those of tests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.messages import NewRequestData
+from octavo.models.base import Model
+from octavo.sampling.state import SamplingState
+from octavo.worker.graphs import StepResult
+from octavo.worker.input_batch import InputBatch, StepInputs
+from octavo.worker.setup import WorkerSetup
+
+LongArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom a proposer works for."""
+
+    setup: WorkerSetup
+    model: Model
+    batch: InputBatch
+    """The live requests' rows: tokens so far, and how many of them are computed."""
+    sampling: SamplingState
+    """How they are sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts for R requests."""
+
+    token_ids: Sequence[Sequence[int]]
+    """[R][...] those of each request, which follow its last token; may be none."""
+    probs: Tensor | None = None
+    """float32 [all drafts, vocab], in order, what each was drawn from; None: each was certain."""
+
+
+class Proposer(ABC):
+    """Proposes the next tokens of requests. What it proposes changes how many steps an answer
+    takes, never the answer, so it may be as wrong as it likes.
+
+    All is called on the worker's thread: when a request comes or goes `add_row` and `remove_row`,
+    before a step `propose`, and once a step's tokens are in the rows `observe`.
+
+    Args:
+        target: the model and its live requests.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def add_row(self, row: int, data: NewRequestData) -> None:  # noqa: B027
+        """Takes in a request, new or resumed, whose tokens are in its row."""
+
+    def remove_row(self, row: int) -> None:  # noqa: B027
+        """Forgets a request; its tokens are still in its row."""
+
+    def observe(self, inputs: StepInputs, result: StepResult) -> None:  # noqa: B027
+        """Looks at a step that has been sampled.
+
+        Args:
+            inputs: what was computed, drafts included. `batch.num_computed_tokens` and the rows
+                tell how much of it was right.
+            result: hidden states, good until the next step is run.
+        """
+
+    @abstractmethod
+    def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
+        """Drafts for some requests; all their tokens are known, and all but the last computed.
+
+        Args:
+            rows: int64 [R], none twice.
+            counts: int64 [R], most drafts for each, from 1 to `setup.num_speculative_tokens`.
+        """

@@ -1,0 +1,18 @@
+"""Which drafting method there is for a config."""
+
+from __future__ import annotations
+
+from octavo.spec_decode.base import Proposer, Target
+from octavo.spec_decode.ngram import NgramProposer
+from octavo.spec_decode.suffix import SuffixProposer
+
+_METHODS: dict[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+
+
+def make_proposer(target: Target) -> Proposer | None:
+    """The proposer that the config asks for; None: it asks for none."""
+    config = target.setup.config.speculation.speculative_config
+    if config is None:
+        return None
+    assert config.method is not None
+    return _METHODS[config.method](target)

@@ -1,0 +1,1 @@
+"""Structured output: grammars that answers must follow, compiled to bitmasks of tokens."""
