@@ -96,6 +96,15 @@ BAD = {
     "num_threads": [0, -1, 1.5],
     "numa_node": [-1, 0.5, "auto"],
     "profiler_dir": [5],
+    "speculative_config": [
+        *(5, "ngram", "{", [], {}, {"method": "magic"}, {"method": "ngram", "mode": 1}),
+        *({"method": "ngram", "num_speculative_tokens": k} for k in (0, 33, 1000, 1.5)),
+        {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3},
+        {"method": "suffix", "prompt_lookup_min": 0},
+        {"method": "ngram", "model": "m"},
+        {"method": "ngram", "acceptance": "maybe"},
+        {"method": "eagle"},
+    ],
 }
 
 
@@ -322,9 +331,8 @@ def test_fields_are_fit_for_flags():
         assert field.doc.endswith(".")
         assert field.flag.startswith("--")
         kind, optional = optional_type(field.type)
-        assert kind in (int, float, str, bool, list[str]) or typing.get_origin(kind) is (
-            typing.Literal
-        ), field
+        plain = kind in (int, float, str, bool, list[str])
+        assert plain or field.is_json or typing.get_origin(kind) is typing.Literal, field
         assert optional == (field.default is None)
     by_name = {f.name: f for f in fields}
     assert by_name["max_model_len"].flag == "--max-model-len"
@@ -333,6 +341,23 @@ def test_fields_are_fit_for_flags():
     assert by_name["block_size"].choices == (8, 16, 32, 64, 128)
     assert by_name["model"].choices is None
     assert by_name["max_num_seqs"].section == "scheduler"
+
+
+def test_what_is_looked_up():
+    def lengths(**config):
+        made = EngineConfig.from_kwargs(speculative_config={"method": "ngram", **config})
+        return made.speculation.speculative_config.lookup_lengths
+
+    assert lengths() == (5, 5)
+    assert lengths(prompt_lookup_max=7) == (7, 7)
+    assert lengths(prompt_lookup_min=2) == (2, 2)
+    assert lengths(prompt_lookup_min=2, prompt_lookup_max=7) == (2, 7)
+
+
+def test_json_as_text():
+    text = '{"method": "ngram", "num_speculative_tokens": 3}'
+    config = EngineConfig.from_kwargs(speculative_config=text)
+    assert config == EngineConfig.from_kwargs(speculative_config=msgspec.json.decode(text))
 
 
 def test_environment(monkeypatch):

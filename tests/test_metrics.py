@@ -17,6 +17,10 @@ NAMES = {
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_preemptions",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
     "prompt_tokens",
     "prompt_tokens_cached",
     "generation_tokens",
@@ -108,6 +112,27 @@ def test_scheduler_stats(metrics):
     stats(7, 70, 500, 0, 2)
     assert read(metrics, "prefix_cache_queries_total") == 680
     assert read(metrics, "num_preemptions_total") == 3
+
+
+def test_drafts(metrics):
+    def stats(steps, drafts, tokens, accepted):
+        metrics.record_scheduler_stats(
+            SchedulerStats(
+                num_steps=steps,
+                num_drafts=drafts,
+                num_draft_tokens=tokens,
+                num_accepted_tokens_per_pos=accepted,
+            )
+        )
+
+    stats(1, 0, 0, [])
+    stats(2, 2, 6, [2, 1])
+    stats(3, 3, 9, [3, 1, 1])
+    assert read(metrics, "spec_decode_num_drafts_total") == 3
+    assert read(metrics, "spec_decode_num_draft_tokens_total") == 9
+    assert read(metrics, "spec_decode_num_accepted_tokens_total") == 5
+    per_pos = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [read(metrics, per_pos, position=str(i)) for i in range(3)] == [3, 1, 1]
 
 
 def test_tokens_of_a_step(metrics):

@@ -191,7 +191,7 @@ class SamplingState:
             # Key: the request's seed; counter: how many tokens come before this one.
             params["uniform"] = philox.uniform(self._seeds[rows], num_output_tokens)
         processors: list[tuple[LogitsProcessor, StepRows]] = []
-        if grammar is not None:
+        if grammar is not None and len(grammar.at):
             at = grammar.at
             processors.append((grammar, StepRows(at, rows[at], num_output_tokens[at])))
         if self._processed[rows].any():

@@ -203,10 +203,10 @@ class InputBatch:
         self._num_drafts[:num_reqs] = 0
         if drafts:
             for i, request in enumerate(scheduled):
-                tokens = drafts.get(request.req_id, ())
-                at = int(self.num_tokens[self._rows[i]])
-                self.token_ids[self._rows[i], at : at + len(tokens)] = tokens
-                self._num_drafts[i] = len(tokens)
+                if tokens := drafts.get(request.req_id):
+                    row = self._rows[i]
+                    self.token_ids[row, self.num_tokens[row] + np.arange(len(tokens))] = tokens
+                    self._num_drafts[i] = len(tokens)
             self._counts[:num_reqs] += self._num_drafts[:num_reqs]
         num_samples = self._gatherer.run(num_reqs, buffers.native)
         return StepInputs(

@@ -85,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_step(worker: Worker) -> list[list[int]]:
     data = NewRequestData([5, 6, 7], 3, CoreSamplingParams(temperature=0.0), 0)
-    worker.execute_model(SchedulerOutput([ScheduledRequest("a", 3, [[1]], new=data)], 3))
+    worker.execute_model(SchedulerOutput([ScheduledRequest("a", 3, [[1]], new=data)], 3), list)
     return worker.sample_tokens().get().sampled_token_ids
 
 
@@ -209,7 +209,9 @@ def test_threads_and_node_are_set_before_the_model_is_loaded(
     calls: list[tuple[str, object]] = []
 
     class Runner:
-        def __init__(self, setup: WorkerSetup, platform: object, device: torch.device) -> None:
+        def __init__(
+            self, setup: WorkerSetup, platform: object, device: torch.device, make_proposer: object
+        ) -> None:
             calls.append(("load", device.type))
 
     for name in ("bind_to_numa_node", "set_num_threads"):
