@@ -25,6 +25,7 @@ from octavo.engine.core_process import _BusyLoop
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, CoreReady
 from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
+from octavo.messages import SchedulerStats
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -130,9 +131,9 @@ def test_a_stop_text_ends_the_request_in_the_core_too():
     async def test(engine):
         params = {"stop": ["e"], "max_tokens": 200, "ignore_eos": True}
         await collect(engine, "a", **params)
-        stats = await engine._client.call_utility("stats")
-        assert (stats[0], stats[1]) == (0, 0)  # running and waiting
-        assert stats[-1] < 100  # tokens computed
+        stats = SchedulerStats(*await engine._client.call_utility("stats"))
+        assert (stats.num_running_reqs, stats.num_waiting_reqs) == (0, 0)
+        assert stats.num_scheduled_tokens < 100
 
     run(test)
 
