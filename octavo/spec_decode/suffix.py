@@ -14,7 +14,7 @@ from octavo.messages import NewRequestData
 from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.spec_decode.ngram import look_up
 
-MAX_TOKENS = 2**18
+MAX_TOKENS = 2**17
 """Tokens of earlier answers that are kept at least, if there were as many; at most twice that."""
 NBYTES_PER_TOKEN = 200
 _LONGEST = 64  # tokens that a match is looked for with
