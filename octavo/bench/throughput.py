@@ -176,7 +176,14 @@ def _engine_figures(before: SchedulerStats, after: SchedulerStats) -> dict[str, 
     queries = after.prefix_cache_queries - before.prefix_cache_queries
     hits = after.prefix_cache_hits - before.prefix_cache_hits
     figures: dict[str, float] = {"num_preemptions": after.num_preemptions - before.num_preemptions}
-    return figures | ({"prefix_cache_hit_rate_perc": hits / queries * 100} if queries else {})
+    if queries:
+        figures["prefix_cache_hit_rate_perc"] = hits / queries * 100
+    if drafted := after.num_draft_tokens - before.num_draft_tokens:
+        accepted = sum(after.num_accepted_tokens_per_pos) - sum(before.num_accepted_tokens_per_pos)
+        figures["spec_decode_acceptance_rate_perc"] = accepted / drafted * 100
+        drafts = after.num_drafts - before.num_drafts
+        figures["spec_decode_acceptance_length"] = 1 + accepted / drafts
+    return figures
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:

@@ -31,8 +31,11 @@ def test_a_workload(tmp_path, capsys):
     prefix = list(range(1, 65))
     rows = [([*prefix, i + 100], 3 + i) for i in range(8)]
     path = tmp_path / "result.json"
-    result = throughput.run(parse(*workload(tmp_path, rows), "--output-json", path))
+    drafts = ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}']
+    result = throughput.run(parse(*workload(tmp_path, rows), "--output-json", path, *drafts))
     assert result["num_requests"] == result["completed"] == 8
+    assert 0 <= result["spec_decode_acceptance_rate_perc"] <= 100
+    assert 1 <= result["spec_decode_acceptance_length"] <= 6
     assert result["total_input_tokens"] == 8 * 65
     assert result["total_output_tokens"] == sum(range(3, 11))
     assert result["total_num_tokens"] == 8 * 65 + sum(range(3, 11))
