@@ -61,13 +61,8 @@ class DraftLengths:
             elif place and any(drafted):  # not seen: it goes on as it went up to there
                 earlier = self._accepted[place - 2] if place > 1 else 1.0
                 self._accepted[place] = self._accepted[place - 1] ** 2 / max(earlier, 1e-9)
-        seconds, known = max(seconds, 1e-9), self._load(len(drafted)).seconds
         num_drafts = round(sum(drafted) / len(drafted))
-        before = known.get(num_drafts)
-        # A step that was held up tells nothing: at most twice the mean counts.
-        if before is not None:
-            seconds = before + _WEIGHT * (min(seconds, 2 * before) - before)
-        known[num_drafts] = seconds
+        self._load(len(drafted)).record(num_drafts, max(seconds, 1e-9))
 
     def _load(self, num_reqs: int) -> _Load:
         """Loads are told apart up to a factor of two."""
@@ -102,10 +97,19 @@ class _Load:
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
         """Of a step, by the number of drafts of each request."""
+        self._counts: dict[int, int] = {}
         self.current = self.best = 0
         self.steps_left = 0
         self.pause = _FIRST_PAUSE
         self.until_probe = _FIRST_PAUSE // _STEPS_BETWEEN
+
+    def record(self, num_drafts: int, seconds: float) -> None:
+        """Takes in a step's time: first into the mean of all, then into a running one."""
+        count = self._counts[num_drafts] = self._counts.get(num_drafts, 0) + 1
+        mean = self.seconds.setdefault(num_drafts, seconds)
+        # Of a step that was held up twice the mean counts.
+        share = max(_WEIGHT, 1 / count)
+        self.seconds[num_drafts] += share * (min(seconds, 2 * mean) - mean)
 
     def estimate(self, num_drafts: int) -> float:
         """Seconds of a step: what was measured, or what lies between or beside that."""
