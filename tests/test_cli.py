@@ -7,7 +7,13 @@ import pytest
 
 import octavo
 from octavo import cli
-from octavo.config import EngineConfig, ServerConfig, config_fields, section_fields
+from octavo.config import (
+    EngineConfig,
+    ServerConfig,
+    SpeculativeConfig,
+    config_fields,
+    section_fields,
+)
 from octavo.errors import EngineDeadError, RequestError
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -36,6 +42,8 @@ def example(field):
         return ["a", "b"], ["a", "b"]
     if field.name.endswith("_bytes"):
         return ["2M"], 2 * 2**20
+    if field.name == "speculative_config":
+        return ['{"method": "suffix"}'], SpeculativeConfig(method="suffix")
     if field.name == "gpu_memory_utilization":
         return ["0.5"], 0.5
     if "float" in str(field.type):

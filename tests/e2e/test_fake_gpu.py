@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,9 +18,10 @@ from tests.triton import needs_triton
 pytestmark = needs_triton
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return FakeGpu(monkeypatch)
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[FakeGpu]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield FakeGpu(monkeypatch)
 
 
 PROMPTS = [[5, 6], [40 + i for i in range(7)], [100 + 3 * i for i in range(26)]]
@@ -46,14 +48,31 @@ SMALL = {
 }
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return folder("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(llama: str, gpu: FakeGpu) -> Iterator[LLM]:
+    """On the GPU, with steps captured and no setting beyond `SMALL`."""
+    with LLM(model=llama, dtype="float32", device="cuda", max_logprobs=-1, **SMALL) as llm:
+        yield llm
+
+
+def generate(llm: LLM, params: list[SamplingParams], gpu: FakeGpu | None = None):
+    if gpu is not None:
+        assert llm._client.core.executor._worker.device == CUDA
+        gpu.waits.clear()
+    llm.reset_prefix_cache()
+    requests = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
 def run(model: str, params: list[SamplingParams], gpu: FakeGpu | None = None, **settings: object):
     with LLM(model=model, dtype="float32", **SMALL | settings) as llm:
-        requests = [{"prompt_token_ids": ids} for ids in PROMPTS]
-        if gpu is not None:
-            assert llm._client.core.executor._worker.device == CUDA
-            gpu.waits.clear()
-        outputs = llm.generate(requests, params, use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
+        return generate(llm, params, gpu)
 
 
 def ids(outputs: list) -> list[list[int]]:
@@ -76,44 +95,46 @@ def test_it_insists_on_one_device(gpu: FakeGpu) -> None:
     assert len(gpu.waits) == 3
 
 
+def test_steps_never_wait(llama: str, llm: LLM, gpu: FakeGpu) -> None:
+    """Greedy and plainly sampled requests, prompts in chunks, captured decode steps."""
+    params, replays = [PLAIN, GREEDY, GREEDY], gpu.replays
+    assert ids(generate(llm, params, gpu)) == ids(run(llama, params, device="cpu"))
+    assert gpu.waits == []
+    assert gpu.replays > replays
+
+
 @pytest.mark.parametrize(
-    ("case", "enforce_eager"),
-    [("llama", True), *((case, False) for case in ("llama", "gemma2", "gpt2", "mpt"))],
+    ("case", "enforce_eager"), [("llama", True), ("gemma2", False), ("gpt2", False), ("mpt", False)]
 )
-def test_steps_never_wait(case: str, enforce_eager: bool, tmp_path: Path, gpu: FakeGpu) -> None:
-    """Greedy and plainly sampled requests, prompts in chunks, decode steps captured or not."""
-    model = folder(case, tmp_path)
-    params = [PLAIN, GREEDY, GREEDY]
-    expected = ids(run(model, params, device="cpu"))
+def test_steps_of_other_kinds_never_wait(
+    case: str, enforce_eager: bool, tmp_path: Path, gpu: FakeGpu
+) -> None:
+    model, params = folder(case, tmp_path), [PLAIN, GREEDY, GREEDY]
+    expected, replays = ids(run(model, params, device="cpu")), gpu.replays
     assert ids(run(model, params, gpu, device="cuda", enforce_eager=enforce_eager)) == expected
     assert gpu.waits == []
-    assert bool(gpu.replays) != enforce_eager
+    assert (gpu.replays > replays) != enforce_eager
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_gpu_blocks_override": 6, "max_model_len": 40},
-        {"kv_cache_dtype": "fp8"},
-        {"batch_invariant": True},
-        {"async_scheduling": False},
+        {"num_gpu_blocks_override": 6, "max_model_len": 40, "batch_invariant": True},
+        {"kv_cache_dtype": "fp8", "async_scheduling": False},
         {"attention_backend": "reference"},
     ],
     ids=str,
 )
-def test_settings(settings: dict[str, object], tmp_path: Path, gpu: FakeGpu) -> None:
-    model = folder("llama", tmp_path)
+def test_settings(settings: dict[str, object], llama: str, gpu: FakeGpu) -> None:
     params = [PLAIN, GREEDY, GREEDY]
     on_cpu = {k: v for k, v in settings.items() if k != "batch_invariant"}
-    expected = ids(run(model, params, device="cpu", **on_cpu))
-    assert ids(run(model, params, gpu, device="cuda", **settings)) == expected
+    expected = ids(run(llama, params, device="cpu", **on_cpu))
+    assert ids(run(llama, params, gpu, device="cuda", **settings)) == expected
     assert bool(gpu.waits) == ("attention_backend" in settings), "the reference looks at lengths"
 
 
-@pytest.mark.parametrize("blocks", [40, 7])
-def test_everything_that_sampling_has(blocks: int, tmp_path: Path, gpu: FakeGpu) -> None:
+def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> None:
     """With few blocks, requests are preempted and start over."""
-    model = folder("llama", tmp_path)
     bias = SamplingParams(
         temperature=0.0,
         max_tokens=6,
@@ -123,57 +144,54 @@ def test_everything_that_sampling_has(blocks: int, tmp_path: Path, gpu: FakeGpu)
         ignore_eos=True,
     )
     params = [RICH, bias, LOGPROBS]
-    expected = run(model, params, device="cpu")
-    settings = {"num_gpu_blocks_override": blocks, "max_model_len": 40}
-    outputs = run(model, params, gpu, device="cuda", **settings)
-    assert ids(outputs) == ids(expected)
-    for entry, other in zip(outputs[2].logprobs, expected[2].logprobs, strict=True):
-        assert list(entry) == list(other)
-    assert gpu.waits, "these do wait"
+    expected = run(llama, params, device="cpu")
+    few = {"num_gpu_blocks_override": 7, "max_model_len": 40}
+    for outputs in (generate(llm, params, gpu), run(llama, params, gpu, device="cuda", **few)):
+        assert ids(outputs) == ids(expected)
+        for entry, other in zip(outputs[2].logprobs, expected[2].logprobs, strict=True):
+            assert list(entry) == list(other)
+        assert gpu.waits, "these do wait"
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 7, "max_model_len": 40}])
-def test_drafts(
-    settings: dict[str, object], tmp_path: Path, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps with drafts are waited for; those between them are captured and keep their tokens."""
-    model = folder("llama", tmp_path)
-    params = [msgspec.structs.replace(p, max_tokens=14) for p in (PLAIN, GREEDY, RICH)]
-    settings = settings | {"batch_invariant": True}
-    expected = ids(run(model, params, gpu, device="cuda", **settings))
-    replays = gpu.replays
+def test_drafts(llama: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with drafts are waited for; those between them are captured and keep their tokens.
+    There are too few blocks, so requests are preempted and start over."""
+    params = [msgspec.structs.replace(p, max_tokens=10) for p in (PLAIN, GREEDY, RICH)]
+    settings = {"num_gpu_blocks_override": 7, "max_model_len": 40, "batch_invariant": True}
+    expected, replays = ids(run(llama, params, device="cpu")), gpu.replays
     drafter = Drafter(monkeypatch, expected)
-    assert ids(run(model, params, gpu, device="cuda", **settings, **SETTINGS)) == expected
+    with LLM(
+        model=llama, dtype="float32", device="cuda", **SMALL | settings | SETTINGS
+    ) as drafting:
+        assert ids(generate(drafting, params, gpu)) == expected
+        assert drafting.stats().num_preemptions > 0
     assert drafter.num_tokens > 1.2 * drafter.num_steps
     assert gpu.replays > replays
     assert gpu.waits
 
 
-def test_several_answers_and_prompt_logprobs(tmp_path: Path, gpu: FakeGpu) -> None:
+def test_several_answers_and_prompt_logprobs(llama: str, llm: LLM) -> None:
     """Copies of blocks, and logits of whole prompts."""
-    model = folder("llama", tmp_path)
     params = SamplingParams(n=3, seed=1, max_tokens=4, prompt_logprobs=2, logprobs=-1)
-    settings = {"max_logprobs": -1}
-    expected = ids(run(model, [params] * 3, device="cpu", **settings))
-    assert ids(run(model, [params] * 3, device="cuda", **settings)) == expected
+    expected = ids(run(llama, [params] * 3, device="cpu", max_logprobs=-1))
+    assert ids(generate(llm, [params] * 3)) == expected
 
 
-def test_a_request_whose_logits_are_not_finite(tmp_path: Path, gpu: FakeGpu) -> None:
-    with LLM(model=folder("llama", tmp_path), device="cuda", dtype="float32", **SMALL) as llm:
-        steps = llm._client.core.executor._worker.runner.state.steps
-        forward = steps._forward
+def test_a_request_whose_logits_are_not_finite(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = llm._client.core.executor._worker.runner.state.steps
+    forward = steps._forward
 
-        def broken(*args, **kwargs):
-            result = forward(*args, **kwargs)
-            if result.tokens is not None:
-                result.tokens.fill_(-1)
-            return result
+    def broken(*args, **kwargs):
+        result = forward(*args, **kwargs)
+        if result.tokens is not None:
+            result.tokens.fill_(-1)
+        return result
 
-        steps._forward = broken
-        params = SamplingParams(temperature=0.0, max_tokens=3)
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "_forward", broken)
         (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
         assert output.outputs[0].finish_reason == "error"
         assert "not finite" in output.outputs[0].stop_reason
-        steps._forward = forward
-        (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
-        assert len(output.outputs[0].token_ids) == 3
+    (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.e2e.test_fake_gpu import GREEDY, PLAIN, ids, run
+from octavo import LLM
+from tests.e2e.test_fake_gpu import GREEDY, PLAIN, SMALL, generate, ids, run
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import FakeGpu
 from tests.plugins import NO_REPEAT, install
@@ -16,9 +17,8 @@ from tests.triton import needs_triton
 pytestmark = needs_triton
 
 
-@pytest.mark.parametrize("blocks", [40, 7])
-def test_a_logits_processor(blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few blocks, requests are preempted and start over."""
+def test_a_logits_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are too few blocks, so requests are preempted and start over."""
     install(tmp_path, monkeypatch, NO_REPEAT, "NoRepeat", "no_repeat")
     (tmp_path / "model").mkdir()
     model = folder("llama", tmp_path / "model")
@@ -30,5 +30,7 @@ def test_a_logits_processor(blocks: int, tmp_path: Path, monkeypatch: pytest.Mon
     expected = ids(run(model, params, device="cpu"))
     assert all(len(set(expected[1][i : i + 6])) == 6 for i in range(3))
     gpu = FakeGpu(monkeypatch)
-    settings = {"num_gpu_blocks_override": blocks, "max_model_len": 40}
-    assert ids(run(model, params, gpu, device="cuda", **settings)) == expected
+    settings = SMALL | {"num_gpu_blocks_override": 7, "max_model_len": 40}
+    with LLM(model=model, dtype="float32", device="cuda", **settings) as llm:
+        assert ids(generate(llm, params, gpu)) == expected
+        assert llm.stats().num_preemptions > 0

@@ -20,8 +20,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 def folder(case: str, tmp_path: Path) -> str:
+    """A model of two layers, which are of two kinds where the family has two."""
     architecture, config = CASES[case]
-    make_hf(architecture, **config).save_pretrained(tmp_path)
+    name = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
+    make_hf(architecture, **config | {name: 2}).save_pretrained(tmp_path)
     return str(tmp_path)
 
 
@@ -46,7 +48,7 @@ def tokens(model: str, params: list[SamplingParams], **settings: object) -> list
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "glm4"])
+@pytest.mark.parametrize("case", ["gemma2", "glm4"])
 def test_greedy_tokens_are_the_same(case: str, tmp_path: Path) -> None:
     model = folder(case, tmp_path)
     params = [GREEDY] * 4
@@ -57,7 +59,7 @@ def test_served_to_several_clients_at_once(tmp_path: Path) -> None:
     """The built-in model behind the real server, streamed through OpenAI's client."""
     texts = ["One day, a little", "Tom had a red", "The cat"]
     with LLM(dtype="float32", max_model_len=64) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=6)
+        params = SamplingParams(temperature=0.0, max_tokens=3)
         expected = [o.outputs[0].text for o in llm.generate(texts, params, use_tqdm=False)]
     flags = ["--dtype", "float32", "--attention-backend", "triton", "--max-model-len", "64"]
     with (
@@ -68,9 +70,9 @@ def test_served_to_several_clients_at_once(tmp_path: Path) -> None:
 
         def ask(text: str) -> str:
             chunks = client.completions.create(
-                model="octavo/stories", prompt=text, temperature=0.0, max_tokens=6, stream=True
+                model="octavo/stories", prompt=text, temperature=0.0, max_tokens=3, stream=True
             )
             return "".join(chunk.choices[0].text for chunk in chunks)
 
         assert list(pool.map(ask, texts)) == expected
-        assert server.metric("octavo:generation_tokens_total") == 18
+        assert server.metric("octavo:generation_tokens_total") == 9

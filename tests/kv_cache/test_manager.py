@@ -305,6 +305,24 @@ class TestSlidingWindow:
             manager.check_integrity([a])
         assert manager.num_used_blocks == 2
 
+    def test_drafts_in_flight_may_take_it_back(self):
+        """What it sees from where it stands if all of them are wrong is kept, and makes no room."""
+        manager = make_manager([4], num_blocks=5)
+        a = make_request("a", range(16), hashed=False)
+        admit(manager, a)
+        a.append_output_token_ids([7])
+        advance(manager, a, 5)
+        a.num_spec_in_flight = 4  # it stands at 17 to 21, and sees from 14 on
+        advance(manager, a, 5)
+        assert manager.get_block_ids(a)[0][:4] == [0, 0, 0, 4]
+        a.num_spec_in_flight = 8  # at 18 to 26, and sees from 15 on
+        assert manager.allocate_slots(a, 5) is None
+        manager.check_integrity([a])
+        a.num_spec_in_flight = 0  # all were right
+        assert advance(manager, a, 5) != [[]]
+        assert manager.get_block_ids(a)[0][:5] == [0] * 5
+        manager.check_integrity([a])
+
     def test_a_shared_block_does_not_make_room(self):
         manager = make_manager([4], num_blocks=4)
         a, b = make_request("a", range(8)), make_request("b", range(9))

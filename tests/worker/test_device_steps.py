@@ -57,7 +57,7 @@ class Replayed:
 
 def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     architecture, config = CASES["llama"]
-    make_hf(architecture, **config).save_pretrained(folder)
+    make_hf(architecture, **config | {"num_hidden_layers": 2}).save_pretrained(folder)
     spec, ops = read_spec(folder), TritonOps(upcast=True)
     model = load_model(
         spec, folder, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
