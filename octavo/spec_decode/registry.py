@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from octavo.spec_decode.base import Proposer, Target
+from octavo.spec_decode.draft_model import DraftModelProposer
 from octavo.spec_decode.ngram import NgramProposer
 from octavo.spec_decode.suffix import SuffixProposer
 
-_METHODS: dict[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+_METHODS: dict[str, type[Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    "draft_model": DraftModelProposer,
+}
 
 
 def make_proposer(target: Target) -> Proposer | None:

@@ -1,0 +1,50 @@
+"""Which model drafts for another: found, read, and checked against it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
+from octavo.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A model that drafts."""
+
+    method: str
+    """As in `SpeculativeConfig`."""
+    spec: ModelSpec
+    path: Path
+
+
+def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
+    """The model that the settings name for drafting; None: they name none.
+
+    Args:
+        config: the settings.
+        target: the model that is drafted for.
+
+    Raises:
+        ConfigError: if the two do not go together.
+        ModelError, HubError: if its folder cannot be used, or there is none.
+    """
+    speculative = config.speculation.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    load = config.load
+    path = resolve_model(
+        speculative.model, download_dir=load.download_dir, load_format=load.load_format
+    )
+    spec = read_spec(path, trust_remote_code=config.model.trust_remote_code)
+    if spec.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config: {speculative.model} has {spec.vocab_size} tokens in its "
+            f"vocabulary and {config.model.model} has {target.vocab_size}; take a draft model with "
+            "the same tokenizer."
+        )
+    return Draft("draft_model", spec, path)
