@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError
+from octavo.models.config_json import ConfigJson
+from octavo.models.heads import MedusaSpec, read_medusa
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
@@ -40,6 +42,16 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
     path = resolve_model(
         speculative.model, download_dir=load.download_dir, load_format=load.load_format
     )
+    read = ConfigJson.load(path / "config.json")
+    architectures = read.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if speculative.method == "medusa" or (speculative.method, architecture) == (
+        None,
+        "MedusaModel",
+    ):
+        heads = read_medusa(read, target)
+        _check_num_heads(heads, speculative)
+        return Draft("medusa", heads, path)
     spec = read_spec(path, trust_remote_code=config.model.trust_remote_code)
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -48,3 +60,11 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
             "the same tokenizer."
         )
     return Draft("draft_model", spec, path)
+
+
+def _check_num_heads(spec: MedusaSpec, speculative: SpeculativeConfig) -> None:
+    if speculative.num_speculative_tokens > len(spec.lm_heads):
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens={speculative.num_speculative_tokens} is "
+            f"more than the {len(spec.lm_heads)} heads of {speculative.model}; set that or less."
+        )

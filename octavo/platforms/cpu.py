@@ -11,6 +11,7 @@ from octavo.device import bind_to_numa_node, check_isa, cpu_memory, set_num_thre
 from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import make_kv_cache_groups
+from octavo.models.heads import HeadsSpec
 from octavo.platforms.base import Platform, require_package
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.worker.memory import MemoryBudget, Scratch
@@ -58,9 +59,11 @@ class CPUPlatform(Platform):
         check_isa()
         backend = self.make_attention_backend(setup, torch.device("cpu"))
         scratch, draft = measure_scratch(setup, backend), setup.draft
-        return memory_budget(
-            setup, scratch, None if draft is None else measure_scratch(draft, backend)
-        )
+        draft_scratch = None
+        if draft is not None:  # heads without layers are not recorded
+            layers = bool(draft.spec.layers)
+            draft_scratch = measure_scratch(draft, backend) if layers else Scratch(0, 0, 0)
+        return memory_budget(setup, scratch, draft_scratch)
 
     def open_device(self, setup: WorkerSetup) -> torch.device:
         """See `Platform`."""
@@ -202,6 +205,9 @@ def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> i
     total += scratch.activations + scratch.logits
     blocks = -(-setup.max_model_len // config.cache.block_size)
     total += StepLayout(draft.largest_step, blocks, 1).nbytes
+    if isinstance(spec, HeadsSpec):
+        requests = config.scheduler.max_num_seqs
+        total += spec.buffers_nbytes(draft.max_num_batched_tokens, requests, draft.dtype)
     if speculative.acceptance == "rejection":  # what drafts were drawn from
         total += 2 * setup.max_num_drafts * spec.vocab_size * DTYPE_NBYTES["float32"]
     return total

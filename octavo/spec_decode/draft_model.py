@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.messages import NewRequestData
-from octavo.models.loader import load_model
-from octavo.models.weight_cache import WeightCache
 from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
-from octavo.spec_decode.draft_steps import DraftSampler, DraftSteps
+from octavo.spec_decode.draft_steps import DraftSampler, DraftSteps, load_draft
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import StepInputs
 
@@ -29,22 +26,8 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        setup = target.setup.draft
-        assert setup is not None
-        config = setup.config
-        model = load_model(
-            setup.spec,
-            setup.model_path,
-            dtype=getattr(torch, setup.dtype),
-            device=target.model.device,
-            load_format=config.load.load_format,
-            seed=config.model.seed,
-            max_model_len=setup.max_model_len,
-            quantization=config.model.quantization,
-            ops=target.ops,
-            cache=WeightCache.from_config(config),
-        )
-        self._steps = DraftSteps(target, model)
+        self._steps = DraftSteps(target, load_draft(target))
+        setup = self._steps.setup
         self._max_model_len = setup.max_model_len
         self._budget = setup.max_num_batched_tokens
         self._block_size = target.kv.block_size

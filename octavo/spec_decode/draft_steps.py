@@ -15,12 +15,38 @@ from octavo.kernels.reference import sampling_weights
 from octavo.kv_cache.groups import find_full_attention
 from octavo.models.base import Model
 from octavo.models.cache import AttentionCache
+from octavo.models.loader import load_model
+from octavo.models.weight_cache import WeightCache
 from octavo.sampling.acceptance import DRAFT
+from octavo.sampling.sizes import rows_per_chunk
 from octavo.spec_decode.base import LongArray, Proposal, Target
 from octavo.worker.graphs import EagerSteps, StepResult
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.step_table import StepLayout, StepSize
+
+
+def load_draft(target: Target) -> Model:
+    """Loads the model that drafts, as the target was.
+
+    Raises:
+        ModelError: see `load_model`.
+    """
+    setup = target.setup.draft
+    assert setup is not None
+    config = setup.config
+    return load_model(
+        setup.spec,
+        setup.model_path,
+        dtype=getattr(torch, setup.dtype),
+        device=target.model.device,
+        load_format=config.load.load_format,
+        seed=config.model.seed,
+        max_model_len=setup.max_model_len,
+        quantization=config.model.quantization,
+        ops=target.ops,
+        cache=WeightCache.from_config(config),
+    )
 
 
 class DraftSteps:
@@ -151,13 +177,17 @@ class DraftSampler:
         )
         tokens: LongArray = ops.sample(logits, params).numpy()
         good = tokens >= 0  # else the logits are not finite: drafts end there
-        if self._rejection:
-            weights = sampling_weights(ops, logits, params).to(torch.float32)
-            probs = weights / weights.sum(-1, keepdim=True)
         for i in np.flatnonzero(good).tolist():
             self._drafts[at[i]].append(int(tokens[i]))
-            if self._rejection:
-                self._probs[at[i]].append(probs[i])
+        if self._rejection:
+            step = rows_per_chunk(logits.shape[1])
+            for begin in range(0, len(at), step):
+                weights = sampling_weights(
+                    ops, logits[begin : begin + step], params[begin : begin + step]
+                ).to(torch.float32)
+                probs = weights / weights.sum(-1, keepdim=True)
+                for i in np.flatnonzero(good[begin : begin + step]).tolist():
+                    self._probs[at[begin + i]].append(probs[i])
         more = np.flatnonzero(good & (self._counts[at] > num_drafts + 1))
         return more, tokens[more]
 

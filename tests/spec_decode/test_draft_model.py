@@ -148,7 +148,9 @@ def test_drafts_of_another_model(folders, draft, acceptance):
     with LLM(
         folders.target,
         speculative_config=config,
-        **{"skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 60},
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        max_model_len=60,
     ) as llm:
         got = [run(llm, greedy), run(llm, sampled)]
         assert llm.stats().num_draft_tokens > 0
