@@ -27,6 +27,7 @@ from octavo.errors import ConfigError
 from octavo.executor.base import Executor
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.models.drafts import find_draft
+from octavo.models.heads import EagleSpec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.platforms.base import Platform
@@ -158,7 +159,10 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
     )
     speculation = SpeculationConfig(speculative_config=speculative)
     return replace(
-        setup, config=msgspec.structs.replace(config, speculation=speculation), draft=draft
+        setup,
+        config=msgspec.structs.replace(config, speculation=speculation),
+        kept_layers=found.spec.kept_layers if isinstance(found.spec, EagleSpec) else (),
+        draft=draft,
     )
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.models.config_json import ConfigJson
-from octavo.models.heads import MedusaSpec, read_medusa
+from octavo.models.heads import MedusaSpec, read_eagle, read_eagle3, read_medusa
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
+
+_MEDUSA, _EAGLE = ("MedusaModel",), ("EagleLlamaForCausalLM",)
+_EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,15 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
         speculative.model, download_dir=load.download_dir, load_format=load.load_format
     )
     read = ConfigJson.load(path / "config.json")
-    architectures = read.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    if speculative.method == "medusa" or (speculative.method, architecture) == (
-        None,
-        "MedusaModel",
-    ):
-        heads = read_medusa(read, target)
-        _check_num_heads(heads, speculative)
-        return Draft("medusa", heads, path)
+    match speculative.method or _method_of(read):
+        case "medusa":
+            medusa = read_medusa(read, target)
+            _check_num_heads(medusa, speculative)
+            return Draft("medusa", medusa, path)
+        case "eagle":
+            eagle3 = read.has("draft_vocab_size") or _architecture(read) in _EAGLE3
+            eagle = read_eagle3(read, target) if eagle3 else read_eagle(read, target)
+            return Draft("eagle", eagle, path)
     spec = read_spec(path, trust_remote_code=config.model.trust_remote_code)
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -60,6 +63,19 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
             "the same tokenizer."
         )
     return Draft("draft_model", spec, path)
+
+
+def _architecture(config: ConfigJson) -> str | None:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _method_of(config: ConfigJson) -> str:
+    """What a folder is meant for."""
+    architecture = _architecture(config)
+    if architecture in _MEDUSA:
+        return "medusa"
+    return "eagle" if architecture in _EAGLE + _EAGLE3 else "draft_model"
 
 
 def _check_num_heads(spec: MedusaSpec, speculative: SpeculativeConfig) -> None:

@@ -84,10 +84,10 @@ class DraftModelProposer(Proposer):
     def _run(
         self, rows: LongArray, counts: LongArray, wanted: NDArray[np.bool_]
     ) -> tuple[StepInputs, StepResult]:
-        """Computes so many tokens of each row more; see `DraftSteps.run`."""
-        step = self._steps.run(rows, self._computed[rows], counts, wanted)
+        """Computes so many tokens of each row more; see `DraftSteps.gather`."""
+        inputs = self._steps.gather(rows, self._computed[rows], counts, wanted)
         self._computed[rows] += counts
-        return step
+        return inputs, self._steps.run(inputs)
 
     def _find_computed(self, row: int) -> int:
         """How many tokens of a new request have been computed, for others that share its blocks."""

@@ -105,10 +105,10 @@ class DraftSteps:
             | {"token_ids": batch.token_ids.ctypes.data + shift * batch.token_ids.itemsize},
         )
 
-    def run(
+    def gather(
         self, rows: LongArray, starts: LongArray, counts: LongArray, wanted: NDArray[np.bool_]
-    ) -> tuple[StepInputs, StepResult]:
-        """Computes tokens.
+    ) -> StepInputs:
+        """Puts together the inputs of a step.
 
         Args:
             rows: int64 [R], none twice.
@@ -123,7 +123,7 @@ class DraftSteps:
         self._ends[rows] = np.where(wanted, starts + counts, -1)
         buffers = self._steps.buffers(int(counts.sum()), num_reqs)
         num_samples = self._gatherer.run(num_reqs, buffers.native)
-        inputs = StepInputs(
+        return StepInputs(
             req_ids=[],
             rows=self._rows[:num_reqs],
             counts=self._counts[:num_reqs],
@@ -132,7 +132,10 @@ class DraftSteps:
             size=StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples),
             table=buffers.table,
         )
-        return inputs, self._steps.run(inputs, None)
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """Runs the step that was gathered last."""
+        return self._steps.run(inputs, None)
 
     def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         """See `Proposer`."""

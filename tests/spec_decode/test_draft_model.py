@@ -68,13 +68,13 @@ def test_the_target_as_its_own_draft_model_is_always_right(expected, settings):
 @pytest.fixture
 def computed(monkeypatch):
     """Positions and numbers of tokens that draft models compute."""
-    calls, run = [], DraftSteps.run
+    calls, gather = [], DraftSteps.gather
 
     def spy(self, rows, starts, counts, wanted):
         calls.extend(zip(starts.tolist(), counts.tolist(), strict=True))
-        return run(self, rows, starts, counts, wanted)
+        return gather(self, rows, starts, counts, wanted)
 
-    monkeypatch.setattr(DraftSteps, "run", spy)
+    monkeypatch.setattr(DraftSteps, "gather", spy)
     return calls
 
 
