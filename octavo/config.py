@@ -339,11 +339,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"speculative_config: prompt_lookup_min={shortest} is more than "
                 f"prompt_lookup_max={longest}."
             )
-        if self.method in (None, "draft_model", "eagle", "medusa"):
-            raise ConfigError(
-                f"speculative_config: method={self.method} is not supported yet; take ngram or "
-                "suffix."
-            )
         if self.method is None and self.model is None:
             raise ConfigError(
                 "speculative_config has neither a method nor a model; give "
@@ -354,6 +349,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"speculative_config: method={self.method} drafts without a model; leave out "
                 f"model={self.model!r}."
             )
+        if self.method in ("draft_model", "eagle", "medusa") and self.model is None:
+            raise ConfigError(
+                f"speculative_config: method={self.method} needs a model; name its folder or hub "
+                'id: {"method": "' + self.method + '", "model": "..."}.'
+            )
+        if self.model is not None and (self.prompt_lookup_max or self.prompt_lookup_min):
+            raise ConfigError(
+                f"speculative_config: with model={self.model!r} nothing is looked up in prompts; "
+                "leave out prompt_lookup_max and prompt_lookup_min."
+            )
 
 
 class SpeculationConfig(_Section, frozen=True):
@@ -363,7 +368,8 @@ class SpeculationConfig(_Section, frozen=True):
         SpeculativeConfig | None,
         Meta(
             description='How tokens are drafted, as JSON: {"method": "ngram",'
-            ' "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}.'
+            ' "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}, or'
+            ' {"model": "..."}: a draft model, EAGLE or Medusa heads.'
         ),
     ] = None
 

@@ -103,7 +103,8 @@ BAD = {
         {"method": "suffix", "prompt_lookup_min": 0},
         {"method": "ngram", "model": "m"},
         {"method": "ngram", "acceptance": "maybe"},
-        {"method": "eagle"},
+        *({"method": method} for method in ("eagle", "medusa", "draft_model")),
+        {"model": "m", "prompt_lookup_max": 3},
     ],
 }
 

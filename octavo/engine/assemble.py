@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from octavo import clock
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, SpeculationConfig
 from octavo.device import resident_memory
 from octavo.engine.core import EngineCore
 from octavo.engine.memory_plan import (
@@ -21,7 +23,11 @@ from octavo.engine.memory_plan import (
     resolve_max_model_len,
     resolve_max_num_batched_tokens,
 )
+from octavo.errors import ConfigError
 from octavo.executor.base import Executor
+from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
+from octavo.models.drafts import find_draft
+from octavo.models.heads import EagleSpec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.platforms.base import Platform
@@ -75,16 +81,32 @@ def make_engine_core(
         max_model_len=resolve_max_model_len(config, spec),
         max_num_batched_tokens=budget,
     )
+    setup = _with_draft(setup)
+    draft = setup.draft
     platform = platform or get_platform(config.device.device)
     read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or _import_executor()
     estimate = platform.estimate_memory(setup)
+    if draft is not None and (estimate is None or config.device.attention_backend == "triton"):
+        raise ConfigError(
+            "speculative_config: models that draft run on device=cpu only, without Triton; take "
+            "method ngram or suffix."
+        )
     if estimate is not None:  # what does not fit is refused before anything is loaded
         plan, kv_cache = make_memory_plan(
-            config, spec, estimate, max_num_batched_tokens=budget, request_memory=request_memory
+            config,
+            spec,
+            estimate,
+            max_num_batched_tokens=budget,
+            request_memory=request_memory,
+            draft=None if draft is None else draft.spec,
         )
         _log_plan(plan)
         setup = replace(setup, max_model_len=plan.max_model_len, scratch=estimate.scratch)
+        if draft is not None:
+            length = min(draft.max_model_len, plan.max_model_len)
+            draft = replace(draft, max_model_len=length, scratch=estimate.draft_scratch)
+            setup = replace(setup, draft=draft)
     executor = make_executor(setup, platform)
     if estimate is None:
         measured = executor.measure_memory()
@@ -111,6 +133,37 @@ def make_engine_core(
     if resident is not None and estimate is not None:
         logger.info("%s", plan.compare(resident))
     return core, plan
+
+
+def _with_draft(setup: WorkerSetup) -> WorkerSetup:
+    """The same with the model that drafts, if there is to be one, and the method that it means."""
+    config = setup.config
+    found = find_draft(config, setup.spec)
+    if found is None:
+        return setup
+    if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:
+        raise ConfigError(
+            f"speculative_config: all layers of {config.model.model} have sliding windows, and a "
+            "model that drafts needs the pages of one that has none; take method ngram or suffix."
+        )
+    speculative = config.speculation.speculative_config
+    assert speculative is not None
+    speculative = msgspec.structs.replace(speculative, method=found.method)
+    draft = WorkerSetup(
+        config=msgspec.structs.replace(config, speculation=SpeculationConfig()),
+        spec=found.spec,
+        model_path=found.path,
+        dtype=setup.dtype,
+        max_model_len=min(setup.max_model_len, found.spec.max_model_len),
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+    )
+    speculation = SpeculationConfig(speculative_config=speculative)
+    return replace(
+        setup,
+        config=msgspec.structs.replace(config, speculation=speculation),
+        kept_layers=found.spec.kept_layers if isinstance(found.spec, EagleSpec) else (),
+        draft=draft,
+    )
 
 
 def _log_plan(plan: MemoryPlan) -> None:

@@ -37,12 +37,15 @@ class MemoryPlan:
     rows: int
     """Token histories, block tables and sampling state of the running requests."""
     kv_cache: int
+    """That of the model that drafts included."""
     num_blocks: int
     block_size: int
     block_nbytes: int
     max_model_len: int
     blocks_per_request: int
     """Blocks that one request of `max_model_len` tokens needs at most."""
+    draft: int = 0
+    """Weights and buffers of the model that drafts."""
     server: int = 0
     """The other process of a server."""
     requests: int = 0
@@ -57,9 +60,8 @@ class MemoryPlan:
     @property
     def steady(self) -> int:
         """What is held once the model is loaded and everything has been used, without requests."""
-        return (
-            self.runtime + self.weights + self.activations + self.logits + self.rows + self.kv_cache
-        )
+        held = self.runtime + self.weights + self.activations + self.logits + self.rows
+        return held + self.draft + self.kv_cache
 
     @property
     def max_concurrency(self) -> float:
@@ -81,6 +83,10 @@ class MemoryPlan:
             f"{self.block_size} tokens; {self.max_concurrency:.1f} requests of "
             f"{self.max_model_len:,} tokens",
         ]
+        if self.draft:
+            lines.insert(
+                -1, f"  draft model  {self.draft / mib:10,.1f} MiB, and a part of the KV cache"
+            )
         if self.server:
             lines += [
                 f"  requests     {self.requests / mib:10,.1f} MiB in this and the server's process",
@@ -91,7 +97,7 @@ class MemoryPlan:
     def compare(self, resident: int) -> str:
         """The plan beside the bytes that a process has in memory, for people."""
         mib = 2**20
-        buffers = self.activations + self.logits + self.rows
+        buffers = self.activations + self.logits + self.rows + self.draft
         return (
             f"resident memory: {resident / mib:,.0f} MiB; planned {self.steady / mib:,.0f} MiB "
             f"(runtime {self.runtime / mib:,.0f}, weights {self.weights / mib:,.0f}, buffers "
@@ -168,6 +174,7 @@ def make_memory_plan(
     *,
     max_num_batched_tokens: int,
     request_memory: int | None = None,
+    draft: ModelSpec | None = None,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
     """Plans the memory of an engine: the KV cache gets what is left.
 
@@ -178,6 +185,7 @@ def make_memory_plan(
         max_num_batched_tokens: token budget of a step.
         request_memory: bytes for a server's requests, if they come from the same memory; None:
             they do not, or there is no server.
+        draft: the model that drafts. What it keeps of a token lies in a block of the same number.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
@@ -188,13 +196,16 @@ def make_memory_plan(
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
     groups = make_kv_cache_groups(spec.caches)
     block_nbytes = bytes_per_block(groups, cache.block_size, cache_dtype)
+    if draft is not None:
+        block_nbytes += sum(c.block_nbytes(cache.block_size, cache_dtype) for c in draft.caches)
 
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
     limit = int(budget.available * cache.gpu_memory_utilization)
     server, requests = (0, 0) if request_memory is None else (SERVER_NBYTES, request_memory)
-    left = limit - budget.runtime - budget.weights - budget.rows - server - requests
+    left = limit - budget.runtime - budget.weights - budget.rows - budget.draft
+    left -= server + requests
     left -= max(budget.activations + budget.logits, budget.loading)
     if left < 0:
         raise ConfigError(
@@ -216,6 +227,7 @@ def make_memory_plan(
         loading=budget.loading,
         rows=budget.rows,
         kv_cache=num_blocks * block_nbytes,
+        draft=budget.draft,
         num_blocks=num_blocks,
         block_size=cache.block_size,
         block_nbytes=block_nbytes,

@@ -121,6 +121,14 @@ def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str)
     return _group_size(groups) * max(sizes.values())
 
 
+def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
+    """The first group whose requests keep the pages of all their tokens; None: there is none."""
+    for index, group in enumerate(groups):
+        if isinstance(group.cache, AttentionCache) and group.cache.sliding_window is None:
+            return index
+    return None
+
+
 def max_blocks_per_request(
     groups: Sequence[KVCacheGroup], block_size: int, num_tokens: int, max_num_batched_tokens: int
 ) -> int:

@@ -123,6 +123,20 @@ def load_model(
         return build_model(spec, parts)
 
 
+def read_tensor(folder: Path, name: str) -> Tensor:
+    """A tensor of a folder's safetensors as it is.
+
+    Raises:
+        ModelError: if there is none of that name, or its file is damaged.
+    """
+    for file in weight_files(folder, "safetensors"):
+        if name in read_safetensors_header(file):
+            with safe_open(file, framework="pt") as tensors:
+                tensor: Tensor = tensors.get_tensor(name)
+                return tensor
+    raise ModelError(f"{folder} lacks the tensor {name}.")
+
+
 def build_model(spec: ModelSpec, parts: Parts) -> Model:
     """The model of weights that are loaded: all that `spec.weights()` lists."""
     model: Model = pkgutil.resolve_name(spec.model_class)(spec, parts)

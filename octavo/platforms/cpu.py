@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import TYPE_CHECKING
 
 from octavo.device import bind_to_numa_node, check_isa, cpu_memory, set_num_threads
+from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import make_kv_cache_groups
+from octavo.models.heads import HeadsSpec
 from octavo.platforms.base import Platform, require_package
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.worker.memory import MemoryBudget, Scratch
 from octavo.worker.setup import WorkerSetup
-from octavo.worker.step_table import input_batch_nbytes
+from octavo.worker.step_table import StepLayout, input_batch_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +58,12 @@ class CPUPlatform(Platform):
 
         check_isa()
         backend = self.make_attention_backend(setup, torch.device("cpu"))
-        return memory_budget(setup, measure_scratch(setup, backend))
+        scratch, draft = measure_scratch(setup, backend), setup.draft
+        draft_scratch = None
+        if draft is not None:  # heads without layers are not recorded
+            layers = bool(draft.spec.layers)
+            draft_scratch = measure_scratch(draft, backend) if layers else Scratch(0, 0, 0)
+        return memory_budget(setup, scratch, draft_scratch)
 
     def open_device(self, setup: WorkerSetup) -> torch.device:
         """See `Platform`."""
@@ -151,7 +159,9 @@ class CPUPlatform(Platform):
         )
 
 
-def memory_budget(setup: WorkerSetup, scratch: Scratch) -> MemoryBudget:
+def memory_budget(
+    setup: WorkerSetup, scratch: Scratch, draft_scratch: Scratch | None = None
+) -> MemoryBudget:
     """What there is and what will be taken on a CPU, with what steps take."""
     config, spec = setup.config, setup.spec
     max_num_seqs = config.scheduler.max_num_seqs
@@ -159,6 +169,14 @@ def memory_budget(setup: WorkerSetup, scratch: Scratch) -> MemoryBudget:
     rows = input_batch_nbytes(
         setup.largest_step, setup.max_model_len, config.cache.block_size, len(groups)
     )
+    loading, draft = spec.loading_nbytes(setup.dtype), 0
+    if setup.draft is not None:
+        assert draft_scratch is not None
+        draft = _draft_nbytes(setup, setup.draft, draft_scratch)
+        loading = max(loading, setup.draft.spec.loading_nbytes(setup.dtype))
+        # The kernels' own memory serves both.
+        kernels = max(scratch.kernels, draft_scratch.kernels)
+        scratch = dataclasses.replace(scratch, kernels=kernels)
     return MemoryBudget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],
@@ -170,10 +188,29 @@ def memory_budget(setup: WorkerSetup, scratch: Scratch) -> MemoryBudget:
         # once, or for a copy before they are changed, where logprobs are asked for; and what the
         # sampler works in.
         logits=2 * scratch.logits + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
-        loading=spec.loading_nbytes(setup.dtype),
+        loading=loading,
         rows=rows + state_nbytes(max_num_seqs, spec.vocab_size),
+        draft=draft,
         scratch=scratch,
+        draft_scratch=draft_scratch,
     )
+
+
+def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> int:
+    """What the model that drafts holds beside its KV cache."""
+    config, spec = setup.config, draft.spec
+    speculative = config.speculation.speculative_config
+    assert speculative is not None
+    total = spec.weight_nbytes(draft.dtype, draft.max_model_len, config.model.quantization)
+    total += scratch.activations + scratch.logits
+    blocks = -(-setup.max_model_len // config.cache.block_size)
+    total += StepLayout(draft.largest_step, blocks, 1).nbytes
+    if isinstance(spec, HeadsSpec):
+        requests = config.scheduler.max_num_seqs
+        total += spec.buffers_nbytes(draft.max_num_batched_tokens, requests, draft.dtype)
+    if speculative.acceptance == "rejection":  # what drafts were drawn from
+        total += 2 * setup.max_num_drafts * spec.vocab_size * DTYPE_NBYTES["float32"]
+    return total
 
 
 def _require_interpreter() -> None:

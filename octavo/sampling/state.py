@@ -167,6 +167,28 @@ class SamplingState:
         positions = self._num_output_tokens[rows] + offsets
         return philox.uniform(self._seeds[rows], positions, stream)
 
+    def params(
+        self, rows: LongArray, offsets: LongArray | None = None, stream: int = 0
+    ) -> NDArray[np.void]:
+        """How tokens of the rows' next positions are chosen from their logits.
+
+        Args:
+            rows: int64 [R].
+            offsets: int64 [R], see `metadata`.
+            stream: of random numbers; 0: those that tokens are sampled with.
+
+        Returns:
+            `SAMPLING_ROW` [R].
+        """
+        params = self._params[rows]
+        if params["temperature"].any():
+            # Key: the request's seed; counter: how many tokens come before this one.
+            positions = self._num_output_tokens[rows]
+            if offsets is not None:
+                positions += offsets
+            params["uniform"] = philox.uniform(self._seeds[rows], positions, stream)
+        return params
+
     def metadata(
         self,
         rows: LongArray,
@@ -183,13 +205,9 @@ class SamplingState:
                 taken as right. More than 0 only where `needs_tokens` is false; None: all 0.
             grammar: what the grammars of some rows allow.
         """
-        params = self._params[rows]
         num_output_tokens = self._num_output_tokens[rows]
         if offsets is not None:
             num_output_tokens += offsets
-        if params["temperature"].any():
-            # Key: the request's seed; counter: how many tokens come before this one.
-            params["uniform"] = philox.uniform(self._seeds[rows], num_output_tokens)
         processors: list[tuple[LogitsProcessor, StepRows]] = []
         if grammar is not None and len(grammar.at):
             at = grammar.at
@@ -201,4 +219,5 @@ class SamplingState:
                 own = self.processors[i].select(step.take(takes[i]))
                 if len(own.at):
                     processors.append((self.processors[i], own))
+        params = self.params(rows, offsets)
         return SamplingMetadata(params, self._num_logprobs[rows], processors)

@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.attention.base import AttentionBackend
+from octavo.kernels.base import Ops
+from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import NewRequestData
 from octavo.models.base import Model
+from octavo.platforms.base import Platform
 from octavo.sampling.state import SamplingState
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import InputBatch, StepInputs
@@ -30,6 +34,10 @@ class Target:
     """The live requests' rows: tokens so far, and how many of them are computed."""
     sampling: SamplingState
     """How they are sampled."""
+    kv: KVCacheConfig
+    platform: Platform
+    ops: Ops
+    backend: AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,9 @@ class Proposer(ABC):
 
     def remove_row(self, row: int) -> None:  # noqa: B027
         """Forgets a request; its tokens are still in its row."""
+
+    def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Copies what it keeps in KV blocks, as the target does before a step."""
 
     def observe(self, inputs: StepInputs, result: StepResult) -> None:  # noqa: B027
         """Looks at a step that has been sampled.

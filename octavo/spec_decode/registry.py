@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from octavo.spec_decode.base import Proposer, Target
+from octavo.spec_decode.draft_model import DraftModelProposer
+from octavo.spec_decode.eagle import EagleProposer
+from octavo.spec_decode.medusa import MedusaProposer
 from octavo.spec_decode.ngram import NgramProposer
 from octavo.spec_decode.suffix import SuffixProposer
 
-_METHODS: dict[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+_METHODS: dict[str, type[Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    "draft_model": DraftModelProposer,
+    "medusa": MedusaProposer,
+    "eagle": EagleProposer,
+}
 
 
 def make_proposer(target: Target) -> Proposer | None:

@@ -40,7 +40,9 @@ class MemoryBudget:
             run.
         rows: token histories, block tables and sampling state of the running requests, where they
             are in the same memory.
+        draft: weights, activations, logits and rows of the model that drafts.
         scratch: what `activations` and `logits` come from, where they are estimated.
+        draft_scratch: the same of the model that drafts.
     """
 
     source: str
@@ -52,4 +54,6 @@ class MemoryBudget:
     logits: int = 0
     loading: int = 0
     rows: int = 0
+    draft: int = 0
     scratch: Scratch | None = None
+    draft_scratch: Scratch | None = None

@@ -218,7 +218,12 @@ class ModelRunner:
             batch,
             sampling,
             self.platform.make_steps(setup, self.ops, eager, batch, capture=capture),
-            self._make_proposer(Target(setup, self.model, batch, sampling)),
+            self._make_proposer(
+                Target(
+                    *(setup, self.model, batch, sampling),
+                    *(kv, self.platform, self.ops, self.backend),
+                )
+            ),
         )
 
     def run_largest_step(self) -> int:
@@ -493,6 +498,8 @@ class ModelRunner:
                 self._prompt_logprobs.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
             self.backend.copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
+            if state.proposer is not None:
+                state.proposer.copy_blocks(scheduler_output.blocks_to_copy)
         for request in scheduler_output.scheduled_reqs:
             if request.new is not None:
                 self._add_row(request.req_id, request.new)

@@ -19,6 +19,7 @@ from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.models.blocks.base import Parts
 from octavo.models.cache import AttentionCache
+from octavo.models.eagle import EagleModel
 from octavo.models.loader import build_model
 from octavo.models.weights import Weight
 from octavo.sampling.sizes import kernel_nbytes
@@ -65,10 +66,13 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     kv = KVCacheConfig(1, config.cache.block_size, make_kv_cache_groups(spec.caches))
     layout = StepLayout(setup.largest_step, 1, len(kv.groups))
     activations, logits = Arena(), Arena()
+    model = build_model(spec, parts)
+    if isinstance(model, EagleModel):
+        model.inputs = placeholder(*model.input_shape(tokens), dtype=dtype)
     with torch.inference_mode():
         CapturedSteps(
             EagerSteps(
-                build_model(spec, parts),
+                model,
                 backend,
                 kv_caches,
                 kv.layer_to_group,

@@ -26,6 +26,8 @@ class WorkerSetup:
     """On a CPU what the memory plan has for steps."""
     kept_layers: tuple[int, ...] = ()
     """Layers whose hidden states steps return, for draft heads and pooling."""
+    draft: WorkerSetup | None = None
+    """Of the model that drafts. Its blocks are those of the target."""
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -16,6 +16,7 @@ PARAMS = [GREEDY, SAMPLED, PENALISED]
 METHODS = {
     "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+    "draft_model": {"model": "octavo/stories-draft", "num_speculative_tokens": 3},
 }
 
 

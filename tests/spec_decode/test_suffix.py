@@ -82,7 +82,7 @@ class Bench:
         setup = type("Setup", (), {"config": EngineConfig.from_kwargs(speculative_config=settings)})
         kv = KVCacheConfig(8, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
         self.batch = InputBatch(3, 200, kv)
-        self.proposer = SuffixProposer(Target(setup, None, self.batch, None))
+        self.proposer = SuffixProposer(Target(setup, None, self.batch, *5 * [None]))
 
     def add(self, req_id, prompt, output=(), *, private=False):
         data = NewRequestData([*prompt, *output], len(prompt), core_params(), 0, private=private)

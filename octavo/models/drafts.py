@@ -1,0 +1,86 @@
+"""Which model drafts for another: found, read, and checked against it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import EngineConfig, SpeculativeConfig
+from octavo.errors import ConfigError
+from octavo.models.config_json import ConfigJson
+from octavo.models.heads import MedusaSpec, read_eagle, read_eagle3, read_medusa
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
+from octavo.models.spec import ModelSpec
+
+_MEDUSA, _EAGLE = ("MedusaModel",), ("EagleLlamaForCausalLM",)
+_EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A model that drafts."""
+
+    method: str
+    """As in `SpeculativeConfig`."""
+    spec: ModelSpec
+    path: Path
+
+
+def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
+    """The model that the settings name for drafting; None: they name none.
+
+    Args:
+        config: the settings.
+        target: the model that is drafted for.
+
+    Raises:
+        ConfigError: if the two do not go together.
+        ModelError, HubError: if its folder cannot be used, or there is none.
+    """
+    speculative = config.speculation.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    load = config.load
+    path = resolve_model(
+        speculative.model, download_dir=load.download_dir, load_format=load.load_format
+    )
+    read = ConfigJson.load(path / "config.json")
+    match speculative.method or _method_of(read):
+        case "medusa":
+            medusa = read_medusa(read, target)
+            _check_num_heads(medusa, speculative)
+            return Draft("medusa", medusa, path)
+        case "eagle":
+            eagle3 = read.has("draft_vocab_size") or _architecture(read) in _EAGLE3
+            eagle = read_eagle3(read, target) if eagle3 else read_eagle(read, target)
+            return Draft("eagle", eagle, path)
+    spec = read_spec(path, trust_remote_code=config.model.trust_remote_code)
+    if spec.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config: {speculative.model} has {spec.vocab_size} tokens in its "
+            f"vocabulary and {config.model.model} has {target.vocab_size}; take a draft model with "
+            "the same tokenizer."
+        )
+    return Draft("draft_model", spec, path)
+
+
+def _architecture(config: ConfigJson) -> str | None:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _method_of(config: ConfigJson) -> str:
+    """What a folder is meant for."""
+    architecture = _architecture(config)
+    if architecture in _MEDUSA:
+        return "medusa"
+    return "eagle" if architecture in _EAGLE + _EAGLE3 else "draft_model"
+
+
+def _check_num_heads(spec: MedusaSpec, speculative: SpeculativeConfig) -> None:
+    if speculative.num_speculative_tokens > len(spec.lm_heads):
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens={speculative.num_speculative_tokens} is "
+            f"more than the {len(spec.lm_heads)} heads of {speculative.model}; set that or less."
+        )

@@ -1,0 +1,199 @@
+"""Heads that draft from another model's hidden states: what their folders hold. No torch.
+
+Names and shapes are those of vLLM's `MedusaModel`, `EagleLlamaForCausalLM` and
+`LlamaForCausalLMEagle3`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from octavo.dtypes import DTYPE_NBYTES
+from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.norm import RMSNormSpec
+from octavo.models.config_json import ConfigJson
+from octavo.models.families.base import ROTARY_TABLES
+from octavo.models.families.llama import LlamaLike
+from octavo.models.spec import ModelSpec
+from octavo.models.weights import Names, Weight
+
+_MOST_HEADS, _MOST_LAYERS = 64, 16
+
+
+@dataclass(frozen=True)
+class HeadsSpec(ModelSpec):
+    """Heads are no model of their own: they take embeddings or hidden states from another."""
+
+    @abstractmethod
+    def buffers_nbytes(self, num_tokens: int, num_reqs: int, dtype: str) -> int:
+        """Bytes that they work in, beside what is recorded, in the largest step."""
+
+
+@dataclass(frozen=True)
+class MedusaSpec(HeadsSpec):
+    """Medusa (Cai et al., 2024, section 2.1): head i guesses the token i + 2 places on."""
+
+    blocks: tuple[tuple[LinearSpec, ...], ...] = field(kw_only=True)
+    """Of each head: x + silu(linear(x)), one after the other."""
+    lm_heads: tuple[LinearSpec, ...] = field(kw_only=True)
+
+    def weights(self, *, quantized: bool = False) -> list[Weight]:
+        """See `ModelSpec`."""
+        return list(self._weights())
+
+    def _weights(self) -> Iterator[Weight]:
+        for i, (block, lm_head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+            for j, linear in enumerate(block):
+                yield from linear.weights(Names(f"blocks.{i}.{j}."))
+            yield from lm_head.weights(Names(f"lm_heads.{i}."))
+
+    def buffers_nbytes(self, num_tokens: int, num_reqs: int, dtype: str) -> int:
+        """Hidden states that are kept, some of them on their way, and logits of one head."""
+        states = 4 * self.hidden_size * DTYPE_NBYTES[dtype]
+        return num_reqs * (states + self.vocab_size * DTYPE_NBYTES["float32"])
+
+
+def read_medusa(config: ConfigJson, target: ModelSpec) -> MedusaSpec:
+    """Reads the config.json of Medusa heads for `target`."""
+    size = _read_sizes(config, target)
+    num_heads = config.integer("num_heads", most=_MOST_HEADS)
+    num_layers = config.integer("num_hidden_layers", "num_layers", default=1, most=_MOST_LAYERS)
+    bias = config.flag("medusa_fc_bias", False)
+    config.refuse("truncated_vocab_size", target.vocab_size, "heads must have the whole vocabulary")
+    config.refuse("original_lm_head", False, "each head must have an LM head of its own")
+    return MedusaSpec(
+        **_fields(target)
+        | {
+            "architecture": "MedusaModel",
+            "layers": (),
+            "bare_prefix": "medusa_heads.",
+            "ignored": (),
+            "model_class": "octavo.models.medusa:MedusaModel",
+        },
+        blocks=tuple(
+            tuple(
+                LinearSpec(((f"medusa_heads.blocks.{i}.layers.{j}", size),), size, bias)
+                for j in range(num_layers)
+            )
+            for i in range(num_heads)
+        ),
+        lm_heads=tuple(
+            LinearSpec(((f"medusa_heads.lm_heads.{i}", target.vocab_size),), size)
+            for i in range(num_heads)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class EagleSpec(HeadsSpec):
+    """EAGLE (Li et al., 2024, section 3.2): one layer guesses the next hidden state."""
+
+    fc: LinearSpec = field(kw_only=True)
+    """From the next token's embedding and the hidden state; EAGLE-3: from three hidden states."""
+    kept_layers: tuple[int, ...] = ()
+    """EAGLE-3: layers of the target whose hidden states it takes."""
+    embed_norm: RMSNormSpec | None = None
+    """EAGLE-3: of the embedding, before it goes into the layer,"""
+    hidden_norm: RMSNormSpec | None = None
+    """and of the hidden state beside it."""
+    num_draft_tokens: int = 0
+    """EAGLE-3: size of its own vocabulary."""
+
+    def weights(self, *, quantized: bool = False) -> list[Weight]:
+        """See `ModelSpec`."""
+        weights = list(self.fc.weights(Names("fc.")))
+        layer = Names("layers.0.", self.layer_names.format(0))
+        for name, norm in (("embed_norm.", self.embed_norm), ("hidden_norm.", self.hidden_norm)):
+            if norm is not None:
+                weights += norm.weights(Names(name, layer.checkpoint))
+        weights += self.layers[0].weights(layer)
+        if self.num_draft_tokens:
+            weights += self.head.weights(Names())
+        return weights
+
+    @property
+    def input_size(self) -> int:
+        """Of what the layer is computed from."""
+        return 2 * self.hidden_size
+
+    def buffers_nbytes(self, num_tokens: int, num_reqs: int, dtype: str) -> int:
+        """Inputs of its layer, hidden states on their way there, and logits of its guesses."""
+        states = (self.input_size + (2 * len(self.kept_layers) + 3) * self.hidden_size) * num_tokens
+        guesses = num_reqs * (self.vocab_size + self.num_draft_tokens) * DTYPE_NBYTES["float32"]
+        return states * DTYPE_NBYTES[dtype] + guesses
+
+
+def read_eagle(config: ConfigJson, target: ModelSpec) -> EagleSpec:
+    """Reads the config.json of an EAGLE head for `target`."""
+    size = _read_sizes(config, target)
+    config.refuse("num_hidden_layers", 1, "EAGLE heads have one layer")
+    bias = config.flag("attention_bias", False)
+    spec = LlamaLike(input_norm=None, qkv_bias=bias).read(config)
+    return EagleSpec(
+        **_fields(spec)
+        | {
+            "ignored": (*ROTARY_TABLES, r"(model\.)?embed_tokens\.weight", r"lm_head\.weight"),
+            "model_class": "octavo.models.eagle:EagleModel",
+        },
+        fc=LinearSpec((("model.fc", size),), 2 * size, config.flag("bias", False)),
+    )
+
+
+def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
+    """Reads the config.json of an EAGLE-3 head for `target`."""
+    size, num_layers = _read_sizes(config, target), len(target.layers)
+    config.refuse("num_hidden_layers", 1, "EAGLE heads have one layer")
+    config.refuse("target_hidden_size", size, "it must be the hidden size")
+    config.refuse("norm_before_residual", False, "the residual must be the hidden state itself")
+    if num_layers < 4:
+        raise config.error("architectures", "EAGLE-3 is for models of at least 4 layers")
+    seen = [2, num_layers // 2, num_layers - 3]
+    for section in (config, config.section("eagle_config")):
+        section.refuse("eagle_aux_hidden_state_layer_ids", seen, f"for this model it is {seen}")
+    spec = LlamaLike(input_norm=None, qkv_bias=config.flag("attention_bias", False)).read(config)
+    layer = spec.layers[0]
+    attention = layer.mixer
+    assert isinstance(attention, AttentionSpec)
+    qkv_proj = replace(attention.qkv_proj, inputs=2 * size)
+    num_tokens = config.integer("draft_vocab_size", most=target.vocab_size)
+    lm_head = replace(spec.head.lm_head, modules=(("lm_head", num_tokens),))
+    eps = config.number("rms_norm_eps")
+    return EagleSpec(
+        **_fields(spec)
+        | {
+            "layers": (replace(layer, mixer=replace(attention, qkv_proj=qkv_proj)),),
+            "layer_names": "midlayer.",
+            "head": replace(spec.head, lm_head=lm_head),
+            "ignored": (*ROTARY_TABLES, r"(model\.)?embed_tokens\.weight", "d2t", "t2d"),
+            "model_class": "octavo.models.eagle:Eagle3Model",
+        },
+        fc=LinearSpec((("model.fc", size),), 3 * size),
+        # Those are numbered as the layers that read them.
+        kept_layers=tuple(i - 1 for i in seen),
+        embed_norm=RMSNormSpec("input_layernorm", size, eps),
+        hidden_norm=RMSNormSpec("hidden_norm", size, eps),
+        num_draft_tokens=num_tokens,
+    )
+
+
+def _read_sizes(config: ConfigJson, target: ModelSpec) -> int:
+    """The hidden size, which must be the target's, as the vocabulary must."""
+    size = config.integer("hidden_size")
+    if size != target.hidden_size:
+        raise config.error(
+            "hidden_size", f"the model that is drafted for has {target.hidden_size}; take its heads"
+        )
+    vocab_size = config.integer("vocab_size")
+    if vocab_size != target.vocab_size:
+        raise config.error(
+            "vocab_size", f"the model that is drafted for has {target.vocab_size}; take its heads"
+        )
+    return size
+
+
+def _fields(spec: ModelSpec) -> dict[str, Any]:
+    return {f.name: getattr(spec, f.name) for f in fields(ModelSpec)}
