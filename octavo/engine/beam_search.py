@@ -10,6 +10,7 @@ all but the last block: up to a block's tokens are computed for each beam of a s
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class BeamSearch:
         return self._score(live[0].cum_logprob, length) <= self._finished[-1][0]
 
     def _score(self, cum_logprob: float, length: int) -> float:
-        return cum_logprob / float(length) ** self._length_penalty
+        return cum_logprob / math.pow(length, self._length_penalty)
 
 
 def prompt_params(params: BeamSearchParams) -> SamplingParams:
