@@ -83,6 +83,8 @@ class FakeAsyncLLM:
         self.stats = SchedulerStats()
         self.ready = True
         self.answer = ANSWER
+        self.token_logprobs: dict[int, float] = {}
+        """Of the answers' tokens, by index; else -0.5."""
         self.num_cached_tokens = 0
         self.paused = False
         self.step_time = 0.0
@@ -235,13 +237,15 @@ class FakeAsyncLLM:
         reason = FinishReason.STOP if ended else None
         if reason is None and at + 1 == params.max_tokens:
             reason = FinishReason.LENGTH
-        prompt = request.prompt_token_ids
+        prompt, own = request.prompt_token_ids, self.token_logprobs.get(index, -0.5)
         if reason is not None:
             del self.live[core_id]
         return EngineCoreOutput(
             core_id,
             [token],
-            new_logprobs=None if params.logprobs is None else _rows([token], params.logprobs),
+            new_logprobs=None
+            if params.logprobs is None
+            else _rows([token], params.logprobs, self.token_logprobs.get(index, -0.5)),
             new_prompt_logprobs=_rows(prompt[1:], params.prompt_logprobs)
             if at == index == 0 and params.prompt_logprobs is not None
             else None,
@@ -250,12 +254,12 @@ class FakeAsyncLLM:
         )
 
 
-def _rows(tokens: list[int], k: int) -> LogprobsLists:
+def _rows(tokens: list[int], k: int, own: float = -0.5) -> LogprobsLists:
     """The token itself has rank 1; the next ids follow, the last one impossible."""
     k = 256 if k == -1 else k
-    ids = [[t, *((t + i) % 256 for i in range(k))] for t in tokens]
+    ids = [[t, *((t + i) % 256 if i else t for i in range(k))] for t in tokens]
     last = float("-inf")
-    values = [[-0.5, *(last if i == k - 1 > 0 else -0.5 - i for i in range(k))] for _ in tokens]
+    values = [[own, *(last if i == k - 1 > 0 else -0.5 - i for i in range(k))] for _ in tokens]
     return pack_logprobs(ids, values, [1] * len(tokens))
 
 
