@@ -243,9 +243,7 @@ class FakeAsyncLLM:
         return EngineCoreOutput(
             core_id,
             [token],
-            new_logprobs=None
-            if params.logprobs is None
-            else _rows([token], params.logprobs, self.token_logprobs.get(index, -0.5)),
+            new_logprobs=None if params.logprobs is None else _rows([token], params.logprobs, own),
             new_prompt_logprobs=_rows(prompt[1:], params.prompt_logprobs)
             if at == index == 0 and params.prompt_logprobs is not None
             else None,
