@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -15,6 +15,7 @@ __version__ = version("octavo")
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "RequestOutputKind",

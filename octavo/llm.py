@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -18,18 +19,31 @@ from tqdm import tqdm
 from octavo import clock
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine.assemble import make_engine_core
+from octavo.engine.beam_search import (
+    Beam,
+    beam_requests,
+    candidates_of,
+    make_beam_search,
+    prompt_params,
+    step_params,
+)
 from octavo.engine.core_client import InprocClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.logs import setup_default_logging
-from octavo.messages import SchedulerStats
+from octavo.messages import EngineCoreRequest, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
 from octavo.profiler import span
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +124,62 @@ class LLM:
         """
         batch = _as_list(prompts)
         params = self._params_for(batch, sampling_params)
-        return self._run(batch, params, use_tqdm=use_tqdm, add_special_tokens=True)
+        return self._generate(batch, params, use_tqdm=use_tqdm, add_special_tokens=True)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Finds the most probable answers to each prompt; they come in the order of the prompts.
+
+        Args:
+            prompts: as for `generate`.
+            params: for all of them.
+            use_tqdm: show a progress bar for each step.
+
+        Raises:
+            RequestError: if a prompt or parameter is bad, or a request fails.
+        """
+        processed = [
+            self._process(prompt, prompt_params(params), add_special_tokens=True)
+            for prompt in _as_list(prompts)
+        ]
+        vocab_size = self._spec.vocab_size
+        searches = [make_beam_search(params, request, vocab_size) for request, _ in processed]
+        while live := [i for i, search in enumerate(searches) if search.live]:
+            beams = [
+                partial(self._start, beam, step_params(searches[i]), None)
+                for i in live
+                for beam in beam_requests(processed[i][0], searches[i])
+            ]
+            outputs = iter(self._run(beams, use_tqdm=use_tqdm))
+            for i in live:
+                its_outputs = list(itertools.islice(outputs, len(searches[i].live)))
+                for output in its_outputs:
+                    if output.outputs[0].finish_reason == "error":
+                        raise RequestError(str(output.outputs[0].stop_reason))
+                searches[i].step([candidates_of(output) for output in its_outputs])
+        keep_eos = params.include_stop_str_in_output
+        return [
+            BeamSearchOutput(
+                [self._sequence(request.prompt_token_ids, beam, keep_eos) for beam in search.beams]
+            )
+            for (request, _), search in zip(processed, searches, strict=True)
+        ]
+
+    def _sequence(self, prompt: list[int], beam: Beam, keep_eos: bool) -> BeamSearchSequence:
+        ended = beam.finish_reason == "stop"
+        tokens = prompt + (beam.token_ids[:-1] if ended and not keep_eos else beam.token_ids)
+        return BeamSearchSequence(
+            tokens,
+            [row[0] for row in beam.rows],
+            beam.cum_logprob,
+            None if self._tokenizer is None else self._tokenizer.decode(tokens),
+            beam.finish_reason,
+        )
 
     def chat(
         self,
@@ -141,7 +210,7 @@ class LLM:
         ]
         params = self._params_for(prompts, sampling_params)
         # The template writes the special tokens itself.
-        return self._run(prompts, params, use_tqdm=use_tqdm, add_special_tokens=False)
+        return self._generate(prompts, params, use_tqdm=use_tqdm, add_special_tokens=False)
 
     def stream(
         self,
@@ -274,22 +343,30 @@ class LLM:
         output_kind: RequestOutputKind,
         add_special_tokens: bool,
     ) -> str:
-        if not self._running:
-            raise EngineDeadError("This LLM was shut down; make a new one.")
-        request_id = str(next(self._request_ids))
-        request, text = self._input_processor.process(
-            request_id,
+        request, text = self._process(prompt, params, add_special_tokens=add_special_tokens)
+        params = msgspec.structs.replace(params, output_kind=output_kind)
+        return self._start(request, params, text)
+
+    def _process(
+        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
+    ) -> tuple[EngineCoreRequest, str | None]:
+        return self._input_processor.process(
+            str(next(self._request_ids)),
             prompt,
             params,
             arrival_time=clock.now(),
             clip_max_tokens=True,
             add_special_tokens=add_special_tokens,
         )
-        self._inboxes[request_id] = []
-        params = msgspec.structs.replace(params, output_kind=output_kind)
+
+    def _start(self, request: EngineCoreRequest, params: SamplingParams, text: str | None) -> str:
+        """Hands a request to the engine; returns its id."""
+        if not self._running:
+            raise EngineDeadError("This LLM was shut down; make a new one.")
+        self._inboxes[request.request_id] = []
         self._output_processor.add_request(request, params, text)
         _complete(self._client.add_request(request))
-        return request_id
+        return request.request_id
 
     def _step(self) -> list[str]:
         """Runs a step; returns the ids of the requests that it brought something for."""
@@ -309,7 +386,7 @@ class LLM:
         for request_id in request_ids:
             del self._inboxes[request_id]
 
-    def _run(
+    def _generate(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
@@ -317,24 +394,27 @@ class LLM:
         use_tqdm: bool,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
+        kind = RequestOutputKind.FINAL_ONLY
+        starts = [
+            partial(self._add, prompt, its_params, kind, add_special_tokens)
+            for prompt, its_params in zip(prompts, params, strict=True)
+        ]
+        return self._run(starts, use_tqdm=use_tqdm)
+
+    def _run(self, starts: Sequence[Callable[[], str]], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Starts requests, each by a call that returns its id, and waits for all of them."""
         request_ids: list[str] = []
         results: list[RequestOutput] = []
         with _late_interrupts() as interrupts:
             try:
-                for prompt, its_params in zip(prompts, params, strict=True):
+                for start in starts:
                     interrupts.raise_now()
-                    request_ids.append(
-                        self._add(
-                            prompt, its_params, RequestOutputKind.FINAL_ONLY, add_special_tokens
-                        )
-                    )
+                    request_ids.append(start())
                 waiting = set(request_ids)
-                with tqdm(
-                    total=len(prompts), desc="Processed prompts", disable=not use_tqdm
-                ) as bar:
+                with tqdm(total=len(starts), desc="Processed prompts", disable=not use_tqdm) as bar:
                     while waiting:
                         waiting.difference_update(self._step())
-                        bar.update(len(prompts) - len(waiting) - bar.n)
+                        bar.update(len(starts) - len(waiting) - bar.n)
                         interrupts.raise_now()
                 for request_id in request_ids:
                     (output,) = self._inboxes[request_id]

@@ -46,6 +46,12 @@ class FlatLogprobs(Sequence[Any]):
         """Entries of all positions together."""
         return len(self._token_ids)
 
+    def candidates(self, position: int) -> tuple[array[int], array[float]]:
+        """Token ids and logprobs of a position's most probable tokens, the best first."""
+        width = len(self._token_ids) // len(self._ranks)
+        row = slice(position * width + 1, (position + 1) * width)  # the token itself is before them
+        return self._token_ids[row], self._logprobs[row]
+
     def append_rows(self, token_ids: bytes, logprobs: bytes, ranks: bytes) -> None:
         """Adds positions; the arguments are the fields of `octavo.messages.LogprobsLists`."""
         self._token_ids.frombytes(token_ids)
@@ -150,3 +156,27 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam of a search: vLLM's."""
+
+    tokens: list[int]
+    """The prompt's, and those generated; the end-of-sequence token only if it was asked for."""
+    logprobs: list[dict[int, Logprob]]
+    """For each generated token (the end-of-sequence token too) the candidates at its place."""
+    cum_logprob: float = 0.0
+    """Sum of the logprobs of the generated tokens, the end-of-sequence token's too."""
+    text: str | None = None
+    """All of `tokens` as text."""
+    finish_reason: str | None = None
+    """"stop" or "length"."""
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a search found for one prompt: vLLM's."""
+
+    sequences: list[BeamSearchSequence]
+    """The best first."""

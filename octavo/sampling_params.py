@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import numbers
 from collections.abc import Sized
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -30,6 +30,8 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 64
 """Characters of a bad word."""
 MAX_CACHE_SALT_LENGTH = 1024
+MAX_BEAM_WIDTH = 64
+"""A step asks for as many candidates of each of as many beams."""
 MAX_EXTRA_ARGS_NBYTES = 2**16
 """Of `extra_args` as msgpack."""
 _FLAGS = (
@@ -282,6 +284,53 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"{name}={_show(value)} is not allowed; it is a number in {span}.", name
             )
         setattr(self, name, float(value))
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Parameters of a beam search. Names and defaults are vLLM's, and `early_stopping`.
+
+    Raises:
+        RequestError: on construction, naming the field, the value and the range.
+    """
+
+    beam_width: int
+    """Number of beams, and of answers; 1 to 64."""
+    max_tokens: int | None
+    """Most tokens of a beam; None: as many as fit the context."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    temperature: float = 0.0
+    """0 or 1, which are the same here: nothing is drawn by chance."""
+    length_penalty: float = 1.0
+    """A finished beam's score is the sum of its logprobs divided by its length to the power of
+    this: above 0 longer ones are preferred, below 0 shorter ones; -10 to 10."""
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token in the answer."""
+    early_stopping: bool | Literal["never"] = False
+    """When `beam_width` beams have finished: True ends the search; False ends it if a live beam,
+    as long as it is, has no better score than the worst of them; "never" only if none can get one.
+    As transformers has it."""
+
+    def __post_init__(self) -> None:
+        width, most, penalty = self.beam_width, self.max_tokens, self.length_penalty
+        if not _is_int(width) or not 1 <= width <= MAX_BEAM_WIDTH:
+            self._refuse("beam_width", f"an integer in [1, {MAX_BEAM_WIDTH}]")
+        if most is not None and (not _is_int(most) or not 1 <= most <= MAX_INT):
+            self._refuse("max_tokens", "an integer >= 1")
+        if not _is_number(self.temperature) or self.temperature not in (0.0, 1.0):
+            self._refuse("temperature", "0 or 1 in a beam search, which does not sample")
+        if not _is_number(penalty) or not -10.0 <= penalty <= 10.0:  # not with NaN either
+            self._refuse("length_penalty", "a number in [-10, 10]")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "true or false")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            self._refuse("early_stopping", 'true, false or "never"')
+
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
+        raise RequestError(
+            f"{name}={_show(getattr(self, name))} is not allowed; it is {allowed}.", name
+        )
 
 
 def check_extra_args(value: object, name: str) -> dict[str, Any]:

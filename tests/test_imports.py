@@ -161,6 +161,7 @@ def test_imports_bring_no_more_than_needed(module):
 def test_public_names():
     assert set(octavo.__all__) == {
         "LLM",
+        "BeamSearchParams",
         "CompletionOutput",
         "RequestOutput",
         "RequestOutputKind",

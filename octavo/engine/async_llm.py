@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ import msgspec
 from octavo import clock
 from octavo.config import EngineConfig
 from octavo.device import trim_memory
+from octavo.engine.beam_search import (
+    beam_search_nbytes,
+    make_beam_search,
+    prompt_params,
+    run_beam_search,
+)
 from octavo.engine.core_launcher import CoreProcess
 from octavo.engine.input_processor import InputProcessor, Prompt, processing_time
 from octavo.engine.memory_plan import resolve_max_model_len
@@ -23,14 +30,14 @@ from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory, request_nbytes
 from octavo.errors import EngineDeadError
-from octavo.messages import SchedulerStats
+from octavo.messages import EngineCoreRequest, SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.offload import offload
 from octavo.outputs import RequestOutput
 from octavo.platforms.registry import get_platform
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -199,38 +206,57 @@ class AsyncLLM:
             QueueFullError: if there is no memory for it now.
             EngineDeadError: if the engine is gone.
         """
-        if self._dead is not None:
-            raise self._dead
-        arrival_time = clock.now()
-        request, text = await offload(
-            processing_time(prompt, sampling_params),
-            self._input_processor.process,
-            request_id,
+        request, text = await self._process(
             prompt,
             sampling_params,
-            arrival_time=arrival_time,
+            request_id,
             cache_salt=cache_salt,
-            deadline=None if deadline is None else clock.from_monotonic(deadline),
+            deadline=deadline,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
-        if self._dead is not None:  # it may have died while the thread was at work
-            raise self._dead
-        queue = RequestOutputCollector(sampling_params.output_kind)
         nbytes = request_nbytes(request, sampling_params, self.spec.vocab_size)
         with self.request_memory.reserve(nbytes):
-            self._output_processor.add_request(request, sampling_params, text, queue)
-            finished = False
-            try:
-                await self._client.add_request(request)
-                while not finished:
-                    output = queue.get_nowait() or await queue.get()
-                    finished = output.finished
+            async with aclosing(self._stream(request, sampling_params, text)) as outputs:
+                async for output in outputs:
                     yield output
-            finally:
-                # Its id may belong to another request by now.
-                if not finished and self._output_processor.is_live(request_id, queue):
-                    await self.abort(request_id)
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        add_special_tokens: bool = True,
+        turn: int = 0,
+    ) -> RequestOutput:
+        """Finds the most probable answers to a prompt; cancelling it ends all its requests.
+
+        Its steps are requests of one token each, which queue like all others.
+
+        Args and Raises: as for `generate`.
+
+        Returns:
+            The beams as answers, the best first.
+        """
+        of_prompt = prompt_params(params)
+        request, text = await self._process(
+            prompt,
+            of_prompt,
+            request_id,
+            cache_salt=cache_salt,
+            deadline=deadline,
+            add_special_tokens=add_special_tokens,
+            turn=turn,
+        )
+        vocab_size = self.spec.vocab_size
+        search = make_beam_search(params, request, vocab_size)
+        with self.request_memory.reserve(beam_search_nbytes(request, search, vocab_size)):
+            return await run_beam_search(
+                request, text, search, of_prompt, self.tokenizer, self._stream
+            )
 
     async def abort(self, request_id: str) -> None:
         """Ends a request within one step; unknown ids are ignored."""
@@ -264,6 +290,54 @@ class AsyncLLM:
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
         await self._client.shutdown()
+
+    async def _process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        cache_salt: str | None,
+        deadline: float | None,
+        add_special_tokens: bool,
+        turn: int,
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """The core request of a prompt, and the prompt's text; see `generate`."""
+        if self._dead is not None:
+            raise self._dead
+        arrival_time = clock.now()
+        return await offload(
+            processing_time(prompt, params),
+            self._input_processor.process,
+            request_id,
+            prompt,
+            params,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+            deadline=None if deadline is None else clock.from_monotonic(deadline),
+            add_special_tokens=add_special_tokens,
+            turn=turn,
+        )
+
+    async def _stream(
+        self, request: EngineCoreRequest, params: SamplingParams, text: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a processed request; closing the stream aborts it."""
+        if self._dead is not None:
+            raise self._dead
+        queue = RequestOutputCollector(params.output_kind)
+        self._output_processor.add_request(request, params, text, queue)
+        finished = False
+        try:
+            await self._client.add_request(request)
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                yield output
+        finally:
+            # Its id may belong to another request by now.
+            if not finished and self._output_processor.is_live(request.request_id, queue):
+                await self.abort(request.request_id)
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
@@ -61,6 +62,11 @@ class Completion(Generation[CompletionBody]):
         """Prompts in this request."""
         return len(self._prompts)
 
+    @property
+    def num_answers(self) -> int:
+        """See `Generation.num_answers`."""
+        return self.n if self.body.best_of is None else self.body.best_of
+
     async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
         """See `Generation.prepare`."""
         body = self.body
@@ -70,8 +76,10 @@ class Completion(Generation[CompletionBody]):
             prompt_logprobs = body.logprobs
         params = await self.sampling_params(
             engine.spec.generation_config,
+            n=self.num_answers,
             max_tokens=1 if self._only_echo else max_tokens,
-            logprobs=body.logprobs,
+            # To choose by; they are not reported unless asked for.
+            logprobs=0 if body.logprobs is None and self.num_answers > self.n else body.logprobs,
             prompt_logprobs=prompt_logprobs,
             detokenize=engine.tokenizer is not None,
         )
@@ -79,7 +87,11 @@ class Completion(Generation[CompletionBody]):
 
     def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """See `Generation.choices`."""
-        for completion in sorted(output.outputs, key=lambda c: c.index):
+        completions = sorted(output.outputs, key=lambda c: c.index)
+        if self.num_answers > self.n:
+            best = sorted(completions, key=_mean_logprob, reverse=True)[: self.n]
+            completions = [replace(c, index=i) for i, c in enumerate(best)]
+        for completion in completions:
             yield self._choice(index, output, completion, first=True)
 
     def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
@@ -234,6 +246,12 @@ class _Offsets:
             if self._stream is not None:
                 self._at += len(self._stream.push(token_id))
         return places
+
+
+def _mean_logprob(completion: CompletionOutput) -> float:
+    """What OpenAI's `best_of` goes by: the log probability per token."""
+    assert completion.cumulative_logprob is not None
+    return completion.cumulative_logprob / max(1, len(completion.token_ids))
 
 
 def _prompt_offsets(tokenizer: Tokenizer | None, token_ids: list[int], text: str) -> list[int]:

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -47,6 +47,15 @@ _PROMPTS_AT_ONCE = 4
 _MANY_CANDIDATES = 2000
 
 encode = msgspec.json.encode
+
+
+class _Options(TypedDict):
+    """What the engine is told beside prompt and parameters."""
+
+    cache_salt: str | None
+    deadline: float | None
+    add_special_tokens: bool
+    turn: int
 
 
 class Generation(ABC, Generic[B]):
@@ -93,6 +102,11 @@ class Generation(ABC, Generic[B]):
     @abstractmethod
     def num_prompts(self) -> int:
         """Prompts in this request."""
+
+    @property
+    def num_answers(self) -> int:
+        """Answers made to each prompt."""
+        return self.n
 
     @abstractmethod
     async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
@@ -189,8 +203,8 @@ class Generation(ABC, Generic[B]):
 
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """The outputs of all prompts, as they come."""
-        blamed = "n" if self.n > self.num_prompts else self.prompt_param
-        with self.state.admit(self.num_prompts * max(1, self.n), blamed):
+        blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
+        with self.state.admit(self.num_prompts * max(1, self.num_answers), blamed):
             engine = await self.state.get_engine()
             self.tokenizer = engine.tokenizer
             try:
@@ -210,15 +224,19 @@ class Generation(ABC, Generic[B]):
             salt = private_salt(self.context.api_key, self.body.cache_salt)
 
             async def one(index: int) -> AsyncGenerator[IndexedOutput, None]:
-                stream = engine.generate(
-                    prompts[index],
-                    params,
-                    f"{self.id}-{index}-{self.state.next_id()}",
+                prompt = prompts[index]
+                request_id = f"{self.id}-{index}-{self.state.next_id()}"
+                options = _Options(
                     cache_salt=salt,
                     deadline=self.deadline,
                     add_special_tokens=add_special_tokens,
                     turn=index * params.n,
                 )
+                if self.body.use_beam_search:
+                    beams = self.body.beam_params(params.max_tokens)
+                    yield index, await engine.beam_search(prompt, beams, request_id, **options)
+                    return
+                stream = engine.generate(prompt, params, request_id, **options)
                 async with aclosing(stream):  # closing aborts what has not finished
                     async for output in stream:
                         yield index, output

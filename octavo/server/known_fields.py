@@ -47,14 +47,13 @@ GENERATION: Unsupported = {
         "guided_decoding_backend guided_whitespace_pattern prompt_embeds logits_processors "
         "kv_transfer_params ec_transfer_params extra_args repetition_detection "
         "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
-        "output_kind early_stopping",
+        "output_kind",
     ),
     **_all(
         _OFF,
-        "use_beam_search return_tokens_as_token_ids return_token_offsets return_prompt_text "
+        "return_tokens_as_token_ids return_token_offsets return_prompt_text "
         "return_weight_versions skip_reading_prefix_cache flat_logprobs watermarking",
     ),
-    "length_penalty": _ONE,
     "truncation_side": (None, "left"),
     "thinking_token_budget": (None, -1),
     "stream_interval": _ONE,
@@ -181,6 +180,7 @@ INSTEAD: Mapping[str, str] = {
     "stop_sequences": "stop",
     "num_return_sequences": "n",
     "n_cmpl": "n",
+    **dict.fromkeys(("num_beams", "beam_width"), "use_beam_search and n"),
     "n_probs": "logprobs",
     "top_logprobs_num": "logprobs",
     "content": "prompt",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
 
 from octavo.errors import RequestError, UnsupportedError
 from octavo.sampling_params import (
+    MAX_BEAM_WIDTH,
     MAX_LOGIT_BIAS,
+    MAX_N,
     MAX_STOP_STRINGS,
+    BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
     check_extra_args,
@@ -263,6 +266,10 @@ class GenerationBody(Body):
     request_id: RequestId | None = None
     deadline_ms: Annotated[int, Field(gt=0, le=2**53)] | None = None
 
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
     unsupported = known_fields.GENERATION
     inner = {"stream_options": StreamOptions}  # noqa: RUF012
 
@@ -279,6 +286,50 @@ class GenerationBody(Body):
                 "prompt_logprobs is not available with stream=true; leave one of them out.",
                 "prompt_logprobs",
             )
+        if self.use_beam_search:
+            self._check_beams()
+        elif self.length_penalty not in (None, 1.0) or self.early_stopping is not None:
+            name = "length_penalty" if self.early_stopping is None else "early_stopping"
+            raise RequestError(f"{name} needs use_beam_search=true.", name)
+
+    def _check_beams(self) -> None:
+        """Refuses what a beam search cannot do: it neither samples nor streams."""
+        for name, nothing in _WITHOUT_BEAMS.items():
+            value = getattr(self, name, None)
+            if name == "logprobs" and value is False:
+                continue  # a chat's; a completion's 0 asks for something
+            if name not in _WITH_BEAMS and value not in nothing:
+                raise RequestError(
+                    f"{name}={show(value)} is not available with use_beam_search=true; leave one "
+                    "of them out.",
+                    name,
+                )
+        self.beam_params(None)
+
+    def beam_params(self, max_tokens: int | None) -> BeamSearchParams:
+        """The parameters of the beam search; n is its width.
+
+        Args:
+            max_tokens: most tokens of an answer; None: as many as fit the context.
+
+        Raises:
+            RequestError: a value is out of its range.
+        """
+        width = 1 if self.n is None else self.n
+        if not 1 <= width <= MAX_BEAM_WIDTH:
+            raise RequestError(
+                f"n={show(width)} is not allowed with use_beam_search=true; it is the number of "
+                f"beams, 1 to {MAX_BEAM_WIDTH}.",
+                "n",
+            )
+        return BeamSearchParams(
+            beam_width=width,
+            max_tokens=max_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            early_stopping=False if self.early_stopping is None else self.early_stopping,
+        )
 
     def sampling_params(
         self, defaults: Mapping[str, float | int | None], **overrides: object
@@ -331,6 +382,29 @@ _SAMPLING_FIELDS = (
 )
 
 
+# What a beam search cannot do, and the values of it that ask for nothing.
+_WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(_SAMPLING_FIELDS, (None,)),
+    **dict.fromkeys(("best_of", "logprobs", "vllm_xargs"), (None,)),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (None, 1.0)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0.0)),
+    **dict.fromkeys(("min_tokens", "priority"), (None, 0)),
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words"), (None, [])),
+    "skip_special_tokens": (None, True),
+    "temperature": (None, 0.0, 1.0),
+    "top_k": (None, 0, -1),
+    "logit_bias": (None, {}),
+    "stream": (None, False),
+}
+_WITH_BEAMS = (
+    "n",
+    "max_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "spaces_between_special_tokens",
+)
+
+
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
@@ -345,10 +419,19 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         """See `GenerationBody.check`."""
         super().check()
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise UnsupportedError(
-                f"best_of={show(self.best_of)} differs from n; choosing the best of several "
-                "answers is not supported. Leave best_of out.",
+        n = 1 if self.n is None else self.n
+        if self.best_of is None or self.best_of == n:
+            return
+        if not max(n, 1) <= self.best_of <= MAX_N:
+            raise RequestError(
+                f"best_of={show(self.best_of)} is not allowed; it is the number of answers of "
+                f"which the best n={show(n)} are returned, n to {MAX_N}.",
+                "best_of",
+            )
+        if self.stream:
+            raise RequestError(
+                f"best_of={show(self.best_of)} is not available with stream=true, since the best "
+                "answers are known at the end; leave one of them out.",
                 "best_of",
             )
 

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo import clock
 from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.beam_search import make_beam_search, prompt_params, run_beam_search
 from octavo.engine.input_processor import InputProcessor, processing_time
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory
@@ -29,7 +30,7 @@ from octavo.messages import (
 )
 from octavo.metrics import EngineMetrics
 from octavo.offload import offload
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
 from octavo.tokenizer import Tokenizer
@@ -82,6 +83,8 @@ class FakeAsyncLLM:
         self.stats = SchedulerStats()
         self.ready = True
         self.answer = ANSWER
+        self.token_logprobs: dict[int, float] = {}
+        """Of the answers' tokens, by index; else -0.5."""
         self.num_cached_tokens = 0
         self.paused = False
         self.step_time = 0.0
@@ -92,6 +95,7 @@ class FakeAsyncLLM:
         self.requests: list[EngineCoreRequest] = []
         self.params: list[SamplingParams] = []
         """Of each of `requests`."""
+        self.beam_params: list[BeamSearchParams] = []
         self.live: dict[str, tuple[EngineCoreRequest, int]] = {}
         """By core id: the request, and which of its answers it is."""
         self.aborted: list[str] = []
@@ -116,20 +120,38 @@ class FakeAsyncLLM:
         add_special_tokens=True,
         turn=0,
     ):
+        options = {
+            "cache_salt": cache_salt,
+            "deadline": deadline,
+            "add_special_tokens": add_special_tokens,
+            "turn": turn,
+        }
+        request, text = await self._process(prompt, sampling_params, request_id, **options)
+        async with aclosing(self._stream(request, sampling_params, text)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def beam_search(self, prompt, params, request_id, **options):
+        self.beam_params.append(params)
+        of_prompt = prompt_params(params)
+        request, text = await self._process(prompt, of_prompt, request_id, **options)
+        search = make_beam_search(params, request, self.spec.vocab_size)
+        return await run_beam_search(request, text, search, of_prompt, self.tokenizer, self._stream)
+
+    async def _process(self, prompt, sampling_params, request_id, **options):
         if self.dead is not None:
             raise self.dead
-        request, text = await offload(
+        return await offload(
             processing_time(prompt, sampling_params),
             self._input.process,
             request_id,
             prompt,
             sampling_params,
             arrival_time=clock.now(),
-            cache_salt=cache_salt,
-            deadline=deadline,
-            add_special_tokens=add_special_tokens,
-            turn=turn,
+            **options,
         )
+
+    async def _stream(self, request, sampling_params, text=None):
         queue = RequestOutputCollector(sampling_params.output_kind)
         finished = False
         try:
@@ -147,7 +169,7 @@ class FakeAsyncLLM:
                 yield output
         finally:
             if not finished:
-                await self.abort(request_id)
+                await self.abort(request.request_id)
 
     async def abort(self, request_id):
         for core_id in self._output.abort_requests([request_id]):
@@ -215,13 +237,13 @@ class FakeAsyncLLM:
         reason = FinishReason.STOP if ended else None
         if reason is None and at + 1 == params.max_tokens:
             reason = FinishReason.LENGTH
-        prompt = request.prompt_token_ids
+        prompt, own = request.prompt_token_ids, self.token_logprobs.get(index, -0.5)
         if reason is not None:
             del self.live[core_id]
         return EngineCoreOutput(
             core_id,
             [token],
-            new_logprobs=None if params.logprobs is None else _rows([token], params.logprobs),
+            new_logprobs=None if params.logprobs is None else _rows([token], params.logprobs, own),
             new_prompt_logprobs=_rows(prompt[1:], params.prompt_logprobs)
             if at == index == 0 and params.prompt_logprobs is not None
             else None,
@@ -230,12 +252,12 @@ class FakeAsyncLLM:
         )
 
 
-def _rows(tokens: list[int], k: int) -> LogprobsLists:
+def _rows(tokens: list[int], k: int, own: float = -0.5) -> LogprobsLists:
     """The token itself has rank 1; the next ids follow, the last one impossible."""
     k = 256 if k == -1 else k
-    ids = [[t, *((t + i) % 256 for i in range(k))] for t in tokens]
+    ids = [[t, *((t + i) % 256 if i else t for i in range(k))] for t in tokens]
     last = float("-inf")
-    values = [[-0.5, *(last if i == k - 1 > 0 else -0.5 - i for i in range(k))] for _ in tokens]
+    values = [[own, *(last if i == k - 1 > 0 else -0.5 - i for i in range(k))] for _ in tokens]
     return pack_logprobs(ids, values, [1] * len(tokens))
 
 

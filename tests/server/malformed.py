@@ -95,7 +95,9 @@ def _fields() -> dict[str, list[Any]]:
         "guided_choice": [["a", "b"]],
         "guided_grammar": ["root ::= x"],
         "structured_outputs": [{"regex": "a"}],
-        "use_beam_search": [True],
+        "use_beam_search": ["yes", 1],
+        "length_penalty": [2.0, "1", HUGE],
+        "early_stopping": [True, "always", 2],
         "prompt_embeds": ["AAAA"],
         "logits_processors": [["x"]],
         "logprob_token_ids": [[5]],
@@ -238,7 +240,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         add(f"logprobs={value!r}", COMPLETIONS, body, param="logprobs")
     for value in ("no", 1, []):
         add(f"echo={value!r}", COMPLETIONS, {"prompt": "hi", "echo": value}, param="echo")
-    for value in ("2", 2, 0, -1, HUGE, []):
+    for value in ("2", 0, -1, 1025, HUGE, []):
         add(f"best_of={value!r}", COMPLETIONS, {"prompt": "hi", "best_of": value}, param="best_of")
     add("suffix", COMPLETIONS, {"prompt": "hi", "suffix": "."}, param="suffix")
     add("no room", COMPLETIONS, {"prompt": "hi", "max_tokens": 0}, param="max_tokens")

@@ -639,3 +639,51 @@ def test_choices_of_several_prompts_in_full():
         }
 
     with_server(scenario)
+
+
+def test_the_best_of_several_answers():
+    async def scenario(served):
+        served.engine.token_logprobs = {0: -3.0, 1: -0.25, 2: -2.0, 3: -0.5, 4: -4.0}
+        for extra in ({}, {"logprobs": 1}):
+            response = await served.complete(n=2, best_of=5, max_tokens=4, **extra)
+            answer = response.json()
+            assert [c["index"] for c in answer["choices"]] == [0, 1]
+            # What was thrown away has been generated all the same.
+            assert answer["usage"]["completion_tokens"] == 5 * 4
+            assert answer["usage"]["prompt_tokens"] == 3
+            assert (await served.complete(max_tokens=4)).json()["usage"]["completion_tokens"] == 4
+            assert served.engine.requests[-2].n == 5
+        found = [c["logprobs"]["token_logprobs"] for c in answer["choices"]]
+        assert found == [[-0.25] * 4, [-0.5] * 4]
+
+    with_server(scenario)
+
+
+def test_the_best_of_several_answers_to_each_of_several_prompts():
+    async def scenario(served):
+        served.engine.token_logprobs = {0: -3.0, 1: -0.25, 2: -2.0}
+        answer = (await served.complete(prompt=["a", "b"], best_of=3, max_tokens=2)).json()
+        assert [c["index"] for c in answer["choices"]] == [0, 1]
+        assert all(c["logprobs"] is None for c in answer["choices"])
+
+    with_server(scenario)
+
+
+def test_as_many_answers_as_the_best_of_them_need_places():
+    async def scenario(served):
+        error = (await served.complete(best_of=5)).json()["error"]
+        assert (error["param"], "5 answers" in error["message"]) == ("n", True)
+        assert (await served.complete(best_of=4)).status_code == 200
+
+    with_server(scenario, max_num_queued_reqs=4)
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 2, "n": 3}, {"best_of": 3, "stream": True}])
+def test_the_best_of_cannot_be_had_with(fields):
+    async def scenario(served):
+        response = await served.complete(**fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "best_of"
+        assert not served.engine.requests
+
+    with_server(scenario)

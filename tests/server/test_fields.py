@@ -241,7 +241,6 @@ DEFAULTS = {
     "stream_interval": (1, 2),
     "routed_experts_prompt_start": (0, 1),
     "detokenize": (True, False),
-    "use_beam_search": (False, True),
     "skip_reading_prefix_cache": (False, True),
     "min_new_tokens": (0, 1),
     "top_logprobs_num": (0, 1),

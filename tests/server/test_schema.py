@@ -152,10 +152,10 @@ WRONG = {
         ),
         (
             {"prompt": "a", "best_of": 2, "n": 3},
-            "best_of=2 differs from n; choosing the best of several answers is not supported. "
-            "Leave best_of out.",
+            "best_of=2 is not allowed; it is the number of answers of which the best n=3 are "
+            "returned, n to 1024.",
             "best_of",
-            "unsupported_parameter",
+            None,
         ),
         (
             {"prompt": "a", "deadline_ms": 0},
