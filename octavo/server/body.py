@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from octavo.errors import DeadlineError, RequestError, UnsupportedError
 from octavo.offload import offload
+from octavo.sampling_params import is_deeper
 from octavo.server.errors import (
     BodyTooLargeError,
     ClientDisconnectError,
@@ -120,7 +121,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     _check_num_values(data)
     try:
         value = msgspec.json.decode(data)
-        deep = _deeper_than(value, MAX_JSON_DEPTH)
+        deep = is_deeper(value, MAX_JSON_DEPTH)
     except RecursionError:
         deep = True
     except UnicodeDecodeError:
@@ -236,20 +237,6 @@ def _path(loc: tuple[int | str, ...], body: object, missing: bool) -> str:
         elif isinstance(here, dict) and (part in here or (missing and i == len(loc) - 1)):
             path, here = f"{path}.{part}" if path else str(part), here.get(part)
     return path
-
-
-def _deeper_than(value: object, limit: int) -> bool:
-    """Whether lists and dicts are nested more than `limit` levels; looks level by level."""
-    level = [value]
-    for _ in range(limit):
-        inner: list[object] = []
-        for item in level:
-            children = item.values() if type(item) is dict else item if type(item) is list else ()
-            inner += [child for child in children if type(child) is dict or type(child) is list]
-        if not inner:
-            return False
-        level = inner
-    return True
 
 
 def _check_num_values(data: bytes) -> None:
