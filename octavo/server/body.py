@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -166,11 +167,17 @@ def unknown_fields(model: type[Body], body: dict[str, Any]) -> list[str]:
     return [re.sub(r"[^!-+\--~]", "?", name)[:_MAX_SHOWN_NAME] for name in found]
 
 
+@cache
+def _names(model: type[Body]) -> frozenset[str]:
+    """A model's fields as they are called in JSON."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
 def _look_for_unknown(
     model: type[Body], body: dict[str, Any], where: str, found: dict[str, None]
 ) -> None:
     for name, value in body.items():
-        if name in model.model_fields:
+        if name in _names(model):
             inner = model.inner.get(name)
             if inner is None:
                 continue

@@ -18,6 +18,7 @@ from octavo.sampling_params import (
 from octavo.server import known_fields
 from octavo.server.body import Body
 from octavo.server.errors import show
+from octavo.server.structured_outputs import StructuredOutputsBody
 from octavo.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -225,7 +226,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(StructuredOutputsBody):
     """The fields that both generation endpoints take. null means "not given" throughout."""
 
     model: str | None = None
@@ -264,7 +265,10 @@ class GenerationBody(Body):
     deadline_ms: Annotated[int, Field(gt=0, le=2**53)] | None = None
 
     unsupported = known_fields.GENERATION
-    inner = {"stream_options": StreamOptions}  # noqa: RUF012
+    inner = {  # noqa: RUF012
+        **StructuredOutputsBody.inner,
+        "stream_options": StreamOptions,
+    }
 
     def check(self) -> None:
         """Refuses fields that contradict one another.
@@ -279,6 +283,7 @@ class GenerationBody(Body):
                 "prompt_logprobs is not available with stream=true; leave one of them out.",
                 "prompt_logprobs",
             )
+        self.constraint()
 
     def sampling_params(
         self, defaults: Mapping[str, float | int | None], **overrides: object
@@ -294,6 +299,7 @@ class GenerationBody(Body):
         """
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | overrides
         given["extra_args"] = self.vllm_xargs
+        given["structured_outputs"] = self.structured_outputs_params()
         kwargs: dict[str, Any] = {
             **defaults,
             **{name: value for name, value in given.items() if value is not None},
