@@ -9,6 +9,7 @@ The tree::
     |-- RequestError (ValueError)           a request is wrong; carries field, HTTP status and code
     |   |-- ContextLengthError              prompt (plus answer) does not fit the context
     |   |-- UnsupportedError                asks for something that does not work yet
+    |   |-- GrammarError                    what the answer has to look like cannot be had
     |   |-- NotFoundError                   unknown model or resource
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
@@ -69,6 +70,16 @@ class UnsupportedError(RequestError):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param, "unsupported_parameter")
+
+
+class GrammarError(RequestError):
+    """What the answer has to look like is invalid, too large, or more than a backend can honour.
+
+    The message says which part of it; the server names the field that it came in.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "structured_outputs", "invalid_grammar")
 
 
 class NotFoundError(RequestError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import json
 import numbers
 from collections.abc import Sized
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import msgspec
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 
 # Below this, division by the temperature would overflow float32: such a request is greedy.
 SAMPLING_EPS = 1e-5
@@ -34,6 +35,11 @@ MAX_BEAM_WIDTH = 64
 """A step asks for as many candidates of each of as many beams."""
 MAX_EXTRA_ARGS_NBYTES = 2**16
 """Of `extra_args` as msgpack."""
+MAX_GRAMMAR_NBYTES = 2**19
+"""Of a schema, a regular expression, a grammar or all choices, as UTF-8."""
+MAX_GRAMMAR_DEPTH = 64
+"""Levels of nesting of a schema."""
+MAX_CHOICES = 4096
 _FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -41,6 +47,18 @@ _FLAGS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
 )
+
+
+GrammarKind: TypeAlias = Literal[
+    "json", "json_object", "regex", "choice", "grammar", "structural_tag"
+]
+GrammarBackendName: TypeAlias = Literal["auto", "xgrammar", "llguidance"]
+_GRAMMAR_BACKENDS = {
+    "auto": "auto",
+    "xgrammar": "xgrammar",
+    "llguidance": "llguidance",
+    "guidance": "llguidance",  # vLLM's name
+}
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -52,6 +70,131 @@ class RequestOutputKind(enum.IntEnum):
     """Only what is new since the last output."""
     FINAL_ONLY = 2
     """One output, when the request has finished."""
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What the answer has to look like: exactly one of the first six. Names are vLLM's.
+
+    Raises:
+        RequestError: on construction; `param` is the field that is wrong, and the message begins
+            with it.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema, or its text; text from then on."""
+    regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    choice: list[str] | None = None
+    """The answer is one of these."""
+    grammar: str | None = None
+    """A context-free grammar, in EBNF or Lark's notation."""
+    json_object: bool = False
+    """The answer is any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Tags whose insides follow schemas, in xgrammar's notation: JSON or its text, then text."""
+    disable_any_whitespace: bool = False
+    """JSON without white space between its parts."""
+    backend: GrammarBackendName = "auto"
+    """Who compiles it; auto: the engine chooses. vLLM's "guidance" is llguidance."""
+    disable_additional_properties: bool = False
+    """Refused: a schema says so itself."""
+    whitespace_pattern: str | None = None
+    """Refused: no backend has it for all schemas."""
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name}={_show(getattr(self, name))} is not true or false.", name
+                )
+        given = self._given()
+        if len(given) != 1:
+            raise RequestError(
+                f"{given[1]} and {given[0]} are both given; an answer follows one of them."
+                if given
+                else "structured_outputs asks for nothing; give json, regex, choice, grammar, "
+                "json_object or structural_tag.",
+                given[1] if given else "structured_outputs",
+            )
+        backend = self.backend if isinstance(self.backend, str) else ""
+        if backend not in _GRAMMAR_BACKENDS:
+            raise RequestError(
+                f"backend={_show(self.backend)} is not one of {', '.join(_GRAMMAR_BACKENDS)}.",
+                "backend",
+            )
+        self.backend = cast(GrammarBackendName, _GRAMMAR_BACKENDS[backend])
+        if self.disable_additional_properties is not False:
+            raise UnsupportedError(
+                "disable_additional_properties is not supported; write additionalProperties: false "
+                "into the schema.",
+                "disable_additional_properties",
+            )
+        if self.whitespace_pattern is not None:
+            raise UnsupportedError(
+                "whitespace_pattern is not supported; use disable_any_whitespace.",
+                "whitespace_pattern",
+            )
+        if self.json is not None:
+            self.json = _json_text(
+                "json",
+                self.json,
+                (dict, bool),
+                "a JSON schema, which is an object, true or false, or its text (of a pydantic "
+                "model: Model.model_json_schema())",
+            )
+        elif self.structural_tag is not None:
+            self.structural_tag = _json_text(
+                "structural_tag", self.structural_tag, (dict,), "a JSON object, or its text"
+            )
+        elif self.choice is not None:
+            self._check_choice()
+        elif not self.json_object:
+            (name,) = given
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text:
+                raise RequestError(
+                    f"{name}={_show(text)} is not allowed; it is a text, and not empty.", name
+                )
+            _check_text(name, text)
+
+    @property
+    def kind(self) -> GrammarKind:
+        """Which of the six is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[GrammarKind]:
+        given: list[GrammarKind] = []
+        given += ["json"] if self.json is not None else []
+        given += ["regex"] if self.regex is not None else []
+        given += ["choice"] if self.choice is not None else []
+        given += ["grammar"] if self.grammar is not None else []
+        given += ["json_object"] if self.json_object else []
+        given += ["structural_tag"] if self.structural_tag is not None else []
+        return given
+
+    def _check_choice(self) -> None:
+        value: Any = self.choice
+        if (
+            not isinstance(value, list | tuple)
+            or not value
+            or not all(isinstance(s, str) for s in value)
+        ):
+            raise RequestError(
+                f"choice={_show(value)} is not allowed; it is a list of one or more strings.",
+                "choice",
+            )
+        if len(value) > MAX_CHOICES:
+            raise RequestError(
+                f"choice has {len(value)} entries; at most {MAX_CHOICES} are allowed.", "choice"
+            )
+        if not all(value):
+            raise RequestError("choice holds an empty string; remove it.", "choice")
+        _check_text("choice", "".join(value))
+        self.choice = list(dict.fromkeys(value))
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""Its older name in vLLM."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -116,6 +259,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Smaller is served earlier (with `scheduling_policy=priority`)."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer has to look like."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """Older name of `structured_outputs`, which it becomes."""
     extra_args: dict[str, Any] | None = None
     """What it asks of logits processors of plug-ins: plain data by key."""
 
@@ -194,6 +341,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             isinstance(self.cache_salt, str) and self.cache_salt
         ):
             raise RequestError("cache_salt must be a non-empty string.", "cache_salt")
+        self._check_structured_outputs()
         if self.extra_args is not None:
             self.extra_args = check_extra_args(self.extra_args, "extra_args")
         try:
@@ -261,6 +409,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 )
             bias[int(token)] = float(number)
         self.logit_bias = bias
+
+    def _check_structured_outputs(self) -> None:
+        for name in ("structured_outputs", "guided_decoding"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, StructuredOutputsParams):
+                raise RequestError(
+                    f"{name}={_show(value)} is not StructuredOutputsParams(...).", name
+                )
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise RequestError(
+                    "guided_decoding is the older name of structured_outputs; give one of them.",
+                    "guided_decoding",
+                )
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
 
     def _check_int(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
         value: Any = getattr(self, name)
@@ -361,6 +524,80 @@ def check_extra_args(value: object, name: str) -> dict[str, Any]:
             name,
         )
     return copy
+
+
+def is_deeper(value: object, limit: int) -> bool:
+    """Whether lists and dicts are nested more than `limit` levels; looks level by level."""
+    level = [value]
+    for _ in range(limit):
+        inner: list[object] = []
+        for item in level:
+            children = item.values() if type(item) is dict else item if type(item) is list else ()
+            inner += [child for child in children if type(child) is dict or type(child) is list]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
+def _json_text(name: str, value: object, kinds: tuple[type, ...], what: str) -> str:
+    """JSON, or its text, as text in one form: each key once, no white space."""
+    reason: str | None = None
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        if len(text) <= 6 * MAX_GRAMMAR_NBYTES:  # what is longer is so in any form
+            parsed = json.loads(text, parse_constant=_no_constant)
+            if not isinstance(parsed, kinds):
+                reason = ""
+            elif not isinstance(value, str) and _has_odd_keys(value):
+                reason = ": its keys are not all texts"  # they would have become texts
+            elif is_deeper(parsed, MAX_GRAMMAR_DEPTH):
+                raise RecursionError
+            text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        raise RequestError(
+            f"{name} is nested more than {MAX_GRAMMAR_DEPTH} levels deep.", name
+        ) from None
+    except (TypeError, ValueError) as error:
+        reason = f": it is no JSON ({str(error)[:80]})"
+    if reason is not None:
+        raise RequestError(f"{name}={_show(value)} is not allowed{reason}; it is {what}.", name)
+    _check_text(name, text)
+    return text
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _has_odd_keys(value: object) -> bool:
+    """Whether a key in JSON is not a text."""
+    level = [value]
+    while level:
+        item = level.pop()
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                return True
+            level += item.values()
+        elif isinstance(item, list | tuple):
+            level += item
+    return False
+
+
+def _check_text(name: str, text: str) -> None:
+    """Refuses what is too long, and lone surrogates, which no message could carry."""
+    try:
+        nbytes = len(text) if len(text) > MAX_GRAMMAR_NBYTES else len(text.encode())
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{name} is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
+            name,
+            "invalid_unicode",
+        ) from None
+    if nbytes > MAX_GRAMMAR_NBYTES:
+        raise RequestError(
+            f"{name} has {nbytes} bytes; at most {MAX_GRAMMAR_NBYTES} are allowed.", name
+        )
 
 
 def _is_int(value: object) -> bool:

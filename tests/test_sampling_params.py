@@ -1,5 +1,6 @@
 """What SamplingParams accepts, refuses, and sends over the wire."""
 
+import json
 import math
 
 import msgspec
@@ -8,18 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
+    MAX_CHOICES,
     MAX_EXTRA_ARGS_NBYTES,
+    MAX_GRAMMAR_DEPTH,
+    MAX_GRAMMAR_NBYTES,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    GuidedDecodingParams,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
 )
 
 HUGE = 10**5000  # more digits than Python turns into text
@@ -71,6 +77,8 @@ GOOD = [
     ("include_stop_str_in_output", [True]),
     ("cache_salt", [None, "salt"]),
     ("output_kind", [*RequestOutputKind, 1]),
+    ("structured_outputs", [None, StructuredOutputsParams(regex="a")]),
+    ("guided_decoding", [None, GuidedDecodingParams(regex="a")]),
     ("extra_args", [None, {}, {"a": 1, "b": [0.5, "x"], "c": {"d": None}}]),
 ]
 BAD = [
@@ -105,6 +113,8 @@ BAD = [
     ("include_stop_str_in_output", [2]),
     ("cache_salt", ["", 5]),
     ("output_kind", [3, "delta", None, 1.5]),
+    ("structured_outputs", [{"regex": "a"}, "a", 5, {}]),
+    ("guided_decoding", [{"regex": "a"}, "a", 5]),
     ("extra_args", [[1], "x", 5, {1: 2}, {"a": object()}, {"a": HUGE}, {"a": "\ud800"}]),
 ]  # fmt: skip
 
@@ -247,7 +257,7 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
             "logit_bias": st.none()
             | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
             "stop_token_ids": token_ids,
-            "bad_words": st.none() | st.lists(st.text(min_size=1), max_size=3),
+            "bad_words": st.none() | st.lists(st.text(min_size=1, max_size=64), max_size=3),
             "output_kind": st.sampled_from(RequestOutputKind),
             "cache_salt": st.none() | st.text(min_size=1),
             "ignore_eos": st.booleans(),
@@ -275,3 +285,117 @@ def test_decoding_checks_too():
     data = msgspec.msgpack.encode({"temperature": -1.0})
     with pytest.raises(msgspec.ValidationError, match="temperature"):
         msgspec.msgpack.decode(data, type=SamplingParams)
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth - 1):
+        schema = {"a": schema}
+    return schema
+
+
+ENDLESS = {}
+ENDLESS["a"] = ENDLESS
+WANTED = [
+    ("json", {"type": "object"}, '{"type":"object"}'),
+    ("json", ' {"b": 1, "a": [1.50, "\\u00e9"], "b": 2}', '{"b":2,"a":[1.5,"é"]}'),
+    ("json", {"const": 10**30}, '{"const":1000000000000000000000000000000}'),
+    ("json", True, "true"),
+    ("json", "false", "false"),
+    ("json", nested(MAX_GRAMMAR_DEPTH), None),
+    ("json", {"a": "é" * (MAX_GRAMMAR_NBYTES // 2 - 4)}, None),
+    ("regex", "a+", "a+"),
+    ("regex", "é" * (MAX_GRAMMAR_NBYTES // 2), None),
+    ("choice", ["a", "b", "a"], ["a", "b"]),
+    ("choice", ("a",), ["a"]),
+    ("choice", [str(i) for i in range(MAX_CHOICES)], None),
+    ("grammar", 'root ::= "x"', 'root ::= "x"'),
+    ("json_object", True, True),
+    ("structural_tag", {"type": "structural_tag"}, '{"type":"structural_tag"}'),
+    ("structural_tag", '{ "type": "structural_tag" }', '{"type":"structural_tag"}'),
+]
+UNWANTED = [
+    ("json", [5, "5", "[1]", [1], "{", "", "{} {}", '{"a": NaN}', '{"a": 1e999}', {"a": math.nan}]),
+    ("json", [{"a": INF}, {1: 2}, {"a": [{None: 1}]}, {"a": object()}, dict, object(), ENDLESS]),
+    ("json", [nested(MAX_GRAMMAR_DEPTH + 1), nested(5000), "[" * 10**6, '{"a":' * 10**5]),
+    ("json", [{"a": "x" * MAX_GRAMMAR_NBYTES}, "x" * 10**7, {"a": "\ud800"}, '{"a":"\\ud800"}']),
+    ("json", [{"a": HUGE}, '{"a": ' + "9" * 5000 + "}"]),
+    ("regex", ["", 5, ["a"], "\ud800", "x" * (MAX_GRAMMAR_NBYTES + 1), "é" * 2**18 + "x"]),
+    ("choice", [[], "ab", [5], ["a", None], {"a": 1}, [""], ["\ud800"], ["x"] * 100_000]),
+    ("choice", [["a"] * (MAX_CHOICES + 1), ["x" * MAX_GRAMMAR_NBYTES, "y"]]),
+    ("grammar", ["", {}, 5, "\ud800"]),
+    ("json_object", [1, "true", None]),
+    ("structural_tag", [True, "[]", "x", 5, nested(MAX_GRAMMAR_DEPTH + 1)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "kept"),
+    [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(WANTED)],
+)
+def test_structured_outputs(kind, value, kept):
+    wanted = StructuredOutputsParams(**{kind: value})
+    assert wanted.kind == kind
+    if kept is not None:
+        assert getattr(wanted, kind) == kept
+    elif kind == "json":
+        assert json.loads(wanted.json) == value
+    else:
+        assert getattr(wanted, kind) == value
+    # Made again, such as by `msgspec.structs.replace`, it is the same.
+    assert msgspec.structs.replace(wanted) == wanted
+    assert msgspec.convert(msgspec.to_builtins(wanted), StructuredOutputsParams) == wanted
+
+
+@cases(UNWANTED)
+def test_structured_outputs_that_nobody_can_follow(field, value):
+    with pytest.raises(RequestError) as error:
+        StructuredOutputsParams(**{field: value})
+    assert error.value.param == field
+    assert error.value.message.startswith(field)
+    assert len(error.value.message) < 400
+
+
+def test_structured_outputs_name_one_thing():
+    for fields, param in [
+        ({}, "structured_outputs"),
+        ({"json_object": False}, "structured_outputs"),
+        ({"disable_any_whitespace": True}, "structured_outputs"),
+        ({"json": False, "json_object": True}, "json_object"),
+        ({"regex": "", "choice": []}, "choice"),
+    ]:
+        with pytest.raises(RequestError) as error:
+            StructuredOutputsParams(**fields)
+        assert error.value.param == param
+
+
+def test_settings_of_structured_outputs():
+    for name, kept in [("guidance", "llguidance"), ("xgrammar", "xgrammar"), ("auto", "auto")]:
+        assert StructuredOutputsParams(regex="a", backend=name).backend == kept
+    for name, value in [
+        *(("backend", value) for value in ("outlines", "", None, 5, [])),
+        *(("disable_any_whitespace", value) for value in (None, 1, "yes")),
+    ]:
+        with pytest.raises(RequestError) as error:
+            StructuredOutputsParams(**{"json": {}, name: value})
+        assert error.value.param == name
+    for name, value in [
+        ("whitespace_pattern", " ?"),
+        ("whitespace_pattern", ""),
+        ("disable_additional_properties", True),
+        ("disable_additional_properties", None),
+    ]:
+        with pytest.raises(UnsupportedError) as error:
+            StructuredOutputsParams(**{"json": {}, name: value})
+        assert error.value.param == name
+
+
+def test_guided_decoding_is_the_older_name():
+    wanted = GuidedDecodingParams(choice=["a", "b"])
+    params = SamplingParams(guided_decoding=wanted)
+    assert params.structured_outputs is wanted
+    assert params.guided_decoding is None
+    assert params == SamplingParams(structured_outputs=wanted)
+    assert msgspec.structs.replace(params, n=2).structured_outputs == wanted
+    error = refused(guided_decoding=wanted, structured_outputs=wanted)
+    assert error.param == "guided_decoding"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams
-from octavo.sampling_params import SamplingParams
+from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams, GrammarSpec
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 def make_core_params(
@@ -29,7 +30,7 @@ def make_core_params(
         all_stop_token_ids: every token that ends the answer.
         bad_words_token_ids: `params.bad_words` as token sequences, none empty.
     """
-    bias = params.logit_bias
+    bias, wanted = params.logit_bias, params.structured_outputs
     return CoreSamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -56,7 +57,20 @@ def make_core_params(
             np.fromiter(bias.values(), np.float32).tobytes(),
         ),
         bad_words=_pack(bad_words_token_ids) if bad_words_token_ids else None,
+        grammar=None if wanted is None else _grammar_spec(wanted),
         extra_args=params.extra_args or None,
+    )
+
+
+def _grammar_spec(wanted: StructuredOutputsParams) -> GrammarSpec:
+    kind = wanted.kind
+    given = getattr(wanted, kind)
+    text: str = json.dumps(given, ensure_ascii=False) if kind == "choice" else given
+    return GrammarSpec(
+        kind,
+        "" if kind == "json_object" else text,
+        wanted.backend,
+        any_whitespace=not wanted.disable_any_whitespace,
     )
 
 

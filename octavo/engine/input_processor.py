@@ -233,11 +233,12 @@ class InputProcessor:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        if self._tokenizer is None and (params.stop or params.bad_words):
-            name = "stop" if params.stop else "bad_words"
-            raise RequestError(
-                f"{name} needs a tokenizer, and none is loaded (skip_tokenizer_init).", name
-            )
+        if self._tokenizer is None:
+            for name in ("stop", "bad_words", "structured_outputs"):
+                if getattr(params, name):
+                    raise RequestError(
+                        f"{name} needs a tokenizer, and none is loaded (skip_tokenizer_init).", name
+                    )
 
     def _check_num_logprobs(self, name: str, asked: int | None) -> None:
         if asked is None:

@@ -20,6 +20,8 @@ _PROMPT_TOKEN_OF_ANSWER = 12
 """One more reference to it, which each of n answers has."""
 _EXTRA_ARGS_BYTE = 128
 """Of its msgpack: the most, such as an empty list, takes 64 bytes in either process."""
+_GRAMMAR_CHARACTER = 16
+"""Of a grammar's text, in either process."""
 _OUTPUT_TOKEN = 112
 """A number in the core, in the front end and in what is handed out, its text and its hashes."""
 _CANDIDATE = 8
@@ -49,6 +51,8 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
     # The caller's own lists, and sets of stop tokens in both processes.
     lists += 64 * (len(params.allowed_token_ids or ()) + 3 * len(core.all_stop_token_ids))
     lists += 4 * sum(map(len, [*params.stop, *(params.bad_words or ())]))
+    if core.grammar is not None:
+        lists += _GRAMMAR_CHARACTER * len(core.grammar.text)
     if core.extra_args:
         lists += _EXTRA_ARGS_BYTE * len(msgspec.msgpack.encode(core.extra_args))
     of_answer = output * candidates(core.logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.requests import Request
 
 from octavo.errors import DeadlineError, RequestError, UnsupportedError
 from octavo.offload import offload
+from octavo.sampling_params import is_deeper
 from octavo.server.errors import (
     BodyTooLargeError,
     ClientDisconnectError,
@@ -120,7 +122,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     _check_num_values(data)
     try:
         value = msgspec.json.decode(data)
-        deep = _deeper_than(value, MAX_JSON_DEPTH)
+        deep = is_deeper(value, MAX_JSON_DEPTH)
     except RecursionError:
         deep = True
     except UnicodeDecodeError:
@@ -165,11 +167,17 @@ def unknown_fields(model: type[Body], body: dict[str, Any]) -> list[str]:
     return [re.sub(r"[^!-+\--~]", "?", name)[:_MAX_SHOWN_NAME] for name in found]
 
 
+@cache
+def _names(model: type[Body]) -> frozenset[str]:
+    """A model's fields as they are called in JSON."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
 def _look_for_unknown(
     model: type[Body], body: dict[str, Any], where: str, found: dict[str, None]
 ) -> None:
     for name, value in body.items():
-        if name in model.model_fields:
+        if name in _names(model):
             inner = model.inner.get(name)
             if inner is None:
                 continue
@@ -236,20 +244,6 @@ def _path(loc: tuple[int | str, ...], body: object, missing: bool) -> str:
         elif isinstance(here, dict) and (part in here or (missing and i == len(loc) - 1)):
             path, here = f"{path}.{part}" if path else str(part), here.get(part)
     return path
-
-
-def _deeper_than(value: object, limit: int) -> bool:
-    """Whether lists and dicts are nested more than `limit` levels; looks level by level."""
-    level = [value]
-    for _ in range(limit):
-        inner: list[object] = []
-        for item in level:
-            children = item.values() if type(item) is dict else item if type(item) is list else ()
-            inner += [child for child in children if type(child) is dict or type(child) is list]
-        if not inner:
-            return False
-        level = inner
-    return True
 
 
 def _check_num_values(data: bytes) -> None:

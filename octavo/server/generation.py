@@ -122,8 +122,11 @@ class Generation(ABC, Generic[B]):
         """`GenerationBody.sampling_params` of the body."""
         body = self.body
         lists = (body.stop_token_ids, body.allowed_token_ids, body.logit_bias, body.bad_words)
+        work = sum(len(entries) for entries in lists if entries is not None)
+        if body.constraint() is not None:
+            work += self.context.body_bytes // 16  # a schema may be most of it
         return await offload(
-            sum(len(entries) for entries in lists if entries is not None),
+            work,
             body.sampling_params,
             defaults,
             **overrides,
@@ -217,9 +220,17 @@ class Generation(ABC, Generic[B]):
                     "priority",
                 )
             if self.state.config.enable_log_requests:
-                # Not the prompts: logs are kept and read by others than the user chose.
+                # Not the prompts: logs are kept and read by others than the user chose. Nor
+                # schemas, which may be as long.
+                logged = msgspec.structs.replace(params, structured_outputs=None)
+                wanted = params.structured_outputs
                 logger.info(
-                    "request", extra={"prompts": len(prompts), "params": encode(params).decode()}
+                    "request",
+                    extra={
+                        "prompts": len(prompts),
+                        "params": encode(logged).decode(),
+                        "structured_outputs": None if wanted is None else wanted.kind,
+                    },
                 )
             salt = private_salt(self.context.api_key, self.body.cache_salt)
 
@@ -257,6 +268,8 @@ class Generation(ABC, Generic[B]):
         """An error of the engine, which knows nothing of chats, with the field that is at fault."""
         if error.param == "prompt":
             error.param = self.prompt_param
+        elif error.param == "structured_outputs" and (found := self.body.constraint()):
+            error.param = found[0]
         return error
 
 

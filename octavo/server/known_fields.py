@@ -37,14 +37,12 @@ NO_EFFECT = frozenset(
 
 GENERATION: Unsupported = {
     # OpenAI
-    "response_format": (None, {"type": "text"}),
     "store": _OFF,
     "service_tier": (None, "auto", "default"),
     # vLLM, newer and older
     **_all(
         _NOTHING,
-        "structured_outputs structural_tag guided_json guided_regex guided_choice guided_grammar "
-        "guided_decoding_backend guided_whitespace_pattern prompt_embeds logits_processors "
+        "guided_whitespace_pattern prompt_embeds logits_processors "
         "kv_transfer_params ec_transfer_params extra_args repetition_detection "
         "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
         "output_kind",
@@ -62,7 +60,7 @@ GENERATION: Unsupported = {
     # SGLang
     **_all(
         _NOTHING,
-        "regex ebnf stop_regex custom_params custom_logit_processor lora_path session_params "
+        "stop_regex custom_params custom_logit_processor lora_path session_params "
         "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank logprob_start_len "
         "token_ids_logprob max_new_tokens sampling_seed input_ids input_embeds rid extra_key",
     ),
@@ -77,7 +75,7 @@ GENERATION: Unsupported = {
     # llama.cpp
     **_all(
         _NOTHING,
-        "grammar json_schema grammar_triggers preserved_tokens samplers lora image_data "
+        "grammar_triggers preserved_tokens samplers lora image_data "
         "response_fields t_max_predict_ms t_max_prompt_ms n_indent adaptive_target "
         "adaptive_decay reasoning_format reasoning_budget reasoning_budget_tokens input_prefix "
         "input_suffix input_extra n_predict",
@@ -155,6 +153,11 @@ MESSAGE: Unsupported = {
     "tool_calls": (None, []),
 }
 
+STRUCTURED_OUTPUTS: Unsupported = {
+    "whitespace_pattern": _NOTHING,
+    **_all(_OFF, "disable_additional_properties disable_fallback"),
+}
+
 STREAM_OPTIONS: Unsupported = {"include_obfuscation": _OFF}
 
 TOKENIZE: Unsupported = {
@@ -186,4 +189,10 @@ INSTEAD: Mapping[str, str] = {
     "content": "prompt",
     "add_special": "add_special_tokens",
     "extra_args": "vllm_xargs",
+    **dict.fromkeys(
+        ("whitespace_pattern", "guided_whitespace_pattern"),
+        "structured_outputs.disable_any_whitespace",
+    ),
+    "disable_additional_properties": "additionalProperties: false in the schema",
+    "disable_fallback": "backend",
 }

@@ -21,6 +21,7 @@ from octavo.sampling_params import (
 from octavo.server import known_fields
 from octavo.server.body import Body
 from octavo.server.errors import show
+from octavo.server.structured_outputs import StructuredOutputsBody
 from octavo.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -228,7 +229,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(StructuredOutputsBody):
     """The fields that both generation endpoints take. null means "not given" throughout."""
 
     model: str | None = None
@@ -271,7 +272,10 @@ class GenerationBody(Body):
     early_stopping: bool | Literal["never"] | None = None
 
     unsupported = known_fields.GENERATION
-    inner = {"stream_options": StreamOptions}  # noqa: RUF012
+    inner = {  # noqa: RUF012
+        **StructuredOutputsBody.inner,
+        "stream_options": StreamOptions,
+    }
 
     def check(self) -> None:
         """Refuses fields that contradict one another.
@@ -286,7 +290,14 @@ class GenerationBody(Body):
                 "prompt_logprobs is not available with stream=true; leave one of them out.",
                 "prompt_logprobs",
             )
+        constraint = self.constraint()
         if self.use_beam_search:
+            if constraint is not None:
+                raise RequestError(
+                    f"{constraint[0]} is not available with use_beam_search=true; leave one of them"
+                    " out.",
+                    constraint[0],
+                )
             self._check_beams()
         elif self.length_penalty not in (None, 1.0) or self.early_stopping is not None:
             name = "length_penalty" if self.early_stopping is None else "early_stopping"
@@ -345,6 +356,7 @@ class GenerationBody(Body):
         """
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | overrides
         given["extra_args"] = self.vllm_xargs
+        given["structured_outputs"] = self.structured_outputs_params()
         kwargs: dict[str, Any] = {
             **defaults,
             **{name: value for name, value in given.items() if value is not None},

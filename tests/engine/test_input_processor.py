@@ -10,8 +10,8 @@ from octavo.config import ModelConfig
 from octavo.engine import input_processor
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
-from octavo.messages import NO_TOKEN, CoreSamplingParams, EngineCoreRequest
-from octavo.sampling_params import SamplingParams
+from octavo.messages import NO_TOKEN, CoreSamplingParams, EngineCoreRequest, GrammarSpec
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.small_tokenizers import BOS, EOS, byte_level, sentencepiece
 
 
@@ -419,3 +419,39 @@ def test_bad_words_of_different_lengths_are_packed_to_the_right():
 
 def test_seeds_fit_a_signed_number():
     assert all(0 <= params_of(request_id=str(i)).seed < 2**63 for i in range(50))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spec"),
+    [
+        ({"json": {"type": "object"}}, GrammarSpec("json", '{"type":"object"}')),
+        (
+            {"json": "true", "disable_any_whitespace": True},
+            GrammarSpec("json", "true", any_whitespace=False),
+        ),
+        ({"json_object": True}, GrammarSpec("json_object")),
+        ({"regex": "a+", "backend": "guidance"}, GrammarSpec("regex", "a+", "llguidance")),
+        ({"choice": ["a", 'é"']}, GrammarSpec("choice", '["a", "é\\""]')),
+        ({"grammar": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
+        (
+            {"structural_tag": {"type": "structural_tag"}},
+            GrammarSpec("structural_tag", '{"type":"structural_tag"}'),
+        ),
+    ],
+    ids=str,
+)
+def test_structured_outputs_become_a_grammar(wanted, spec):
+    params = params_of(structured_outputs=StructuredOutputsParams(**wanted))
+    assert params.grammar == spec
+    wire = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(wire, type=CoreSamplingParams).grammar == spec
+
+
+def test_structured_outputs_need_a_tokenizer():
+    with pytest.raises(RequestError, match="skip_tokenizer_init") as caught:
+        run(
+            [97],
+            make(tokenizer=None),
+            structured_outputs=StructuredOutputsParams(json_object=True),
+        )
+    assert caught.value.param == "structured_outputs"

@@ -5,6 +5,7 @@ import pytest
 from octavo.engine.request_memory import RequestMemory, logprobs_nbytes, request_nbytes
 from octavo.errors import QueueFullError, RequestError
 from octavo.messages import EngineCoreRequest
+from octavo.sampling_params import StructuredOutputsParams
 from tests.params import Params
 
 
@@ -27,6 +28,7 @@ def nbytes(prompt=10, **fields):
         {"logit_bias": {5: 1.0}},
         {"stop": ["x"]},
         {"bad_words": ["x"]},
+        {"structured_outputs": StructuredOutputsParams(regex="x")},
     ],
     ids=str,
 )

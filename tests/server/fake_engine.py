@@ -85,6 +85,8 @@ class FakeAsyncLLM:
         self.answer = ANSWER
         self.token_logprobs: dict[int, float] = {}
         """Of the answers' tokens, by index; else -0.5."""
+        self.grammar_error: str | None = None
+        """What is wrong with every grammar, which the core finds when it compiles it."""
         self.num_cached_tokens = 0
         self.paused = False
         self.step_time = 0.0
@@ -228,6 +230,15 @@ class FakeAsyncLLM:
 
     def _step(self, core_id: str, request: EngineCoreRequest, index: int) -> EngineCoreOutput:
         params = request.sampling_params
+        if self.grammar_error is not None and params.grammar is not None:
+            del self.live[core_id]
+            return EngineCoreOutput(
+                core_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error=self.grammar_error,
+                error_kind="GrammarError",
+            )
         at = self._progress[core_id]
         self._progress[core_id] += 1
         data = self.answer.encode()

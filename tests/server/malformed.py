@@ -87,14 +87,33 @@ def _fields() -> dict[str, list[Any]]:
         "deadline_ms": [*integer, 0, -5, HUGE],
         "response_format": [
             "json",
-            {"type": "json_object"},
-            {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+            {},
+            {"type": "grammar"},
+            {"type": 5},
+            {"type": "text", "schema": {}},
+            {"type": "json_object", "json_schema": {"name": "x", "schema": {}}},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}},
+            {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}},
+            {"type": "structural_tag", "triggers": "x"},
         ],
-        "guided_json": [{"type": "object"}],
-        "guided_regex": ["a+"],
-        "guided_choice": [["a", "b"]],
-        "guided_grammar": ["root ::= x"],
-        "structured_outputs": [{"regex": "a"}],
+        "guided_json": ["", "{", "1.5", 5, [], ["{}"], '{"a": NaN}', "[" * 100_000],
+        "guided_regex": ["", 5, {}, ["a"], "x" * (2**19 + 1)],
+        "guided_choice": [[], "a", [5], [""], ["a"] * 5000, {"a": 1}],
+        "guided_grammar": ["", 5, {}],
+        "guided_whitespace_pattern": [" "],
+        "structured_outputs": [
+            "x",
+            {},
+            {"json_object": False},
+            {"regex": ""},
+            {"regex": "a", "choice": ["a"]},
+            {"regex": "a", "backend": "outlines"},
+            {"json": {}, "whitespace_pattern": " "},
+            {"json": {}, "disable_additional_properties": True},
+            {"json": {}, "disable_any_whitespace": "yes"},
+        ],
         "use_beam_search": ["yes", 1],
         "length_penalty": [2.0, "1", HUGE],
         "early_stopping": [True, "always", 2],
@@ -102,9 +121,11 @@ def _fields() -> dict[str, list[Any]]:
         "logits_processors": [["x"]],
         "logprob_token_ids": [[5]],
         "stream_interval": [5],
-        "grammar": ["root ::= x"],
-        "json_schema": [{}],
-        "regex": ["a+"],
+        "grammar": [5, {"type": "json"}],
+        "json_schema": ["", [], 5],
+        "regex": ["", 5],
+        "ebnf": ["", 5],
+        "structural_tag": ["x", True, "[]"],
         "n_predict": [5],
     }
 
@@ -130,7 +151,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
             for value in values:
                 status = 404 if name == "model" and isinstance(value, str) else 400
                 add(
-                    f"{name}={str(value)[:40]!r}",
+                    f"{name}={str(value)[:80]!r}",
                     path,
                     {**body, name: value},
                     status=status,
@@ -147,6 +168,9 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         )
         add("min > max", path, {**body, "min_tokens": 5, "max_tokens": 2}, param="min_tokens")
         add("wrong type in a stream", path, {**body, "stream": True, "temperature": "hot"})
+        add("two constraints", path, {**body, "regex": "a", "ebnf": "a"}, param="ebnf")
+        wanted = {"guided_decoding_backend": "outlines", "guided_regex": "a"}
+        add("unknown backend", path, {**body, **wanted}, param="guided_decoding_backend")
         add("out of range in a stream", path, {**body, "stream": True, "top_p": 7})
 
         text = json.dumps(body)[1:-1]

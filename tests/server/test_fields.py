@@ -56,10 +56,10 @@ def test_no_table_names_a_field_that_there_is(path):
     [
         {"logprob_token_ids": [5]},
         {"stream_interval": 5, "stream": True},
-        {"grammar": "root ::= x"},
-        {"json_schema": {"type": "object"}},
-        {"regex": "a+"},
-        {"ebnf": "root ::= x"},
+        {"guided_whitespace_pattern": " "},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        {"structured_outputs": {"json": {}, "disable_fallback": True}},
         {"mirostat": 2},
         {"n_predict": 5},
         {"watermarking": True},
@@ -126,6 +126,14 @@ def test_unknown_fields_of_messages_are_named_once():
         assert response.headers[HEADER] == ", ".join(expected)
 
     with_server(scenario)
+
+
+def test_unknown_fields_of_a_response_format_are_named():
+    schema = {"name": "x", "schema": {"mood": 1}, "mood": 1}
+    body = {"response_format": {"type": "json_schema", "json_schema": schema, "tone": 1}}
+    expected = ["response_format.json_schema.mood", "response_format.tone"]
+    assert unknown_fields(ChatBody, body) == expected
+    assert unknown_fields(ChatBody, {"structured_outputs": {"json": {"mood": 1}}}) == []
 
 
 def test_known_fields_of_messages_are_refused():
@@ -232,7 +240,7 @@ def test_a_content_type_is_asked_for():
 # What clients of other servers send with every request: those servers' defaults. None of it asks
 # for anything; the value behind it does.
 DEFAULTS = {
-    "response_format": ({"type": "text"}, {"type": "json_object"}),
+    "response_format": ({"type": "text"}, {"type": "grammar"}),
     "store": (False, True),
     "service_tier": ("auto", "flex"),
     "length_penalty": (1, 2),
@@ -265,7 +273,7 @@ DEFAULTS = {
     "num_return_sequences": (1, 2),
     "tools": ([], [{}]),
     "tool_choice": ("none", "auto"),
-    "grammar": (None, "root ::= x"),
+    "grammar": ("", {"type": "json"}),
 }
 MORE = {
     ("repeat_last_n", -1): 200,

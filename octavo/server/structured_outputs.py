@@ -1,0 +1,213 @@
+"""What the answer has to look like, in all the spellings of OpenAI's, vLLM's and others' APIs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, Field
+
+from octavo.errors import RequestError
+from octavo.sampling_params import GrammarKind, StructuredOutputsParams
+from octavo.server import known_fields
+from octavo.server.body import Body
+
+_FLAT: dict[str, GrammarKind] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "grammar",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""The fields of a body that hold one thing, and which."""
+
+_PARTS = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("format", "structures", "triggers"),
+}
+"""What goes with each type of `response_format`."""
+
+# One error is enough: without it pydantic makes one for each entry.
+Choice: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+Schema: TypeAlias = dict[str, Any] | bool
+SchemaOrText: TypeAlias = dict[str, Any] | bool | str
+ObjectOrText: TypeAlias = dict[str, Any] | str
+
+
+class JsonSchema(Body):
+    """`response_format.json_schema`. An answer always follows the schema, strict or not."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`; vLLM's structural tags; llama.cpp's `schema` of a json_object."""
+
+    inner = {"json_schema": JsonSchema}  # noqa: RUF012
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    def parts(self) -> dict[str, object]:
+        """What is given besides the type.
+
+        Raises:
+            RequestError: some of it does not go with the type.
+        """
+        parts = {
+            "json_schema": self.json_schema,
+            "schema": self.schema_,
+            "format": self.format,
+            "structures": self.structures,
+            "triggers": self.triggers,
+        }
+        given: dict[str, object] = {name: p for name, p in parts.items() if p is not None}
+        for name in given:
+            if name not in _PARTS[self.type]:
+                raise RequestError(
+                    f"response_format.{name} does not go with type {self.type!r}.",
+                    f"response_format.{name}",
+                )
+        return given
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`."""
+
+    unsupported = known_fields.STRUCTURED_OUTPUTS
+
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: ObjectOrText | None = None
+    disable_any_whitespace: bool | None = None
+    backend: str | None = None
+
+
+class StructuredOutputsBody(Body):
+    """The fields of a request for text that say what the answer has to look like."""
+
+    inner = {  # noqa: RUF012
+        "response_format": ResponseFormat,
+        "structured_outputs": StructuredOutputs,
+    }
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    # SGLang, llama.cpp (which sends an empty grammar for none)
+    json_schema: SchemaOrText | None = None
+    regex: str | None = None
+    grammar: Annotated[str | None, AfterValidator(lambda text: text or None)] = None
+    ebnf: str | None = None
+    structural_tag: ObjectOrText | None = None
+
+    def constraint(self) -> tuple[str, GrammarKind, object] | None:
+        """The field with what the answer has to look like, its kind, and what it holds.
+
+        Raises:
+            RequestError: there are several, or one lacks something.
+        """
+        found = [*self._response_format(), *self._structured_outputs()]
+        for name, kind in _FLAT.items():
+            if (value := getattr(self, name)) is not None:
+                found.append((name, kind, value))
+        if len(found) > 1:
+            raise RequestError(
+                f"{found[0][0]} and {found[1][0]} both say what the answer has to look like; give "
+                "one of them.",
+                found[1][0],
+            )
+        return found[0] if found else None
+
+    def structured_outputs_params(self) -> StructuredOutputsParams | None:
+        """The same as a sampling parameter.
+
+        Raises:
+            RequestError: naming the field.
+        """
+        found = self.constraint()
+        if found is None:
+            return None
+        field, kind, value = found
+        options: dict[str, Any] = {kind: value}
+        names = {kind: field, "backend": "guided_decoding_backend"}
+        if self.guided_decoding_backend is not None:
+            options["backend"] = self.guided_decoding_backend
+        wanted = self.structured_outputs
+        if wanted is not None:
+            options["disable_any_whitespace"] = bool(wanted.disable_any_whitespace)
+            if wanted.backend is not None:
+                options["backend"] = wanted.backend
+                names["backend"] = "structured_outputs.backend"
+        try:
+            return StructuredOutputsParams(**options)
+        except RequestError as error:
+            # The message begins with the parameter's name.
+            param = error.param or ""
+            message = names[param] + error.message.removeprefix(param)
+            raise RequestError(message, names[param], error.code) from None
+
+    def _response_format(self) -> list[tuple[str, GrammarKind, object]]:
+        given = self.response_format
+        if given is None:
+            return []
+        parts = given.parts()
+        if given.type == "json_schema":
+            if given.json_schema is None:
+                raise RequestError(
+                    'response_format.json_schema is missing; give {"name": "...", "schema": '
+                    "{...}}.",
+                    "response_format.json_schema",
+                    "missing_parameter",
+                )
+            return [("response_format.json_schema.schema", "json", given.json_schema.schema_)]
+        if given.type == "structural_tag":
+            return [("response_format", "structural_tag", {"type": given.type, **parts})]
+        if given.type == "json_object":
+            if parts:
+                return [("response_format.schema", "json", parts["schema"])]
+            return [("response_format", "json_object", True)]
+        return []
+
+    def _structured_outputs(self) -> list[tuple[str, GrammarKind, object]]:
+        given = self.structured_outputs
+        if given is None:
+            return []
+        values: dict[GrammarKind, object] = {
+            "json": given.json_,
+            "regex": given.regex,
+            "choice": given.choice,
+            "grammar": given.grammar,
+            "json_object": given.json_object or None,
+            "structural_tag": given.structural_tag,
+        }
+        found = [
+            (f"structured_outputs.{kind}", kind, value)
+            for kind, value in values.items()
+            if value is not None
+        ]
+        if not found:
+            raise RequestError(
+                f"structured_outputs asks for nothing; give one of {', '.join(values)}.",
+                "structured_outputs",
+            )
+        return found
