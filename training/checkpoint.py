@@ -59,15 +59,45 @@ def export_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     write_tensors(folder / "model.safetensors", model.state_dict())
 
 
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the Llama in ``folder``.
+
+    Raises:
+        ValueError: if it is no plain Llama.
+    """
+    fields = json.loads((folder / "config.json").read_text())
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if fields.get("model_type") != "llama":
+        raise ValueError(f"{folder} is a {fields.get('model_type')}; give a Llama.")
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{folder} scales its rotary embedding; give a Llama that does not.")
+    if fields.get("attention_bias") or fields.get("mlp_bias"):
+        raise ValueError(f"{folder} has biases; give a Llama without.")
+    heads = fields["num_attention_heads"]
+    # Where these are left out, they are so in Hugging Face's LlamaConfig.
+    given = {
+        "num_key_value_heads": heads,
+        "head_dim": fields["hidden_size"] // heads,
+        "max_position_embeddings": 2048,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        **{k: v for k, v in fields.items() if v is not None},
+    }
+    return ModelConfig(**{k: given[k] for k in ModelConfig.__dataclass_fields__})
+
+
 def load_model(folder: Path) -> Llama:
-    """The exported folder as the trainer's model, float32."""
+    """The Llama in ``folder`` as the trainer's model, float32; raises as `read_config` does."""
     from safetensors.torch import load_file
 
-    fields = json.loads((folder / "config.json").read_text())
-    config = ModelConfig(**{k: fields[k] for k in ModelConfig.__dataclass_fields__})
-    model = Llama(config)
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({k: v.float() for k, v in weights.items()})
+    model = Llama(read_config(folder))
+    weights: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        weights.update({k: v.float() for k, v in load_file(path).items()})
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    model.load_state_dict(weights)
     return model
 
 
