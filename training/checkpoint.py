@@ -37,10 +37,12 @@ def write_json(path: Path, value: object) -> None:
     os.replace(partial, path)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Save bfloat16 copies as safetensors, atomically."""
+def write_tensors(
+    path: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Save copies in ``dtype`` as safetensors, atomically."""
     partial = path.with_name(path.name + ".partial")
-    rounded = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in tensors.items()}
+    rounded = {k: v.detach().to(dtype).contiguous() for k, v in tensors.items()}
     save_file(rounded, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors writes a file that only its owner reads
     os.replace(partial, path)
@@ -102,5 +104,5 @@ def load_model(folder: Path) -> Llama:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(source / name, folder / name)
+    for path in (*source.glob("tokenizer*"), *source.glob("generation_config.json")):
+        shutil.copyfile(path, folder / path.name)
