@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -149,28 +149,61 @@ def _overfitting(history: History) -> list[str]:
     ]
 
 
-def write_extra_card(
-    folder: Path, kind: str, history: History, parameters: int, agreement: Sequence[float]
+def write_head_card(
+    folder: Path,
+    kind: str,
+    base: str,
+    history: History,
+    parameters: int,
+    kept: Mapping[float, tuple[Sequence[float], Sequence[float]]],
 ) -> None:
-    """The short card of a head or an adapter."""
+    """The card of heads; ``kept`` has what `heads.acceptance` gives, by temperature."""
     what = {
-        "eagle": "An EAGLE head for `stories`: one decoder layer that predicts the main model's"
+        "eagle": f"An EAGLE head for `{base}`: one decoder layer that predicts the main model's"
         " next hidden state (after its final norm) from the present one and the next token's"
         " embedding. Embeddings and LM head are the main model's.",
-        "medusa": "Medusa heads for `stories`: head k predicts token t+2+k from the main model's"
-        " hidden state of token t.",
-        "lora": "A LoRA adapter for `stories` (PEFT's format): short answers in the manner of a"
-        " pirate. A toy that shows at a glance whether the adapter is in use.",
+        "medusa": f"Medusa heads for `{base}`: head k predicts token t+2+k from the main model's"
+        " hidden state of token t. The heads share one LM head (`original_lm_head`), which keeps"
+        " them small.",
     }[kind]
-    lines = [f"# {folder.name}", "", what, ""]
-    if agreement:
-        shares = ", ".join(f"{100 * a:.0f} %" for a in agreement)
-        lines += [f"On held-out stories its first choice is the main model's in {shares}.", ""]
-    lines += [
-        f"{parameters:,} parameters, trained for {history.seconds / 60:.1f} minutes on"
-        f" {history.tokens / 1e6:.1f} M tokens by `python -m training.train {kind}`; data and"
-        " licence as in the main model's card.",
+    lines = [
+        *("---", "license: apache-2.0", "---", f"# {folder.name}", "", what, ""),
+        f"{parameters:,} parameters (bfloat16), trained for {history.seconds / 60:.0f} minutes on"
+        f" {history.tokens / 1e6:.1f} M tokens by `python -m training.train {kind}`. The text is"
+        f" what `{base}` itself writes at temperatures 0, 0.7 and 1; data and licence of its"
+        " beginnings are in that model's card. No text is shipped.",
+        "",
+        f"On what `{base}` writes to beginnings that no training saw, the head's first choices"
+        " are kept as follows (a draft is kept if it and those before it are the model's own"
+        " tokens):",
         "",
     ]
+    count = len(next(iter(kept.values()))[0])
+    numbers = range(1, count + 1)
+    lines += ["| temperature | | " + " | ".join(f"{k} drafts" for k in numbers) + " |"]
+    lines += ["| --- | --- |" + " --- |" * count]
+    for temperature, (rates, means) in kept.items():
+        shares = " | ".join(f"{100 * rate:.0f} %" for rate in rates)
+        lengths = " | ".join(f"{mean:.2f}" for mean in means)
+        lines += [f"| {temperature:g} | the last one is right if those before are | {shares} |"]
+        lines += [f"| {temperature:g} | kept on average | {lengths} |"]
+    _write(folder, lines)
+
+
+def write_lora_card(folder: Path, history: History, parameters: int) -> None:
+    """The short card of the adapter."""
+    lines = [
+        *("---", "license: apache-2.0", "---", f"# {folder.name}", ""),
+        "A LoRA adapter for `stories` (PEFT's format): short answers in the manner of a pirate. A"
+        " toy that shows at a glance whether the adapter is in use.",
+        "",
+        f"{parameters:,} parameters, trained for {history.seconds / 60:.1f} minutes on"
+        f" {history.tokens / 1e6:.1f} M tokens by `python -m training.train lora`; data and"
+        " licence as in the main model's card.",
+    ]
+    _write(folder, lines)
+
+
+def _write(folder: Path, lines: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text("\n".join(lines))
+    (folder / "README.md").write_text("\n".join(lines) + "\n")

@@ -37,10 +37,12 @@ def write_json(path: Path, value: object) -> None:
     os.replace(partial, path)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Save bfloat16 copies as safetensors, atomically."""
+def write_tensors(
+    path: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Save copies in ``dtype`` as safetensors, atomically."""
     partial = path.with_name(path.name + ".partial")
-    rounded = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in tensors.items()}
+    rounded = {k: v.detach().to(dtype).contiguous() for k, v in tensors.items()}
     save_file(rounded, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors writes a file that only its owner reads
     os.replace(partial, path)
@@ -59,18 +61,48 @@ def export_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     write_tensors(folder / "model.safetensors", model.state_dict())
 
 
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the Llama in ``folder``.
+
+    Raises:
+        ValueError: if it is no plain Llama.
+    """
+    fields = json.loads((folder / "config.json").read_text())
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if fields.get("model_type") != "llama":
+        raise ValueError(f"{folder} is a {fields.get('model_type')}; give a Llama.")
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{folder} scales its rotary embedding; give a Llama that does not.")
+    if fields.get("attention_bias") or fields.get("mlp_bias"):
+        raise ValueError(f"{folder} has biases; give a Llama without.")
+    heads = fields["num_attention_heads"]
+    # Where these are left out, they are so in Hugging Face's LlamaConfig.
+    given = {
+        "num_key_value_heads": heads,
+        "head_dim": fields["hidden_size"] // heads,
+        "max_position_embeddings": 2048,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        **{k: v for k, v in fields.items() if v is not None},
+    }
+    return ModelConfig(**{k: given[k] for k in ModelConfig.__dataclass_fields__})
+
+
 def load_model(folder: Path) -> Llama:
-    """The exported folder as the trainer's model, float32."""
+    """The Llama in ``folder`` as the trainer's model, float32; raises as `read_config` does."""
     from safetensors.torch import load_file
 
-    fields = json.loads((folder / "config.json").read_text())
-    config = ModelConfig(**{k: fields[k] for k in ModelConfig.__dataclass_fields__})
-    model = Llama(config)
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({k: v.float() for k, v in weights.items()})
+    model = Llama(read_config(folder))
+    weights: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        weights.update({k: v.float() for k, v in load_file(path).items()})
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    model.load_state_dict(weights)
     return model
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(source / name, folder / name)
+    for path in (*source.glob("tokenizer*"), *source.glob("generation_config.json")):
+        shutil.copyfile(path, folder / path.name)

@@ -153,8 +153,32 @@ def load_books(folder: Path, limit: int = 1500) -> list[str]:
     return [p for p in pieces if len(p) <= 3 * limit]
 
 
+def load_texts(folder: Path) -> list[str]:
+    """The paragraphs of the ``*.txt`` of ``folder``, those that are neither short nor long."""
+    pieces = [
+        tidy(piece)
+        for path in sorted(folder.glob("*.txt"))
+        for piece in re.split(r"\n\s*\n|<\|endoftext\|>", path.read_text(errors="replace"))
+    ]
+    return list(dict.fromkeys(p for p in pieces if 100 <= len(p) <= 4000))
+
+
 def load_corpus(folder: Path, heldout_every: int = 100) -> Corpus:
-    """Read ``folder``; every ``heldout_every``-th story is kept away from training."""
+    """Read ``folder``; every ``heldout_every``-th story is kept away from training.
+
+    A folder without TinyStories has the paragraphs of its ``*.txt`` for stories, and no books.
+
+    Raises:
+        ValueError: if there is no text.
+    """
+    if not (folder / CASED).exists():
+        texts = load_texts(folder)
+        if len(texts) < 2:
+            raise ValueError(
+                f"{folder} has no two paragraphs of 100 to 4,000 characters in its *.txt."
+            )
+        kept = tuple(t for i, t in enumerate(texts) if i % heldout_every)
+        return Corpus(stories=kept, heldout=tuple(texts[::heldout_every]), books=())
     stories = load_stories(folder)
     return Corpus(
         stories=tuple(s for i, s in enumerate(stories) if i % heldout_every),

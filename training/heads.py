@@ -6,7 +6,7 @@ vLLM reads (``EagleLlamaForCausalLM``, ``MedusaModel``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.checkpoint import write_json, write_tensors
-from training.data import IGNORE
+from training.data import IGNORE, Document
 from training.loop import Batch
 from training.model import DecoderLayer, Llama, ModelConfig, rope_tables
-from training.tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID
+
+# Drafted tokens in a row that the EAGLE head is trained on.
+STEPS = 3
 
 
 class EagleHead(nn.Module):
@@ -44,17 +46,51 @@ class EagleHead(nn.Module):
             self.fc.weight[:, config.hidden_size :] += torch.eye(config.hidden_size)
         self._tables = rope_tables(config, config.max_position_embeddings)
 
-    def forward(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """``embedding`` and ``hidden`` are ``[batch, length, hidden]``, and so is the result."""
+    def step(self, embedding: Tensor, hidden: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """One more drafted token from every position at once.
+
+        What is drafted from position t sees the main model's states up to t and what was drafted
+        from t before, as it is when the head is used.
+
+        Args:
+            embedding: of the token after position t + n, ``[batch, length, hidden]``, where n is
+                the number of steps so far.
+            hidden: the state of position t + n: the main model's, then this head's own guess.
+            past: keys and values of the steps so far; those of this one are added.
+
+        Returns: the guessed state of position t + n + 1, ``[batch, length, hidden]``.
+        """
+        layer, n, length = self.layers[0], len(past), hidden.shape[1]
         x = self.fc(torch.cat((embedding.to(hidden.dtype), hidden), dim=-1))
-        cos, sin = (t[: x.shape[1]].to(x.dtype) for t in self._tables)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return x
+        cos, sin = (t[n : n + length].to(x.dtype) for t in self._tables)
+        q, k, v = layer.self_attn.project(x, cos, sin)
+        past.append((k, v))
+        first_k, first_v = past[0]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        scores = (q @ first_k.transpose(-1, -2)).masked_fill(future, float("-inf"))
+        own = [(q * own_k).sum(-1, keepdim=True) for own_k, _ in past[1:]]
+        shares = (torch.cat((scores, *own), dim=-1) * self.config.head_dim**-0.5).softmax(-1)
+        seen = shares[..., :length] @ first_v
+        for i, (_, own_v) in enumerate(past[1:]):
+            seen = seen + shares[..., length + i, None] * own_v
+        x = x + layer.self_attn.finish(seen)
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+    def draft(self, embedding: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
+        """The states guessed in ``steps`` steps from each position, if every draft is right.
+
+        ``embedding`` and ``hidden`` are the main model's, ``[batch, length, hidden]``; the result
+        of step k is ``[batch, length - steps, hidden]`` and stands for the positions k + 1 later.
+        """
+        past: list[tuple[Tensor, Tensor]] = []
+        count = hidden.shape[1] - steps
+        guesses = [hidden[:, :count]]
+        for k in range(steps):
+            guesses.append(self.step(embedding[:, k + 1 : k + 1 + count], guesses[-1], past))
+        return guesses[1:]
 
     def to_json(self) -> dict[str, Any]:
-        special = {"bos_token_id": 0, "eos_token_id": EOS_TOKEN_IDS, "pad_token_id": PAD_TOKEN_ID}
-        fields = self.config.to_json(**special)
+        fields = self.config.to_json()
         return {**fields, "architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
 
 
@@ -73,19 +109,22 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Head k predicts, from the hidden state of token t, token t+2+k."""
+    """Head k predicts, from the hidden state of token t, token t+2+k.
 
-    def __init__(self, base: Llama, num_heads: int = 3):
+    The heads share one LM head (``original_lm_head`` in vLLM's configuration), which begins as
+    the main model's: so the heads are small on disk, and their step reads one matrix.
+    """
+
+    def __init__(self, base: Llama, num_heads: int = 4):
         super().__init__()
         size, vocab = base.config.hidden_size, base.config.vocab_size
         self.blocks = nn.ModuleList(ResidualBlock(size) for _ in range(num_heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(size, vocab, bias=False) for _ in range(num_heads))
+        self.lm_heads = nn.ModuleList([nn.Linear(size, vocab, bias=False)])
         with torch.no_grad():
-            for head in self.lm_heads:
-                head.weight.copy_(base.model.embed_tokens.weight)
+            self.lm_heads[0].weight.copy_(base.head_weight)
 
     def forward(self, hidden: Tensor) -> list[Tensor]:
-        return [head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)]
+        return [self.lm_heads[0](block(hidden)) for block in self.blocks]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -94,51 +133,63 @@ class MedusaHeads(nn.Module):
             "hidden_size": self.lm_heads[0].in_features,
             "vocab_size": self.lm_heads[0].out_features,
             "truncated_vocab_size": self.lm_heads[0].out_features,
-            "num_heads": len(self.lm_heads),
+            "num_heads": len(self.blocks),
             "num_hidden_layers": 1,
             "max_paths": 64,
             "topk": 10,
-            "original_lm_head": False,
+            "original_lm_head": True,
             "medusa_fc_bias": False,
             "torch_dtype": "bfloat16",
         }
 
 
-def _teach(base: Llama, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The main model's hidden states, and where the next token counts; ``[batch, length, ...]``."""
-    tokens, targets = batch
-    with torch.no_grad():
-        hidden = base.hidden(tokens)
-    return hidden, targets != IGNORE
+def _probabilities(logits: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return logits.softmax(-1)
 
 
-def _soft_loss(base: Llama, guessed: Tensor, wanted: Tensor) -> Tensor:
-    """Cross-entropy of ``guessed`` logits with the main model's distribution at ``wanted``."""
-    with torch.no_grad():
-        target = base.logits(wanted).float().softmax(-1)
-    return F.cross_entropy(guessed.float(), target)
+class _SoftLoss(torch.autograd.Function):
+    """Mean cross-entropy of logits with a distribution, both ``[n, vocab]``.
+
+    Everything stays in the dtype given: in bfloat16 that takes a third of the time of torch's own
+    function, and most of the time is spent here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            ctx.save_for_backward((logits.softmax(-1) - wanted) / len(logits))
+            losses = torch.linalg.vecdot(logits.log_softmax(-1), wanted)
+        return -losses.float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        return saved * gradient.to(saved.dtype), None
 
 
 def eagle_loss(head: EagleHead, base: Llama) -> Callable[[Batch], Tensor]:
     """Regression of the hidden state plus cross-entropy with the main model's distribution.
 
-    A third of the hidden states that the head sees are its own guesses, as they are from the
-    second drafted token on.
+    The head is trained on its own guesses, as it is used (Zhang et al. 2024, "Learning harmonized
+    representations for speculative sampling", section 3.2); step k weighs 0.8^k.
     """
 
     def loss(batch: Batch) -> Tensor:
-        hidden, counts = _teach(base, batch)
-        embedding = base.model.embed_tokens(batch[0][:, 1:])
-        seen, wanted, keep = hidden[:, :-1], hidden[:, 1:], counts[:, 1:]
+        tokens, targets = batch
         with torch.no_grad():
-            guess = head(embedding, seen)
-            own = torch.rand(seen.shape[:2]) < 1 / 3
-            own[:, 0] = False
-            guess = torch.cat((seen[:, :1], guess[:, :-1]), dim=1)
-            seen = torch.where(own[..., None], guess.to(seen.dtype), seen)
-        out = head(embedding, seen)[keep]
-        regression = F.smooth_l1_loss(out.float(), wanted[keep].float())
-        return regression + _soft_loss(base, base.logits(out), wanted[keep])
+            hidden = base.hidden(tokens)
+            embedding = base.model.embed_tokens(tokens)
+            wanted = _probabilities(base.logits(hidden))
+        guesses = head.draft(embedding, hidden, STEPS)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for k, guess in enumerate(guesses):
+            at = slice(k + 1, k + 1 + guess.shape[1])
+            keep = targets[:, at] != IGNORE
+            regression = F.smooth_l1_loss(guess[keep].float(), hidden[:, at][keep].float())
+            agreed = _SoftLoss.apply(base.logits(guess[keep]), wanted[:, at][keep])
+            total = total + 0.8**k * (regression + agreed)
+        return total
 
     return loss
 
@@ -147,37 +198,49 @@ def medusa_loss(heads: MedusaHeads, base: Llama) -> Callable[[Batch], Tensor]:
     """Cross-entropy with the main model's distribution; head k weighs 0.8^k (their section 2.2)."""
 
     def loss(batch: Batch) -> Tensor:
-        hidden, counts = _teach(base, batch)
+        tokens, targets = batch
+        with torch.no_grad():
+            hidden = base.hidden(tokens)
+            wanted = _probabilities(base.logits(hidden))
         total = hidden.new_zeros((), dtype=torch.float32)
-        for k, (block, lm_head) in enumerate(zip(heads.blocks, heads.lm_heads, strict=True)):
-            keep = counts[:, k + 1 :]
-            logits = lm_head(block(hidden[:, : -(k + 1)][keep]))
-            total = total + 0.8**k * _soft_loss(base, logits, hidden[:, k + 1 :][keep])
+        for k, block in enumerate(heads.blocks):
+            keep = targets[:, k + 1 :] != IGNORE
+            logits = heads.lm_heads[0](block(hidden[:, : -(k + 1)][keep]))
+            total = total + 0.8**k * _SoftLoss.apply(logits, wanted[:, k + 1 :][keep])
         return total
 
     return loss
 
 
-def agreement(head: EagleHead | MedusaHeads, base: Llama, rows: list[Tensor]) -> list[float]:
-    """How often each drafted token is the main model's own first choice, over ``rows``.
+def acceptance(
+    head: EagleHead | MedusaHeads, base: Llama, texts: Sequence[Document], steps: int
+) -> tuple[list[float], list[float]]:
+    """How good drafts are, from every token of what the main model wrote in ``texts``.
 
-    For EAGLE there is one number (the first drafted token), for Medusa one for each head.
+    Returns: how often the k-th drafted token, the head's first choice, is the model's own token if
+        those before it are; and how many of the first k drafts are accepted, on average.
     """
-    hits, count = [0.0] * 8, 0
+    right = []
     with torch.no_grad():
-        for row in rows:
-            hidden = base.hidden(row[None, :-1])
-            choice = base.logits(hidden)[0].argmax(-1)
+        for text in texts:
+            tokens = torch.tensor(text.ids)
+            hidden = base.hidden(tokens[None])
+            count = len(tokens) - 1 - steps
+            first = max(text.counts.index(True) - 1, 0)  # that gave the first token of its own
+            if count <= first:
+                continue
             if isinstance(head, EagleHead):
-                guessed = head(base.model.embed_tokens(row[None, 1:-1]), hidden[:, :-1])
-                guesses = [base.logits(guessed)[0]]
+                embedding = base.model.embed_tokens(tokens[None])
+                guesses = [base.logits(g)[0] for g in head.draft(embedding, hidden, steps)]
             else:
-                guesses = [g[0] for g in head(hidden)]
-            count += len(choice)
-            for k, logits in enumerate(guesses):
-                n = len(choice) - k - 1
-                hits[k] += (logits[:n].argmax(-1) == choice[k + 1 :]).sum().item()
-    return [h / count for h in hits[: len(guesses)]]
+                guesses = [g[0] for g in head(hidden[:, :count])]
+            drafts = [g[first:count].argmax(-1) for g in guesses]
+            said = [tokens[k + 2 + first : k + 2 + count] for k in range(steps)]
+            right.append(torch.stack([d == s for d, s in zip(drafts, said, strict=True)]))
+    hits = torch.cat(right, dim=1).double()
+    kept = hits.cumprod(dim=0)
+    reached = torch.cat((torch.ones_like(kept[:1]), kept[:-1])).sum(1)
+    return (kept.sum(1) / reached).tolist(), kept.mean(1).cumsum(0).tolist()
 
 
 def export_head(head: EagleHead | MedusaHeads, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """A compact Llama in torch, laid out for training speed.
 
 The parameter names are those of Hugging Face's ``LlamaForCausalLM`` so that export is a plain
-copy; the arithmetic (RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU, tied
-embeddings) is the same, which ``tests/training/test_train.py`` compares with transformers.
+copy; the arithmetic (RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU) is the same,
+which ``tests/training/test_train.py`` compares with transformers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
 
     def to_json(self, **special: int | list[int]) -> dict[str, Any]:
         """The ``config.json`` of the exported folder."""
@@ -45,7 +46,6 @@ class ModelConfig:
             "attention_dropout": 0.0,
             "mlp_bias": False,
             "initializer_range": 0.02,
-            "tie_word_embeddings": True,
             "use_cache": True,
             "torch_dtype": "bfloat16",
             **special,
@@ -100,16 +100,23 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(size, self.kv_heads * dim, bias=False)
         self.o_proj = nn.Linear(self.heads * dim, size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each ``[batch, heads, length, head_dim]``."""
         batch, length, _ = x.shape
         q = self.q_proj(x).view(batch, length, self.heads, self.dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
         group = self.heads // self.kv_heads
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """The output projection of ``[batch, heads, length, head_dim]``."""
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
+        return self.finish(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 class MLP(nn.Module):
@@ -145,12 +152,14 @@ class Backbone(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder-only Llama with tied embeddings; ``state_dict`` names equal Hugging Face's."""
+    """A decoder-only Llama; ``state_dict`` names equal Hugging Face's."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._tables: tuple[Tensor, Tensor] = rope_tables(config, config.max_position_embeddings)
         self.apply(self._init)
         for name, weight in self.named_parameters():
@@ -177,8 +186,14 @@ class Llama(nn.Module):
             x = layer(x, cos, sin)
         return self.model.norm(x)
 
+    @property
+    def head_weight(self) -> Tensor:
+        """What makes logits of hidden states: ``[vocab, hidden]``."""
+        tied = self.config.tie_word_embeddings
+        return self.model.embed_tokens.weight if tied else self.lm_head.weight
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.model.embed_tokens.weight)
+        return F.linear(hidden, self.head_weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[batch, length, vocab]`` of ``tokens [batch, length]`` int64."""

@@ -2,13 +2,20 @@
 
 The data are read from ``../shared/data/text`` beside the repository (``--data``); what a run
 needs to go on is kept in ``runs/<kind>``, what it makes is written to ``octavo/builtin``.
+
+Heads (``eagle``, ``medusa``) can be made for any Llama that fits in memory: ``--base``, ``--out``,
+and in ``--data`` any ``*.txt``, from whose first words the model writes the text to learn from
+(kept in ``runs/<base>-text.jsonl``).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +24,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.card import write_card, write_extra_card
+from training.card import write_card, write_head_card, write_lora_card
 from training.checkpoint import export_model, load_model
 from training.corpus import Corpus, load_corpus
-from training.data import IGNORE, Stream, heldout_rows, tokenizer_texts
+from training.data import IGNORE, Document, Stream, heldout_rows, tokenizer_texts
 from training.heads import (
     EagleHead,
     MedusaHeads,
-    agreement,
+    acceptance,
     eagle_loss,
     export_head,
     medusa_loss,
@@ -32,13 +39,30 @@ from training.heads import (
 from training.loop import Batch, History, Loop, Plan, draw_losses, heldout_loss
 from training.lora import PirateStream, add_lora, export_lora, pirate_rows
 from training.model import DRAFT, MAIN, Llama, ModelConfig, num_trainable
-from training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from training.own_text import (
+    OWN_TOKENS,
+    OwnText,
+    OwnTextStream,
+    beginning,
+    load_own_text,
+    save_own_text,
+    write_own_text,
+)
+from training.tokenizer import IM_START, load_tokenizer, save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILTIN = ROOT / "octavo" / "builtin"
 DATA = ROOT.parent / "shared" / "data" / "text"
 RUNS = ROOT / "runs"
 BATCH_TOKENS = 6144
+NAMES = {
+    "main": "stories",
+    "draft": "stories-draft",
+    "eagle": "stories-eagle",
+    "medusa": "stories-medusa",
+    "lora": "stories-pirate-lora",
+}
+MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0, "lora": 3.0}
 
 
 def next_token_loss(model: Llama) -> Callable[[Batch], Tensor]:
@@ -113,71 +137,96 @@ def language_model_loop(
     )
 
 
-def extra_loop(
+def own_text(
+    base: Path, corpus: Corpus, path: Path, seed: int, tokens: int = OWN_TOKENS
+) -> OwnText:
+    """What the Llama in ``base`` writes: read from ``path``, which is written if it is not there.
+
+    It goes on from the first words of the corpus' texts, and answers our conversations if it
+    knows their form.
+    """
+    if path.exists():
+        return load_own_text(base, path)
+    tokenizer = load_tokenizer(base)
+    bos = json.loads((base / "config.json").read_text()).get("bos_token_id")
+    start = [] if bos is None else [bos]
+
+    def prose(text: str) -> Document:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return Document(ids, [True] * len(ids), whole=False)
+
+    def documents(chunk: int, rng: random.Random) -> list[Document]:
+        if tokenizer.token_to_id(IM_START) is None:
+            chosen = rng.sample(corpus.stories, min(1000, len(corpus.stories)))
+            return [prose(story) for story in chosen]
+        stream = Stream(corpus, tokenizer, BATCH_TOKENS, seed)
+        return [d for d in stream.documents(chunk, rng) if any(d.counts)]
+
+    def beginnings() -> Iterator[list[int]]:
+        rng = random.Random(f"{seed}/beginnings")
+        for chunk in itertools.count():
+            found = documents(chunk, rng)
+            rng.shuffle(found)
+            for document in found:
+                yield beginning(document, start, rng)
+
+    heldout = [[*start, *prose(story).ids[:16]] for story in corpus.heldout]
+    text = write_own_text(base, beginnings(), heldout, seed, tokens)
+    save_own_text(text, base, path)
+    return text
+
+
+def head_loop(
     kind: str,
     base: Path,
-    corpus: Corpus,
+    text: OwnText,
     plan: Plan,
-    out: Path | None,
+    out: Path,
     run: Path,
     seed: int,
     batch_tokens: int = 4096,
 ) -> Loop:
-    """The loop that trains a head or an adapter for the main model in ``base``."""
+    """The loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``, on its own text."""
     torch.manual_seed(seed)
     model = load_model(base).requires_grad_(False)
-    tokenizer = load_tokenizer(base)
-    if kind == "lora":
-        adapted = add_lora(model)
-        folder = out or BUILTIN / "stories-pirate-lora"
-        plan = replace(plan, vector_rate=2e-3)
-        batch = pirate_rows(tokenizer, seed)
-
-        def pirate_loss() -> float:
-            with torch.no_grad():
-                return next_token_loss(adapted)(batch).item()
-
-        return Loop(
-            adapted,
-            next_token_loss(adapted),
-            PirateStream(tokenizer, batch_tokens, seed),
-            plan,
-            run,
-            lambda loop: _export_extra(loop, folder, lambda: export_lora(adapted, folder)),
-            pirate_loss,
-            name=kind,
-        )
     head: EagleHead | MedusaHeads
     if kind == "eagle":
         head = EagleHead(model.config)
-        plan = replace(plan, workers=1)  # two would draw random numbers in any order
-        loss = eagle_loss(head, model)
+        loss, steps = eagle_loss(head, model), 5
     else:
         head = MedusaHeads(model)
-        loss = medusa_loss(head, model)
+        loss, steps = medusa_loss(head, model), len(head.blocks)
         plan = replace(plan, vector_rate=1e-3)
-    folder = out or BUILTIN / f"stories-{kind}"
 
     def export(loop: Loop) -> None:
-        shares = agreement(head, model, heldout_rows(corpus, tokenizer))
-        _export_extra(loop, folder, lambda: export_head(head, folder), shares)
+        export_head(head, out)
+        kept = {t: acceptance(head, model, texts, steps) for t, texts in text.heldout.items()}
+        write_head_card(out, kind, base.name, loop.history, num_trainable(head), kept)
 
-    return Loop(
-        head,
-        loss,
-        Stream(corpus, tokenizer, batch_tokens, seed),
-        plan,
-        run,
-        export,
-        name=kind,
-    )
+    stream = OwnTextStream(text.train, batch_tokens, seed)
+    return Loop(head, loss, stream, plan, run, export, name=kind)
 
 
-def _export_extra(
-    loop: Loop, folder: Path, export: Callable[[], None], agreement: Sequence[float] = ()
-) -> None:
-    export()
-    write_extra_card(folder, loop.name, loop.history, num_trainable(loop.module), agreement)
+def lora_loop(base: Path, plan: Plan, out: Path, run: Path, seed: int) -> Loop:
+    """The loop that trains an adapter for the built-in main model in ``base``."""
+    torch.manual_seed(seed)
+    model = load_model(base).requires_grad_(False)
+    adapted = add_lora(model)
+    tokenizer = load_tokenizer(base)
+    batch = pirate_rows(tokenizer, seed)
+    loss = next_token_loss(adapted)
+
+    def export(loop: Loop) -> None:
+        export_lora(adapted, out)
+        write_lora_card(out, loop.history, num_trainable(adapted))
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return loss(batch).item()
+
+    stream = PirateStream(tokenizer, 4096, seed)
+    plan = replace(plan, vector_rate=2e-3)
+    return Loop(adapted, loss, stream, plan, run, export, evaluate, name="lora")
 
 
 def report(history: History, parameters: int) -> None:
@@ -193,12 +242,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("kind", choices=("main", "draft", "eagle", "medusa", "lora"))
     parser.add_argument("--out", type=Path, help="folder to export to")
-    parser.add_argument("--minutes", type=float, help="time budget (60, draft 10, others 3)")
+    parser.add_argument(
+        "--minutes", type=float, help="time budget (60, draft 10, heads 15, lora 3)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from runs/<kind>")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the texts")
-    parser.add_argument("--base", type=Path, default=BUILTIN / "stories", help="the main model")
-    return parser.parse_args(argv)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the texts (*.txt)")
+    parser.add_argument(
+        "--base", type=Path, default=BUILTIN / "stories", help="the main model: a Llama's folder"
+    )
+    args = parser.parse_args(argv)
+    if args.out is None:
+        if args.base != BUILTIN / "stories":
+            parser.error("another --base needs --out")
+        args.out = BUILTIN / NAMES[args.kind]
+    if args.minutes is None:
+        args.minutes = MINUTES[args.kind]
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -206,23 +266,30 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # see Loop._gradients
     run = RUNS / args.kind
     run.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(args.data)
+    plan = Plan(minutes=args.minutes)
     if args.kind == "main":
-        out = args.out or BUILTIN / "stories"
+        corpus = load_corpus(args.data)
         tokenizer = tokenizer_for(corpus, run, args.seed, args.resume)
-        plan = Plan(minutes=args.minutes or 60.0)
-        loop = language_model_loop("main", MAIN, corpus, tokenizer, plan, out, run, args.seed)
+        loop = language_model_loop("main", MAIN, corpus, tokenizer, plan, args.out, run, args.seed)
     elif args.kind == "draft":
-        out = args.out or BUILTIN / "stories-draft"
-        tokenizer = load_tokenizer(args.base)
-        plan = Plan(minutes=args.minutes or 10.0)
         teacher = load_model(args.base).eval().requires_grad_(False)
         loop = language_model_loop(
-            "draft", DRAFT, corpus, tokenizer, plan, out, run, args.seed, teacher
+            "draft",
+            DRAFT,
+            load_corpus(args.data),
+            load_tokenizer(args.base),
+            plan,
+            args.out,
+            run,
+            args.seed,
+            teacher,
         )
+    elif args.kind == "lora":
+        loop = lora_loop(args.base, plan, args.out, run, args.seed)
     else:
-        plan = Plan(minutes=args.minutes or 3.0)
-        loop = extra_loop(args.kind, args.base, corpus, plan, args.out, run, args.seed)
+        path = RUNS / f"{args.base.name}-text.jsonl"
+        text = own_text(args.base, load_corpus(args.data), path, args.seed)
+        loop = head_loop(args.kind, args.base, text, plan, args.out, run, args.seed)
     if args.resume and loop.checkpoint.exists():
         loop.resume()
     history = loop.run()

@@ -6,24 +6,42 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch.nn import functional as F
 
 from training import train
 from training.checkpoint import load_model
 from training.corpus import Corpus
-from training.data import Recipe
-from training.heads import EagleHead, MedusaHeads, eagle_loss, medusa_loss
+from training.data import Document
+from training.heads import (
+    EagleHead,
+    MedusaHeads,
+    _SoftLoss,
+    acceptance,
+    eagle_loss,
+    medusa_loss,
+)
 from training.loop import Loop, Plan
 from training.lora import add_lora
+from training.own_text import OwnText
 
-RECIPE = Recipe(stories=20, requests=6, continuations=2, books=1, chats=20, lengths=(64,))
+
+@pytest.fixture(scope="session")
+def own_text(corpus: Corpus, tokenizer: Tokenizer) -> OwnText:
+    """Stories stand for what the model wrote: the first two tokens are not its own."""
+
+    def document(story: str) -> Document:
+        ids = tokenizer.encode(story).ids
+        return Document(ids, [False] * 2 + [True] * (len(ids) - 2), whole=False)
+
+    heldout = [document(story) for story in corpus.heldout]
+    return OwnText([document(story) for story in corpus.stories], {0.0: heldout})
 
 
-def make_loop(kind: str, base: Path, corpus: Corpus, folder: Path, steps: int = 4) -> Loop:
+def make_loop(kind: str, base: Path, text: OwnText, folder: Path, steps: int = 4) -> Loop:
     plan = Plan(steps=steps, bfloat16=False)
-    loop = train.extra_loop(kind, base, corpus, plan, folder / "out", folder / "run", 0, 256)
-    if kind != "lora":
-        loop.stream.recipe = RECIPE
-        loop.stream.lengths = RECIPE.lengths
+    loop = train.head_loop(kind, base, text, plan, folder / "out", folder / "run", 0, 256)
+    loop.stream.lengths = (64,)
     return loop
 
 
@@ -32,7 +50,7 @@ def make_loop(kind: str, base: Path, corpus: Corpus, folder: Path, steps: int = 
     [
         ("eagle", {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight",
                    "layers.0.post_attention_layernorm.weight"}, "EagleLlamaForCausalLM"),
-        ("medusa", {"blocks.0.layers.0.weight", "blocks.2.layers.0.weight", "lm_heads.2.weight"},
+        ("medusa", {"blocks.0.layers.0.weight", "blocks.3.layers.0.weight", "lm_heads.0.weight"},
          "MedusaModel"),
     ],
 )  # fmt: skip
@@ -41,10 +59,10 @@ def test_heads_train_and_save(
     names: set[str],
     architecture: str,
     base_folder: Path,
-    corpus: Corpus,
+    own_text: OwnText,
     tmp_path: Path,
 ) -> None:
-    loop = make_loop(kind, base_folder, corpus, tmp_path)
+    loop = make_loop(kind, base_folder, own_text, tmp_path)
     before = {n: p.clone() for n, p in loop.module.state_dict().items()}
     loop.run()
     out = tmp_path / "out"
@@ -61,9 +79,9 @@ def test_heads_train_and_save(
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_the_loss_of_a_head_falls(
-    kind: str, base_folder: Path, corpus: Corpus, tmp_path: Path
+    kind: str, base_folder: Path, own_text: OwnText, tmp_path: Path
 ) -> None:
-    loop = make_loop(kind, base_folder, corpus, tmp_path, steps=30)
+    loop = make_loop(kind, base_folder, own_text, tmp_path, steps=30)
     with torch.no_grad():  # sharper than an untrained model, so that there is something to learn
         model = load_model(base_folder)
         model.model.embed_tokens.weight.mul_(8)
@@ -73,24 +91,84 @@ def test_the_loss_of_a_head_falls(
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-def test_eagle_is_causal_and_medusa_starts_as_the_lm_head(base_folder: Path) -> None:
-    base = load_model(base_folder)
+def test_eagle_drafts_from_each_position_as_if_it_were_alone(base_folder: Path) -> None:
+    """Step by step, with nothing but the positions up to the one that is drafted from."""
+    config = load_model(base_folder).config
     torch.manual_seed(0)
-    head, heads = EagleHead(base.config), MedusaHeads(base)
-    size = base.config.hidden_size
-    embedding, hidden = torch.randn(1, 9, size), torch.randn(1, 9, size)
+    head, steps, at = EagleHead(config), 3, 4
+    embedding, hidden = torch.randn(2, 1, 9, config.hidden_size)
     with torch.no_grad():
-        whole = head(embedding, hidden)
-        part = head(embedding[:, :5], hidden[:, :5])
-        torch.testing.assert_close(whole[:, :5], part, atol=1e-5, rtol=1e-5)
-        for logits in heads(hidden):
+        guesses = head.draft(embedding, hidden, steps)
+        states = hidden[:, : at + 1]
+        for k, guess in enumerate(guesses):
+            assert guess.shape == (1, 9 - steps, config.hidden_size)
+            out = head.step(embedding[:, 1 : at + k + 2], states, [])
+            torch.testing.assert_close(guess[:, at], out[:, -1], atol=1e-5, rtol=1e-5)
+            states = torch.cat((states, out[:, -1:]), dim=1)
+
+
+def test_medusa_starts_as_the_lm_head(base_folder: Path) -> None:
+    base = load_model(base_folder)
+    hidden = torch.randn(1, 9, base.config.hidden_size)
+    with torch.no_grad():
+        for logits in MedusaHeads(base)(hidden):
             torch.testing.assert_close(logits, base.logits(hidden))
 
 
-def test_lora_trains_only_the_adapter_and_saves_it(
-    base_folder: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    loop = make_loop("lora", base_folder, corpus, tmp_path)
+def test_the_loss_is_torchs() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 11, requires_grad=True)
+    wanted = torch.randn(5, 11).softmax(-1)
+    ours, theirs = (_SoftLoss.apply(logits, wanted), F.cross_entropy(logits, wanted))
+    torch.testing.assert_close(ours, theirs)
+    (2 * ours).backward()
+    torch.testing.assert_close(logits.grad, 2 * torch.autograd.grad(theirs, logits)[0])
+
+
+def test_acceptance(base_folder: Path) -> None:
+    """Heads that say what the LM head says are right where the model repeats its first choice."""
+    base = load_model(base_folder)
+    with torch.no_grad():
+        ids = [1, 2, 3]
+        for _ in range(20):
+            ids.append(int(base(torch.tensor([ids]))[0, -1].argmax()))
+        choices = base(torch.tensor([ids]))[0].argmax(-1).tolist()
+    text = Document(ids, [False] * 3 + [True] * 20, whole=False)
+    rates, kept = acceptance(MedusaHeads(base, 2), base, [text], 2)
+    starts = range(2, len(ids) - 3)  # from the position that gave the first token of its own
+    first = [choices[t] == ids[t + 2] for t in starts]
+    both = [f and choices[t] == ids[t + 3] for f, t in zip(first, starts, strict=True)]
+    assert kept == pytest.approx([sum(first) / len(first), (sum(first) + sum(both)) / len(first)])
+    assert rates == pytest.approx([sum(first) / len(first), sum(both) / max(sum(first), 1)])
+
+
+def test_model_goes_on_from_beginnings(base_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    text = train.own_text(base_folder, corpus, path, seed=0, tokens=2000)
+    assert sum(sum(d.counts) for d in text.train) >= 2000
+    assert set(text.heldout) == {0.0, 0.8}
+    assert all(len(texts) == len(corpus.heldout) for texts in text.heldout.values())
+    model = load_model(base_folder)
+    greedy = text.heldout[0.0][0]
+    begun = greedy.counts.index(True)
+    with torch.no_grad():
+        choices = model(torch.tensor([greedy.ids]))[0].argmax(-1).tolist()
+    assert choices[begun - 1 : begun + 9] == greedy.ids[begun : begun + 10]
+    # It is read back, not written again; another model's text is refused.
+    assert train.own_text(base_folder, corpus, path, seed=0) == text
+    with pytest.raises(ValueError, match="was written by"):
+        train.own_text(tmp_path, corpus, path, seed=0)
+
+
+def test_other_base_needs_a_folder_to_write_to(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.parse_args(["eagle", "--base", "elsewhere"])
+    assert "--out" in capsys.readouterr().err
+
+
+def test_lora_trains_only_the_adapter_and_saves_it(base_folder: Path, tmp_path: Path) -> None:
+    plan = Plan(steps=4, bfloat16=False)
+    loop = train.lora_loop(base_folder, plan, tmp_path / "out", tmp_path / "run", 0)
     loop.run()
     out = tmp_path / "out"
     tensors = load_file(out / "adapter_model.safetensors")
