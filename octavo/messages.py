@@ -272,6 +272,9 @@ class GrammarOutput(msgspec.Struct, array_like=True):
     bitmask: bytes
     """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`: in order of `req_ids` a row for
     each position that the request samples, that is one more than it has drafts."""
+    forced: dict[str, list[int]] = {}
+    """Where a grammar leaves one way on: the tokens of its text behind those that were known when
+    the mask was made. They are drafts for the steps to come."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

@@ -22,6 +22,7 @@ from octavo.engine.memory_plan import (
     resolve_max_num_batched_tokens,
 )
 from octavo.executor.base import Executor
+from octavo.models.hub import resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.platforms.base import Platform
@@ -29,6 +30,8 @@ from octavo.platforms.registry import get_platform
 from octavo.profiler import Profiler
 from octavo.scheduler import observer
 from octavo.scheduler.scheduler import Scheduler
+from octavo.structured_output.base import GrammarBackend
+from octavo.structured_output.manager import StructuredOutputManager
 from octavo.worker.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
@@ -103,14 +106,41 @@ def make_engine_core(
         clock=clock.now,
         observer=observer.LogObserver() if watched else None,
     )
+    grammars = StructuredOutputManager(
+        lambda: _make_grammar_backends(config, spec, model_path), spec.vocab_size
+    )
     core = EngineCore(
-        scheduler, executor, clock=clock.now, profiler=profiler, engine_index=engine_index
+        scheduler,
+        executor,
+        clock=clock.now,
+        structured_output=None if config.model.skip_tokenizer_init else grammars,
+        profiler=profiler,
+        engine_index=engine_index,
     )
     logger.info("model ready in %.2f s", time.monotonic() - started)
     resident = resident_memory()
     if resident is not None and estimate is not None:
         logger.info("%s", plan.compare(resident))
     return core, plan
+
+
+def _make_grammar_backends(
+    config: EngineConfig, spec: ModelSpec, model_path: Path
+) -> list[GrammarBackend]:
+    """The grammar backends, the one to be asked first first.
+
+    Raises:
+        RequestError: the model's tokenizer will not do.
+    """
+    from octavo.structured_output.llguidance_backend import LLGuidanceBackend
+    from octavo.structured_output.vocabulary import Vocabulary
+    from octavo.structured_output.xgrammar_backend import XGrammarBackend
+    from octavo.tokenizer import Tokenizer
+
+    folder = model_path if config.model.tokenizer is None else resolve_folders(config)[1]
+    tokenizer = Tokenizer.from_folder(folder)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    return [XGrammarBackend(vocabulary), LLGuidanceBackend(vocabulary)]
 
 
 def _log_plan(plan: MemoryPlan) -> None:
