@@ -210,6 +210,9 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Drafts verified."""
     num_accepted_tokens_per_pos: list[int] = []
     """Drafts that were right, by their place behind the last token known."""
+    num_held_reqs: int = 0
+    """Those of the waiting requests that wait for something else than their turn, such as their
+    grammar."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -382,6 +382,7 @@ class Scheduler:
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens_per_pos=self._num_accepted_tokens_per_pos.copy(),
+            num_held_reqs=len(self._held),
         )
 
     def check_integrity(self) -> None:

@@ -55,6 +55,21 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def parse_choices(text: str) -> list[str]:
+    """The texts of a JSON list.
+
+    Raises:
+        RequestError: it is none, or empty, or has something else in it.
+    """
+    choices = parse_json(text)
+    if not isinstance(choices, list) or not choices:
+        raise RequestError("choice must be a list with at least one text.", PARAM)
+    for choice in choices:
+        if not isinstance(choice, str):
+            raise RequestError(f"choice must be a list of texts; {choice!r:.80} is none.", PARAM)
+    return choices
+
+
 def check_depth(value: Any) -> None:
     """Refuses what is nested too deeply.
 

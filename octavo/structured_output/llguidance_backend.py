@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
@@ -25,9 +25,13 @@ from octavo.structured_output.json_schema import (
     PARAM,
     check_depth,
     is_disjoint_everywhere,
+    parse_choices,
     parse_json,
 )
 from octavo.structured_output.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 # States of a lexer take 1 to 2 kB each.
 _MAX_LEXER_STATES = 25_000
@@ -164,7 +168,7 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
-        choices = parse_json(spec.text)
+        choices = parse_choices(spec.text)
         literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
         return LLMatcher.grammar_from_lark("start: " + literals)
     if spec.kind == "grammar":
@@ -175,12 +179,13 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def _from_schema(text: str, spec: GrammarSpec) -> str:
-    overrides: dict[str, Any] = {"lenient": False}
+    overrides: JsonCompileOptions = {"lenient": False}
     # The library has no oneOf; where at most one of its branches can hold, it is anyOf.
     if '"oneOf"' in text and is_disjoint_everywhere(parse_json(text)):
         overrides["coerce_one_of"] = True
     if not spec.any_whitespace:
-        overrides |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        overrides["whitespace_flexible"] = False
+        overrides["item_separator"], overrides["key_separator"] = ", ", ": "
     return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
 
 

@@ -180,7 +180,7 @@ class StructuredOutputManager:
         """Is called, on any thread, when there is something to be taken."""
         self._make_backends = make_backends
         self._backends: Sequence[GrammarBackend] | None = None
-        self._backends_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._num_words = -(-vocab_size // 32)
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._waiting: dict[GrammarSpec, list[Request]] = {}
@@ -189,7 +189,8 @@ class StructuredOutputManager:
         self._arrived = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
         self._matching: _Thread | None = None
-        self._lost: list[threading.Thread] = []
+        self._lost: list[_Thread] = []
+        """Threads that did not come back in time."""
         self._states: WeakKeyDictionary[Request, _State] = WeakKeyDictionary()
 
     @property
@@ -344,10 +345,12 @@ class StructuredOutputManager:
 
     def _compile_in_time(self, spec: GrammarSpec) -> CompiledGrammar:
         backends = self._choose(spec)
-        self._lost = [thread for thread in self._lost if thread.is_alive()]
-        if len(self._lost) >= _MAX_LOST:
+        with self._lock:
+            self._lost = [thread for thread in self._lost if thread.thread.is_alive()]
+            is_busy = len(self._lost) >= _MAX_LOST
+        if is_busy:
             raise RequestError(
-                "Grammars that take too long are still being compiled; try again later.", PARAM
+                "Grammars that take too long are still being worked on; try again later.", PARAM
             )
         errors: list[RequestError] = []
         found: list[CompiledGrammar] = []
@@ -366,7 +369,7 @@ class StructuredOutputManager:
         try:
             call.result(COMPILE_SECONDS)
         except TimeoutError:
-            self._lost.append(thread.thread)
+            self._lose(thread)
             raise RequestError(
                 f"The grammar takes more than {COMPILE_SECONDS:g} s to compile; simplify it.", PARAM
             ) from None
@@ -376,10 +379,14 @@ class StructuredOutputManager:
         raise RequestError("No grammar for this: " + " | ".join(messages), PARAM)
 
     def _choose(self, spec: GrammarSpec) -> Sequence[GrammarBackend]:
-        with self._backends_lock:
+        with self._lock:
             if self._backends is None:
                 self._backends = self._make_backends()
         return [b for b in self._backends if spec.backend in ("auto", b.name)]
+
+    def _lose(self, thread: _Thread) -> None:
+        with self._lock:
+            self._lost.append(thread)
 
     def _do(self, jobs: Sequence[_Job]) -> None:
         """Does jobs on another thread, so that no grammar can hold up everybody."""
@@ -397,6 +404,7 @@ class StructuredOutputManager:
                     if todo.cancel(at):
                         break
             self._matching.end()
+            self._lose(self._matching)
             self._matching = None
             # The thread that is lost writes to that job's rows only.
             jobs[at].error = _TOO_SLOW

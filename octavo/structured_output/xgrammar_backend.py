@@ -19,7 +19,7 @@ from octavo.structured_output.base import (
     check_satisfiable,
     is_ebnf,
 )
-from octavo.structured_output.json_schema import PARAM, parse_json
+from octavo.structured_output.json_schema import PARAM, parse_choices, parse_json
 from octavo.structured_output.vocabulary import Vocabulary
 from octavo.structured_output.xgrammar_schema import check_pattern, check_schema
 
@@ -74,7 +74,7 @@ class XGrammarBackend(GrammarBackend):
             check_pattern(text)
             return compiler.compile_regex(text)
         if spec.kind == "choice":
-            literals = " | ".join(_literal(choice) for choice in parse_json(text))
+            literals = " | ".join(_literal(choice) for choice in parse_choices(text))
             return compiler.compile_grammar("root ::= " + literals)
         if spec.kind == "grammar":
             if not is_ebnf(text):

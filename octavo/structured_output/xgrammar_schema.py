@@ -52,22 +52,10 @@ _NEVER = (
     "divisibleBy",
 )
 _FORMATS = frozenset(
-    [
-        "email",
-        "date",
-        "time",
-        "date-time",
-        "duration",
-        "ipv4",
-        "ipv6",
-        "hostname",
-        "uuid",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "json-pointer",
-        "relative-json-pointer",
-    ]
+    {
+        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
+        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
 )
 
 
