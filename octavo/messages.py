@@ -210,6 +210,9 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Drafts verified."""
     num_accepted_tokens_per_pos: list[int] = []
     """Drafts that were right, by their place behind the last token known."""
+    num_held_reqs: int = 0
+    """Those of the waiting requests that wait for something else than their turn, such as their
+    grammar."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -272,6 +275,9 @@ class GrammarOutput(msgspec.Struct, array_like=True):
     bitmask: bytes
     """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`: in order of `req_ids` a row for
     each position that the request samples, that is one more than it has drafts."""
+    forced: dict[str, list[int]] = {}
+    """Where a grammar leaves one way on: the tokens of its text behind those that were known when
+    the mask was made. They are drafts for the steps to come."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

@@ -14,7 +14,7 @@ class RequestStatus(enum.IntEnum):
     """Where a request stands. Everything after PREEMPTED is finished."""
 
     WAITING = 0
-    WAITING_FOR_GRAMMAR = 1
+    WAITING_FOR_FSM = 1
     WAITING_FOR_REMOTE_KVS = 2
     RUNNING = 3
     PREEMPTED = 4
@@ -93,6 +93,9 @@ class Request:
         """Tokens that steps in flight will sample (async scheduling)."""
         self.num_spec_in_flight = 0
         """Drafts in flight: as many placeholders and computed tokens may come to nothing."""
+        self.num_forced = 0
+        """Tokens that its grammar leaves no choice of, behind those that steps in flight sample:
+        the next step drafts them."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0

@@ -28,6 +28,7 @@ from octavo.executor.base import Executor
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
+from octavo.models.hub import resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.platforms.base import Platform
@@ -35,6 +36,8 @@ from octavo.platforms.registry import get_platform
 from octavo.profiler import Profiler
 from octavo.scheduler import observer
 from octavo.scheduler.scheduler import Scheduler
+from octavo.structured_output.base import GrammarBackend
+from octavo.structured_output.manager import StructuredOutputManager
 from octavo.worker.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
@@ -125,8 +128,16 @@ def make_engine_core(
         clock=clock.now,
         observer=observer.LogObserver() if watched else None,
     )
+    grammars = StructuredOutputManager(
+        lambda: _make_grammar_backends(config, spec, model_path), spec.vocab_size
+    )
     core = EngineCore(
-        scheduler, executor, clock=clock.now, profiler=profiler, engine_index=engine_index
+        scheduler,
+        executor,
+        clock=clock.now,
+        structured_output=None if config.model.skip_tokenizer_init else grammars,
+        profiler=profiler,
+        engine_index=engine_index,
     )
     logger.info("model ready in %.2f s", time.monotonic() - started)
     resident = resident_memory()
@@ -164,6 +175,25 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
         kept_layers=found.spec.kept_layers if isinstance(found.spec, EagleSpec) else (),
         draft=draft,
     )
+
+
+def _make_grammar_backends(
+    config: EngineConfig, spec: ModelSpec, model_path: Path
+) -> list[GrammarBackend]:
+    """The grammar backends, the one to be asked first first.
+
+    Raises:
+        RequestError: the model's tokenizer will not do.
+    """
+    from octavo.structured_output.llguidance_backend import LLGuidanceBackend
+    from octavo.structured_output.vocabulary import Vocabulary
+    from octavo.structured_output.xgrammar_backend import XGrammarBackend
+    from octavo.tokenizer import Tokenizer
+
+    folder = model_path if config.model.tokenizer is None else resolve_folders(config)[1]
+    tokenizer = Tokenizer.from_folder(folder)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    return [XGrammarBackend(vocabulary), LLGuidanceBackend(vocabulary)]
 
 
 def _log_plan(plan: MemoryPlan) -> None:

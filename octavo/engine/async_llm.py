@@ -373,7 +373,8 @@ class AsyncLLM:
                 self._heartbeat_sent = time.monotonic()
                 answer = await self._client.call_utility("stats")
                 stats = msgspec.convert(answer, SchedulerStats)
-                has_requests = stats.num_running_reqs + stats.num_waiting_reqs > 0
+                num_waiting = stats.num_waiting_reqs - stats.num_held_reqs
+                has_requests = stats.num_running_reqs + num_waiting > 0
                 if not has_requests or stats.num_scheduled_tokens != num_scheduled:
                     self._stalled_since = None
                 elif self._stalled_since is None:

@@ -14,21 +14,23 @@ import msgspec
 
 from octavo.clock import now
 from octavo.device import trim_memory
-from octavo.errors import EngineDeadError, ProfilerError, RequestError
-from octavo.executor.base import Executor
+from octavo.errors import EngineDeadError, ProfilerError, RequestError, UnsupportedError
+from octavo.executor.base import Executor, StepHandle
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    GrammarOutput,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
 )
 from octavo.profiler import Profiler, span
-from octavo.request import RequestStatus, fan_out
+from octavo.request import Request, RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
+from octavo.structured_output.manager import MAX_FORCED, StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,9 @@ class _StepInFlight:
     number: int
     """From 1."""
     work: SchedulerOutput
-    result: Future[ModelRunnerOutput]
+    handle: StepHandle
+    result: Future[ModelRunnerOutput] | None = None
+    """None: it is not to be sampled yet, as it waits for what grammars allow."""
 
 
 class EngineCore:
@@ -62,6 +66,7 @@ class EngineCore:
         scheduler: decides what runs.
         executor: runs it.
         clock: the time in seconds, as messages have it; the scheduler's.
+        structured_output: grammars; None: requests with one are refused.
         profiler: records profiles; None: there are none.
         engine_index: see `EngineCoreOutputs`.
     """
@@ -72,18 +77,21 @@ class EngineCore:
         executor: Executor,
         *,
         clock: Callable[[], float] = now,
+        structured_output: StructuredOutputManager | None = None,
         profiler: Profiler | None = None,
         engine_index: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.structured_output = structured_output
         self._clock = clock
         self._profiler = profiler
         self._engine_index = engine_index
         self._block_hasher = make_block_hasher(scheduler.kv_cache_config.block_size)
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_scheduled = 0
-        self._refused: list[EngineCoreOutput] = []
+        self._outputs: list[EngineCoreOutput] = []
+        """Outputs that have not been handed out."""
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
         """Queues the n requests of a core request; what can never be served gets an error."""
@@ -92,9 +100,9 @@ class EngineCore:
         )
         try:
             for request in requests:
-                self.scheduler.add_request(request)
+                self._add_request(request)
         except RequestError as error:  # as true of its siblings: the front end ends them all
-            self._refused.append(
+            self._outputs.append(
                 EngineCoreOutput(
                     request_id=request.request_id,
                     new_token_ids=[],
@@ -108,57 +116,146 @@ class EngineCore:
         """Ends requests, in whatever state they are; unknown ones are ignored."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
+    def _add_request(self, request: Request) -> None:
+        """Queues a request; with a grammar it waits until this is compiled."""
+        if request.sampling_params.grammar is None:
+            self.scheduler.add_request(request)
+            return
+        if self.structured_output is None:
+            raise UnsupportedError(
+                "This engine has no grammars, since it has no tokenizer.", "structured_outputs"
+            )
+        request.status = RequestStatus.WAITING_FOR_FSM
+        self.scheduler.add_request(request)
+        try:
+            if self.structured_output.add(request):
+                self.scheduler.set_ready(request.request_id)
+        except RequestError:
+            self.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+            raise
+
+    def _take_grammars(self) -> None:
+        """Queues the requests whose grammars are compiled; those that have none fail."""
+        assert self.structured_output is not None
+        for request, error in self.structured_output.take_finished():
+            if request.status != RequestStatus.WAITING_FOR_FSM:
+                continue  # it has ended meanwhile
+            if error is None:
+                self.scheduler.set_ready(request.request_id)
+            else:
+                kind = type(error).__name__
+                self.scheduler.fail_request(request.request_id, error.message, kind)
+
     def has_work(self) -> bool:
         """Whether `step` would do or bring anything."""
-        return bool(self._in_flight or self._refused or self.scheduler.has_requests())
+        return bool(
+            self._in_flight
+            or self._outputs
+            or self.scheduler.has_requests()
+            or (self.structured_output is not None and self.structured_output.has_finished)
+        )
+
+    def wait(self, seconds: float) -> None:
+        """Waits for a grammar that is being compiled, where that is all there is to do.
+
+        Args:
+            seconds: at most that long.
+        """
+        if not self.has_work() and self.structured_output is not None:
+            self.structured_output.wait(seconds)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request still waits for tokens."""
-        return bool(self._refused) or self.scheduler.has_unfinished_requests()
+        return bool(self._outputs) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
         """Schedules as far ahead as allowed, then takes in the oldest step's result.
 
         A step that fails as a whole fails the requests in it; the engine goes on.
         """
-        while len(self._in_flight) < self.executor.max_in_flight and self.scheduler.has_requests():
-            self._num_scheduled += 1
-            with span("schedule") as note:
-                work = self.scheduler.schedule()
-                note(
-                    step=self._num_scheduled,
-                    requests=len(work.scheduled_reqs),
-                    tokens=work.total_num_scheduled_tokens,
-                )
-            sampled = self.executor.execute(work).sample()
-            self._in_flight.append(_StepInFlight(self._num_scheduled, work, sampled))
-        outputs: list[EngineCoreOutput] = []
-        if self._in_flight:
-            step = self._in_flight[0]
-            try:
-                with span("wait") as note:
-                    note(step=step.number)
-                    result = step.result.result()
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                logger.exception("a step failed, and its requests with it")
-                message = f"The step failed: {type(error).__name__}: {error}"
-                outputs = self.scheduler.fail_step(step.work, message)
-            else:
-                with span("update_from_output") as note:
-                    note(step=step.number, requests=len(step.work.scheduled_reqs))
-                    outputs = self.scheduler.update_from_output(step.work, result)
-            # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
-            self._in_flight.popleft()
-        outputs += self._refused
-        self._refused = []
+        if self.structured_output is not None and self.structured_output.has_finished:
+            self._take_grammars()
+        took = False
+        while True:
+            newest = self._in_flight[-1] if self._in_flight else None
+            if newest is not None and newest.result is None:
+                # A grammar must know all tokens so far; the forward pass is under way meanwhile.
+                while len(self._in_flight) > 1:
+                    self._take_result()
+                    took = True
+                newest.result = newest.handle.sample(self._ask_grammars(newest))
+            free = len(self._in_flight) < self.executor.max_in_flight
+            if took or not free or not self.scheduler.has_requests():
+                break
+            self._schedule_step()
+        if self._in_flight and not took:
+            self._take_result()
+        outputs, self._outputs = self._outputs, []
         return EngineCoreOutputs(
             outputs=outputs,
             stats=self.scheduler.make_stats(),
             timestamp=self._clock(),
             engine_index=self._engine_index,
         )
+
+    def _schedule_step(self) -> None:
+        """Schedules a step and hands it to the executor."""
+        self._num_scheduled += 1
+        with span("schedule") as note:
+            work = self.scheduler.schedule()
+            note(
+                step=self._num_scheduled,
+                requests=len(work.scheduled_reqs),
+                tokens=work.total_num_scheduled_tokens,
+            )
+        step = _StepInFlight(self._num_scheduled, work, self.executor.execute(work))
+        if not any(request.has_grammar for request in work.scheduled_reqs):
+            step.result = step.handle.sample()
+        self._in_flight.append(step)
+
+    def _ask_grammars(self, step: _StepInFlight) -> GrammarOutput | None:
+        """What the grammars of a step's requests allow, once all earlier results are known."""
+        assert self.structured_output is not None
+        with span("grammar") as note:
+            note(step=step.number)
+            try:
+                drafts = step.handle.drafts()
+            except Exception:
+                return None  # the step failed, as its result will say
+            requests = []
+            for scheduled in step.work.scheduled_reqs:
+                request = self.scheduler.requests.get(scheduled.req_id)
+                if scheduled.has_grammar and request is not None:
+                    requests.append((request, MAX_FORCED if self.scheduler.max_num_drafts else 0))
+            output, errors = self.structured_output.make_output(requests, drafts)
+            for req_id, forced in output.forced.items():
+                # One of them, and as many as there are drafts, this step itself may bring.
+                rest = len(forced) - 1 - len(drafts.get(req_id, ()))
+                self.scheduler.requests[req_id].num_forced = max(0, rest)
+            for request, message in errors.items():
+                self.scheduler.fail_request(request.request_id, message)
+            return output
+
+    def _take_result(self) -> None:
+        """Takes in the oldest step's result."""
+        step = self._in_flight[0]
+        assert step.result is not None
+        try:
+            with span("wait") as note:
+                note(step=step.number)
+                result = step.result.result()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.exception("a step failed, and its requests with it")
+            message = f"The step failed: {type(error).__name__}: {error}"
+            self._outputs += self.scheduler.fail_step(step.work, message)
+        else:
+            with span("update_from_output") as note:
+                note(step=step.number, requests=len(step.work.scheduled_reqs))
+                self._outputs += self.scheduler.update_from_output(step.work, result)
+        # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
+        self._in_flight.popleft()
 
     def seconds_to_deadline(self) -> float | None:
         """How long from now some request may have to be ended, though nothing runs; None: never."""
@@ -225,11 +322,13 @@ class EngineCore:
 
     def _wait_for_steps(self) -> None:
         """Lets the workers finish what they have, so that a profile holds whole steps only."""
-        wait([step.result for step in self._in_flight])
+        wait([step.result for step in self._in_flight if step.result is not None])
 
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""
         if self._profiler is not None and self._profiler.recording:
             self.stop_profile()
         self._in_flight.clear()
+        if self.structured_output is not None:
+            self.structured_output.shutdown()
         self.executor.shutdown()

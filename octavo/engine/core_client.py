@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from octavo.engine.core import EngineCore
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 
+# Ctrl-C is looked at between two waits.
+_WAIT_SECONDS = 0.1
+
 
 class EngineClient(Protocol):
     """What a front end asks of an engine core, wherever that one is.
@@ -50,7 +53,8 @@ class InprocClient:
         self.core = core
 
     async def get_output(self) -> EngineCoreOutputs:
-        """See `EngineClient`: runs a step."""
+        """See `EngineClient`: runs a step; where there is only a grammar to wait for, a while."""
+        self.core.wait(_WAIT_SECONDS)
         return self.core.step()
 
     async def add_request(self, request: EngineCoreRequest) -> None:

@@ -117,6 +117,8 @@ class _BusyLoop:
         self._inputs = inputs
         self._outputs = outputs
         self._running = True
+        if core.structured_output is not None:
+            core.structured_output.wake = lambda: inputs.put([])  # an empty abort
 
     def run(self) -> None:
         """Runs until the inputs end."""

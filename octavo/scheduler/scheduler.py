@@ -41,7 +41,7 @@ from octavo.scheduler.queue import Arrivals, RequestQueue
 from octavo.scheduler.speculation import DraftLengths
 
 # Waits that end by `set_ready`; requests in them do not queue.
-_HELD = (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KVS)
+_HELD = (RequestStatus.WAITING_FOR_FSM, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 @dataclass(slots=True)
@@ -56,6 +56,8 @@ class _ScheduledStep:
     drafts_per_request: int
     scheduled_at: float
     preempted: bool = False
+    forced: bool = False
+    """Whether grammars have drafts in it."""
     entries: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, first position computed, tokens it samples at most; 0: none), in batch order."""
 
@@ -76,7 +78,7 @@ class Scheduler:
         max_model_len: most tokens of a request, prompt and output.
         max_num_batched_tokens: token budget of a step.
         enable_caching: keep KV blocks of known prefixes after their last user has gone.
-        num_speculative_tokens: most drafts of a request in a step.
+        num_speculative_tokens: most drafts of a request in a step, beside those of grammars.
         max_num_drafts: most drafts of all requests in a step.
         clock: the time in seconds, as requests' `deadline` has it.
         observer: is told why requests wait or are preempted.
@@ -154,7 +156,7 @@ class Scheduler:
 
         Args:
             request_id: a request that waits.
-            status: what it waits for, WAITING_FOR_GRAMMAR or WAITING_FOR_REMOTE_KVS.
+            status: what it waits for, WAITING_FOR_FSM or WAITING_FOR_REMOTE_KVS.
         """
         request = self.requests[request_id]
         assert status in _HELD, status
@@ -204,7 +206,7 @@ class Scheduler:
             output,
             self.max_num_batched_tokens,
             self.max_num_drafts,
-            self._draft_lengths.choose(len(self.running)) if self.max_num_drafts else 0,
+            self._draft_lengths.choose(len(self.running)) if self._draft_lengths.most else 0,
             now,
         )
         self._schedule_running(step, now)
@@ -245,7 +247,7 @@ class Scheduler:
             model_runner_output.logprobs,
             model_runner_output.prompt_logprobs,
         )
-        if self.max_num_drafts:
+        if self._draft_lengths.most:
             self._learn(step, model_runner_output)
         any_finished = False
         for request, start, num_sampled in step.entries:
@@ -380,6 +382,7 @@ class Scheduler:
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens_per_pos=self._num_accepted_tokens_per_pos.copy(),
+            num_held_reqs=len(self._held),
         )
 
     def check_integrity(self) -> None:
@@ -477,9 +480,11 @@ class Scheduler:
             if num_new > 1:
                 num_new = min(self._cap(num_new), step.budget)
             else:
-                num_drafts = min(
-                    step.drafts_per_request, left - 1, step.budget - 1, step.draft_budget
-                )
+                wanted = step.drafts_per_request
+                if request.num_forced > wanted:
+                    wanted, step.forced = request.num_forced, True
+                request.num_forced = 0
+                num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
             new = allocate_slots(request, num_new + num_drafts) if num_drafts else None
             if new is None:
                 num_drafts = 0  # nobody is preempted for drafts
@@ -569,6 +574,7 @@ class Scheduler:
             num_sampled = scheduled.num_drafts + 1
             request.num_output_placeholders += num_sampled
             request.num_spec_in_flight += scheduled.num_drafts
+            scheduled.has_grammar = request.sampling_params.grammar is not None
         step.output.scheduled_reqs.append(scheduled)
         step.entries.append((request, start, num_sampled))
         step.budget -= scheduled.num_tokens
@@ -589,7 +595,7 @@ class Scheduler:
             self._observer.on_preempt(request, by)
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_forced = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)
@@ -601,7 +607,9 @@ class Scheduler:
         # It began when it was scheduled, or when the step before it ended.
         seconds, self._last_update = now - max(step.scheduled_at, self._last_update), now
         work = step.output.scheduled_reqs
-        if not output.errors and all(r.num_tokens == 1 + r.num_drafts for r in work):
+        if not (output.errors or step.forced) and all(
+            r.num_tokens == 1 + r.num_drafts for r in work
+        ):
             self._draft_lengths.record(
                 seconds,
                 [output.num_draft_tokens.get(req_id, 0) for req_id in output.req_ids],

@@ -8,11 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.errors import RequestError
 from octavo.messages import GrammarSpec
+from octavo.structured_output.json_schema import PARAM
 
 
 class Grammar(ABC):
-    """Where one request stands in its grammar. Not to be used by two threads at once."""
+    """Where one request stands in its grammar. Not to be used by two threads at once.
+
+    Its methods raise RequestError where the grammar takes more than the backend's limits.
+    """
 
     @abstractmethod
     def accept_tokens(self, token_ids: Sequence[int]) -> int:
@@ -52,10 +57,12 @@ class CompiledGrammar(ABC):
 
     nbytes: int
     """Memory that it takes, about."""
+    stop_token_ids: frozenset[int]
+    """Tokens that end it."""
 
     @abstractmethod
     def start(self) -> Grammar:
-        """The state of a request without output."""
+        """The state of a request without output. From any thread."""
 
 
 class GrammarBackend(ABC):
@@ -71,3 +78,24 @@ class GrammarBackend(ABC):
             RequestError: it is invalid, too large, or has a part that this backend cannot honour;
                 the message names it, `param` is the field that it came in.
         """
+
+
+def check_satisfiable(compiled: CompiledGrammar, vocab_size: int, name: str) -> None:
+    """Refuses a grammar that allows no first token.
+
+    Raises:
+        RequestError: nothing satisfies it.
+    """
+    row = np.zeros(-(-vocab_size // 32), np.int32)
+    compiled.start().fill_bitmask(row)
+    if not row.any():
+        raise RequestError(f"{name}: the grammar allows no text at all; mend it.", PARAM)
+
+
+def is_ebnf(text: str) -> bool:
+    """Whether a grammar is written in EBNF (GBNF) rather than Lark."""
+    return any(
+        line.split("::=", 1)[0].strip().replace("_", "").replace("-", "").isalnum()
+        for line in text.splitlines()
+        if "::=" in line
+    )

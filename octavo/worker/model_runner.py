@@ -171,6 +171,9 @@ class ModelRunner:
         self._failed: dict[str, str] = {}
         """Requests whose parameters could not be set up, until the step that reports it."""
         self._unknown: list[_Unknown] = []
+        self._forced: dict[str, tuple[int, list[int]]] = {}
+        """Of requests whose grammar leaves one way on: the number of tokens that the row had, and
+        those that follow."""
         self._step: _ComputedStep | None = None
         self._draft_probs: torch.Tensor | None = None
         """Of the current step's drafts; see `Proposal`."""
@@ -338,7 +341,12 @@ class ModelRunner:
         indices = inputs.sampling
         if not len(indices):
             return PendingOutput(output, indices, None)
-        bitmask = None if grammar is None else _find_bitmask(grammar, inputs, self.spec.vocab_size)
+        bitmask = None
+        if grammar is not None:
+            bitmask = _find_bitmask(grammar, inputs, self.spec.vocab_size)
+            for req_id, forced in grammar.forced.items():
+                row = state.batch.row_of[req_id]
+                self._forced[req_id] = int(state.batch.num_tokens[row]), forced
         if inputs.size.samples > len(indices):
             self._verify_drafts(step, bitmask, output)
             return PendingOutput(output, indices, None)
@@ -472,18 +480,38 @@ class ModelRunner:
         """Drafts for the places that a step has for them."""
         state = self.state
         asking = [request for request in scheduled if request.num_drafts]
-        if state.proposer is None or not asking:
+        if not asking:
             return {}
         self._collect_tokens(wait=True)
+        drafts: Drafts = {}
+        if self._forced:
+            for request in asking:
+                if tokens := self._take_forced(request):
+                    drafts[request.req_id] = tokens
+            asking = [request for request in asking if request.req_id not in drafts]
+        if state.proposer is None or not asking:
+            return drafts
         rows = np.array([state.batch.row_of[request.req_id] for request in asking])
-        counts = np.array([request.num_drafts for request in asking])
+        most = self.setup.num_speculative_tokens
+        counts = np.array([min(request.num_drafts, most) for request in asking])
         proposal = state.proposer.propose(rows, counts)
         self._draft_probs = proposal.probs
-        return {
-            request.req_id: list(tokens)
-            for request, tokens in zip(asking, proposal.token_ids, strict=True)
-            if tokens
-        }
+        for request, tokens in zip(asking, proposal.token_ids, strict=True):
+            if tokens:
+                drafts[request.req_id] = list(tokens)
+        return drafts
+
+    def _take_forced(self, request: ScheduledRequest) -> list[int]:
+        """What a request's grammar forces behind its tokens; nothing if these went another way."""
+        start, forced = self._forced.pop(request.req_id, (0, []))
+        if self._acceptance != "exact":  # another rule keeps a draft by its probability
+            return []
+        batch = self.state.batch
+        row = batch.row_of[request.req_id]
+        since = batch.token_ids[row, start : batch.num_tokens[row]].tolist()
+        if forced[: len(since)] != since:
+            return []
+        return forced[len(since) :][: request.num_drafts]
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the persistent rows up to date with the scheduler."""
@@ -496,6 +524,7 @@ class ModelRunner:
                     state.proposer.remove_row(row)
                 state.sampling.remove_row(row)
                 self._prompt_logprobs.pop(req_id, None)
+                self._forced.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
             self.backend.copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
             if state.proposer is not None:

@@ -10,6 +10,9 @@ from octavo.models.spec import ModelSpec
 from octavo.worker.memory import Scratch
 from octavo.worker.step_table import StepSize
 
+FORCED_DRAFTS = 32
+"""Places in a step for drafts of grammars, where there are no others."""
+
 
 @dataclass(frozen=True)
 class WorkerSetup:
@@ -37,8 +40,9 @@ class WorkerSetup:
 
     @property
     def max_num_drafts(self) -> int:
-        """Most drafts of all requests in a step."""
-        return self.config.scheduler.max_num_seqs * self.num_speculative_tokens
+        """Most drafts of all requests in a step: grammars have some without speculation."""
+        drafts = self.config.scheduler.max_num_seqs * self.num_speculative_tokens
+        return max(drafts, min(FORCED_DRAFTS, self.max_num_batched_tokens))
 
     @property
     def largest_step(self) -> StepSize:

@@ -223,7 +223,7 @@ def test_outputs_say_when_and_from_where(core):
 
 def test_a_request_that_is_held_is_no_work(core):
     core.add_request(request("0", [1, 2, 3], max_tokens=4))
-    core.scheduler.hold("0", RequestStatus.WAITING_FOR_GRAMMAR)
+    core.scheduler.hold("0", RequestStatus.WAITING_FOR_FSM)
     assert not core.has_work()
     assert core.has_unfinished_requests()
     assert core.seconds_to_deadline() is None

@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=prompts, params=parameters)
     def arrive_and_wait(self, prompt, params):
         name = self.add(prompt, params)
-        self.scheduler.hold(name, RequestStatus.WAITING_FOR_GRAMMAR)
+        self.scheduler.hold(name, RequestStatus.WAITING_FOR_FSM)
 
     @precondition(lambda self: self.scheduler._held)
     @rule(data=st.data())

@@ -431,7 +431,7 @@ class TestFinish:
     def test_abort_in_every_state(self, depth):
         engine = FakeEngine(max_num_seqs=2, depth=depth)
         requests = {name: engine.add(name, range(20), max_tokens=30) for name in "abcd"}
-        engine.scheduler.hold("d", RequestStatus.WAITING_FOR_GRAMMAR)
+        engine.scheduler.hold("d", RequestStatus.WAITING_FOR_FSM)
         for _ in range(3):
             engine.step()
         engine.scheduler.finish_requests(["a", "c", "d", "unknown"], RequestStatus.FINISHED_ABORTED)
@@ -466,7 +466,7 @@ class TestFinish:
     def test_errors_from_outside_are_put_out(self):
         engine = FakeEngine()
         engine.add("a", range(4))
-        engine.scheduler.hold("a", RequestStatus.WAITING_FOR_GRAMMAR)
+        engine.scheduler.hold("a", RequestStatus.WAITING_FOR_FSM)
         engine.scheduler.fail_request("a", "bad grammar")
         engine.scheduler.fail_request("a", "twice")
         assert engine.scheduler.has_requests()
@@ -497,7 +497,7 @@ class TestWaits:
     def test_they_do_not_block_the_queue(self):
         engine = FakeEngine(max_num_seqs=1)
         a = engine.add("a", range(4))
-        engine.scheduler.hold("a", RequestStatus.WAITING_FOR_GRAMMAR)
+        engine.scheduler.hold("a", RequestStatus.WAITING_FOR_FSM)
         b, c = engine.add("b", range(4)), engine.add("c", range(4))
         engine.step()
         assert ids(engine.scheduler.running) == ["b"]

@@ -1,0 +1,180 @@
+"""JSON schemas, as far as several backends look into them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from octavo.errors import RequestError
+
+MAX_DEPTH = 64
+"""Most lists and objects inside of one another."""
+PARAM = "structured_outputs"
+"""The request's field, in errors."""
+
+# Where a schema has others: as values of an object, in a list, or by itself.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = (
+    "items",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "propertyNames",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "additionalItems",
+)
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        RequestError: it is none, or nested too deeply, or has strings that are no valid Unicode.
+    """
+    try:
+        value = json.loads(text)
+        text.encode()
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeEncodeError:
+        raise RequestError(
+            "The grammar has a string that is no valid Unicode: half of a surrogate pair (\\ud800 "
+            "and the like).",
+            PARAM,
+        ) from None
+    except ValueError as error:
+        raise RequestError(f"The grammar is not valid JSON: {error}.", PARAM) from None
+    return value
+
+
+def parse_choices(text: str) -> list[str]:
+    """The texts of a JSON list.
+
+    Raises:
+        RequestError: it is none, or empty, or has something else in it.
+    """
+    choices = parse_json(text)
+    if not isinstance(choices, list) or not choices:
+        raise RequestError("choice must be a list with at least one text.", PARAM)
+    for choice in choices:
+        if not isinstance(choice, str):
+            raise RequestError(f"choice must be a list of texts; {choice!r:.80} is none.", PARAM)
+    return choices
+
+
+def check_depth(value: Any) -> None:
+    """Refuses what is nested too deeply.
+
+    Raises:
+        RequestError: it is nested more than `MAX_DEPTH` deep.
+    """
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH + 1):
+        values = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [v for inner in values for v in inner if isinstance(v, (dict, list))]
+        level = [v for v in level if v]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas directly inside of a schema."""
+    for key in _MAPS:
+        if isinstance(schema.get(key), dict):
+            yield from schema[key].values()
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            yield from schema[key]
+    for key in _SINGLE:
+        if isinstance(schema.get(key), dict):
+            yield schema[key]
+
+
+def is_disjoint_everywhere(schema: Any) -> bool:
+    """Whether each oneOf is as good as an anyOf: no two of its branches can hold at once."""
+    todo = [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("oneOf"), list) and not are_disjoint(value["oneOf"]):
+                return False
+            todo += subschemas(value)
+    return True
+
+
+def are_disjoint(branches: list[Any]) -> bool:
+    """Whether it can be seen that no value satisfies two of some schemas."""
+    return len(branches) <= 32 and all(
+        _excludes(a, b) for i, a in enumerate(branches) for b in branches[:i]
+    )
+
+
+def _excludes(a: Any, b: Any) -> bool:
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return False
+    types_a, types_b = _types(a), _types(b)
+    if types_a is not None and types_b is not None and not types_a & types_b:
+        return True
+    values_a, values_b = _values(a), _values(b)
+    if values_a is not None and values_b is not None:
+        return not values_a & values_b
+    if types_a != {"object"} or types_b != {"object"}:
+        return False
+    properties_a, properties_b = a.get("properties"), b.get("properties")
+    required_a, required_b = a.get("required"), b.get("required")
+    if not (isinstance(properties_a, dict) and isinstance(properties_b, dict)):
+        return False
+    if not (isinstance(required_a, list) and isinstance(required_b, list)):
+        return False
+    both = [k for k in required_a if k in required_b and k in properties_a and k in properties_b]
+    return any(_excludes(properties_a[key], properties_b[key]) for key in both)
+
+
+def _types(schema: dict[str, Any]) -> set[str] | None:
+    named = schema.get("type")
+    if named is None:
+        values = _values(schema)
+        return None if values is None else {type_of(json.loads(v)) for v in values} | {"number"}
+    types = {t for t in (named if isinstance(named, list) else [named]) if isinstance(t, str)}
+    return types | {"integer", "number"} if types & {"integer", "number"} else types
+
+
+def _values(schema: dict[str, Any]) -> set[str] | None:
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return None
+    # 1 and 1.0 are the same number.
+    return {json.dumps(float(v) if _is_small(v) else v, sort_keys=True) for v in values}
+
+
+def type_of(value: Any) -> str:
+    """JSON schema's name of a value's type; "integer" for whole numbers."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names = {
+        int: "integer",
+        str: "string",
+        list: "array",
+        dict: "object",
+        type(None): "null",
+    }
+    return names[type(value)]
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"The grammar is nested more than {MAX_DEPTH} deep; flatten it.", PARAM)
