@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
@@ -37,7 +37,6 @@ def test_no_more_is_looked_for_than_asked():
     assert find(tokens, longest=2) == (2, [8, 1, 2])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 6))
 def test_as_one_would_search_by_hand(tokens, longest, count):
     """The text goes on behind its end as it did after the match."""

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo._native import SuffixAutomaton
@@ -25,7 +25,6 @@ def match(automaton, tokens, most=4):
     return automaton.match(np.array(tokens, np.int32).ctypes.data, len(tokens), most)
 
 
-@settings(deadline=None)
 @given(st.lists(texts, max_size=6), texts)
 def test_the_longest_known_end_that_went_on(known, tokens):
     automaton = SuffixAutomaton()
