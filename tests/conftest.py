@@ -7,6 +7,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before any test imports torch: threads that wait for the reference's operations sleep.
@@ -23,6 +24,10 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # send them to processes of their own.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# A busy machine makes no example wrong.
+hypothesis.settings.register_profile("octavo", deadline=None)
+hypothesis.settings.load_profile("octavo")
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 

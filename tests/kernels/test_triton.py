@@ -124,10 +124,10 @@ def test_fp8_is_torch_s(format: torch.dtype) -> None:
     exact = exact[exact.isfinite()].sort().values
     x = torch.cat([exact, (exact[1:] + exact[:-1]) / 2, 1.7 * exact, random(3000) * 100])
     x = torch.cat([x, x * 2.0**-8, torch.tensor([math.inf, -math.inf, 1e30, math.nan])])
-    x = torch.cat([x, torch.zeros(-len(x) % 16)]).view(-1, 1, 16)
-    cache = torch.zeros(-(-len(x) // 4), 2, 4, 1, 16, dtype=torch.uint8)
+    x = torch.cat([x, torch.zeros(-len(x) % 128)]).view(-1, 1, 128)
+    cache = torch.zeros(-(-len(x) // 4), 2, 4, 1, 128, dtype=torch.uint8)
     kv_write.write_kv(x, x, cache, torch.arange(len(x)), format=code)
-    got = cache.view(format)[:, 0].reshape(-1, 1, 16)[: len(x)].float()
+    got = cache.view(format)[:, 0].reshape(-1, 1, 128)[: len(x)].float()
     truth = x.clamp(-largest, largest).to(format).float()
     torch.testing.assert_close(got, truth, rtol=0, atol=0, equal_nan=True)
 
@@ -202,12 +202,12 @@ def params(rows: int, **given: float) -> NDArray[np.void]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocab_size", [1, 33, 5000])
+@pytest.mark.parametrize("vocab_size", [1, 5000])
 def test_same_tokens_as_the_reference(vocab_size: int, given: dict[str, float]) -> None:
-    x = 3 * random(12, vocab_size)
-    x[6:] = x[6:].round()  # ties
+    x = 3 * random(8, vocab_size)
+    x[4:] = x[4:].round()  # ties
     x[3, ::2] = -math.inf
-    chosen = params(12, **given)
+    chosen = params(8, **given)
     assert torch.equal(ops.sample(x, chosen), Ranking().sample(x, chosen))
 
 

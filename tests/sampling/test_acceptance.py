@@ -104,6 +104,17 @@ def test_rows_that_failed_and_rows_without_drafts_stay():
     assert tokens.tolist() == [before[0], -1, 1]
 
 
+def test_the_least_random_number_recovers_a_token_that_has_a_share():
+    """The rejected draft has none, and is the first of the vocabulary."""
+    params = np.zeros(1, SAMPLING_ROW)
+    params["temperature"], params["top_p"] = 1.0, 1.0
+    tokens = OPS.sample(LOGITS, params)
+    most = np.full(1, 1 - 2.0**-53)
+    drafted = Drafted(False, np.array([0]), np.array([0]), None, most, np.zeros(1))
+    accept_drafts(OPS, LOGITS, params, drafted, tokens)
+    assert tokens.tolist() == [1]
+
+
 def test_weights_are_those_that_are_sampled_by():
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(200, 30)).astype(np.float32))

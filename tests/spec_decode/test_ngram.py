@@ -2,7 +2,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.spec_decode.ngram import look_up
+from octavo.config import EngineConfig
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.messages import NewRequestData
+from octavo.models.cache import AttentionCache
+from octavo.spec_decode.base import Target
+from octavo.spec_decode.ngram import NgramProposer, look_up
+from octavo.worker.input_batch import InputBatch
+from tests.params import core_params
 
 
 def find(tokens, longest=5, count=3):
@@ -44,3 +51,16 @@ def test_as_one_would_search_by_hand(tokens, longest, count):
                 text.append(text[end + i])
             found = (length, text[len(tokens) :])
     assert find(tokens, longest, count) == found
+
+
+def test_a_match_is_as_long_as_the_settings_say():
+    """Too short a one is none, and of a longer one only so many tokens count."""
+    config = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    setup = type("Setup", (), {"config": EngineConfig.from_kwargs(speculative_config=config)})
+    batch = InputBatch(3, 20, KVCacheConfig(8, 16, make_kv_cache_groups([AttentionCache(1, 1)])))
+    for prompt in ([8, 3, 9, 7, 3], [2, 3, 9, 2, 3], [1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4]):
+        data = NewRequestData(prompt, len(prompt), core_params(), 0)
+        batch.add(str(prompt), data)
+    proposer = NgramProposer(Target(setup, None, batch, None))
+    proposal = proposer.propose(np.array([1, 0, 2]), np.array([1, 2, 2]))
+    assert [list(drafts) for drafts in proposal.token_ids] == [[9], [], [8, 1]]

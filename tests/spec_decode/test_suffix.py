@@ -11,7 +11,7 @@ from octavo.models.cache import AttentionCache
 from octavo.spec_decode import suffix
 from octavo.spec_decode.base import Target
 from octavo.spec_decode.suffix import SuffixProposer
-from octavo.worker.input_batch import InputBatch
+from octavo.worker.input_batch import UNKNOWN, InputBatch
 from tests.params import core_params
 
 texts = st.lists(st.integers(0, 2), max_size=25)
@@ -78,8 +78,8 @@ class Bench:
     """A proposer and rows for three requests."""
 
     def __init__(self, **config):
-        settings = {"method": "suffix", "num_speculative_tokens": 4} | config
-        setup = type("Setup", (), {"config": EngineConfig.from_kwargs(speculative_config=settings)})
+        config = {"method": "suffix", "num_speculative_tokens": 4} | config
+        setup = type("Setup", (), {"config": EngineConfig.from_kwargs(speculative_config=config)})
         kv = KVCacheConfig(8, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
         self.batch = InputBatch(3, 200, kv)
         self.proposer = SuffixProposer(Target(setup, None, self.batch, *5 * [None]))
@@ -131,6 +131,18 @@ def test_private_requests_give_and_take_nothing():
     bench.remove("a")
     bench.add("b", [7, 8, 9], private=True)
     assert bench.propose("b") == []
+    bench.remove("b")
+    bench.add("b", [7, 8, 9])
+    assert bench.propose("b") == [20, 21], "a row is private as long as its request has it"
+
+
+def test_tokens_that_are_on_their_way_are_no_part_of_an_answer():
+    bench = Bench()
+    bench.add("a", [1], [7, 8, 9, 20])
+    bench.batch.append(np.array([0]), np.array([UNKNOWN]), np.array([1]))
+    bench.remove("a")
+    bench.add("b", [7, 8, 9])
+    assert bench.propose("b") == [20]
 
 
 def test_old_answers_are_forgotten(monkeypatch):
