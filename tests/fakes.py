@@ -382,6 +382,7 @@ class FakeEngine:
         hashed: bool = True,
         stop: Sequence[int] = (),
         output: Sequence[int] = (),
+        leader: Request | None = None,
         **params: object,
     ) -> Request:
         """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
@@ -400,7 +401,7 @@ class FakeEngine:
             turn=turn,
             output_token_ids=list(output),
         )
-        request = Request(core, self.hasher if hashed else None)
+        request = Request(core, self.hasher if hashed else None, leader=leader)
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
         return request
