@@ -60,6 +60,8 @@ class Request:
         block_hashes: those of its tokens, if they are known already.
         cache_scope: blocks are shared only with requests of the same scope; None: with all that
             have none.
+        leader: the first of the requests with this very prompt that came together, of which this
+            one is another.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Request:
         block_hasher: BlockHasher | None = None,
         block_hashes: list[bytes] | None = None,
         cache_scope: str | None = None,
+        leader: Request | None = None,
     ) -> None:
         params = core_request.sampling_params
         self.request_id = core_request.request_id
@@ -78,6 +81,7 @@ class Request:
         self.deadline = core_request.deadline
         self.cache_salt = core_request.cache_salt
         self.cache_scope = cache_scope
+        self.leader = leader
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
         self.max_tokens = params.max_tokens
@@ -150,7 +154,8 @@ def fan_out(
         return
     replace, params = msgspec.structs.replace, core_request.sampling_params
     scope = None if enable_prefix_caching else core_request.request_id
-    hashes: list[bytes] | None = None
+    leader: Request | None = None
+    hashes: list[bytes] = []
     for i, request_id in enumerate(core_request.child_ids):
         child = replace(
             core_request,
@@ -163,8 +168,8 @@ def fan_out(
             n=1,
             turn=core_request.turn + i,
         )
-        known = None if hashes is None else hashes.copy()
-        request = Request(child, block_hasher, known, scope)
-        if hashes is None:
-            hashes = request.block_hashes.copy()
+        known = None if leader is None else hashes.copy()
+        request = Request(child, block_hasher, known, scope, leader)
+        if leader is None:
+            leader, hashes = request, request.block_hashes.copy()
         yield request

@@ -382,11 +382,13 @@ class FakeEngine:
         hashed: bool = True,
         stop: Sequence[int] = (),
         output: Sequence[int] = (),
+        leader: Request | None = None,
+        scope: str | None = None,
         **params: object,
     ) -> Request:
         """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
 
-        `output`: what it has been given before.
+        `output`: what it has been given before. With a `scope` it is hashed even without caching.
         """
         self._arrivals += 1
         sampling = core_params(**{"max_tokens": 8, "all_stop_token_ids": list(stop)} | params)
@@ -400,7 +402,8 @@ class FakeEngine:
             turn=turn,
             output_token_ids=list(output),
         )
-        request = Request(core, self.hasher if hashed else None)
+        hasher = make_block_hasher(self.kv_config.block_size) if scope else self.hasher
+        request = Request(core, hasher if hashed else None, cache_scope=scope, leader=leader)
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
         return request

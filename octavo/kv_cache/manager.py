@@ -24,6 +24,10 @@ and blocks are handed out again while a step in flight may still write to them:
    block and the request takes it over, to make it known again under rule 2. A block that is made
    known in this very step has no content yet when copies are made, before the step: then the hit
    is shortened to exclude it.
+6. The n requests of one prompt (`Request.leader`) have its last block in common, though it is not
+   full and nobody can find it. Once the leader has computed it in earlier steps, the others count
+   it as a hit that ends inside a block, and get copies. What the leader has put behind the prompt
+   is copied with it, and overwritten before anybody looks.
 """
 
 from __future__ import annotations
@@ -84,6 +88,10 @@ class KVCacheManager:
         # Of the step being scheduled:
         self._copies: list[tuple[KVCacheBlock, KVCacheBlock]] = []
         self._made_known: set[int] = set()
+        self._begun: set[str] = set()
+        """Requests that it admits, or of whose prompts it computes something."""
+        # In a kind that keeps no full blocks, no block is a part of a prefix.
+        self._has_pages = all(m.num_full_blocks(self.block_size) == 1 for m in self.managers)
 
     @property
     def num_used_blocks(self) -> int:
@@ -119,13 +127,35 @@ class KVCacheManager:
                 known = self.pool.cached_blocks(group_id)
                 num_blocks = manager.longest_hit(hashes[:num_blocks], request.num_tokens, known)
             agreed = num_blocks == before
-        num_tokens = min(num_blocks * self.block_size, max(0, request.num_tokens - 1))
+        end, last_blocks = num_blocks * self.block_size, self._last_prompt_blocks(request)
+        if last_blocks is not None and num_blocks == request.num_prompt_tokens // self.block_size:
+            end = request.num_prompt_tokens
+        num_tokens = min(end, max(0, request.num_tokens - 1))
         hit = KVCacheBlocks([], num_tokens)
         for group_id, manager in enumerate(self.managers):
             first, known = manager.first_needed_block(num_tokens), self.pool.cached_blocks(group_id)
             blocks = [known[block_hash] for block_hash in hashes[first:num_blocks]]
             hit.blocks.append([self.pool.null_block] * first + blocks)
+            if last_blocks is not None and num_tokens > num_blocks * self.block_size:
+                hit.blocks[-1].append(last_blocks[group_id])
         return hit, num_tokens
+
+    def waits_for_leader(self, request: Request) -> bool:
+        """Whether a request that holds no blocks had better wait for the next step.
+
+        It does while this step computes the end of its leader's prompt: in the next one all of the
+        prompt can be had of the leader, but for the last token.
+        """
+        leader = request.leader
+        return (
+            leader is not None
+            and leader.request_id in self._begun
+            and leader.request_id in self._requests
+            and leader.num_computed_tokens >= request.num_prompt_tokens
+            and request.num_prompt_tokens % self.block_size != 1  # else it can be had at once
+            and self._has_pages
+            and not request.skip_reading_prefix_cache
+        )
 
     def allocate_slots(
         self,
@@ -155,6 +185,8 @@ class KVCacheManager:
         else:
             start = request.num_computed_tokens
         end = start + num_new_tokens
+        if held is None or start < request.num_prompt_tokens:
+            self._begun.add(request.request_id)
         # Drafts in flight may be wrong: so much further back the request may stand.
         lowest = start - request.num_spec_in_flight
         if held is not None:
@@ -201,6 +233,7 @@ class KVCacheManager:
             self.pool.free_blocks([source for source, _ in self._copies])
             self._copies = []
         self._made_known.clear()
+        self._begun.clear()
         return pairs
 
     def reset_prefix_cache(self) -> bool:
@@ -222,6 +255,20 @@ class KVCacheManager:
         for req_id, held in self._requests.items():
             self._check_request(live[req_id], held, ref_counts)
         self.pool.check_integrity(ref_counts)
+
+    def _last_prompt_blocks(self, request: Request) -> list[KVCacheBlock] | None:
+        """For each group the leader's block of the prompt's end, if it can be copied (rule 6)."""
+        leader, index = request.leader, request.num_prompt_tokens // self.block_size
+        held = None if leader is None else self._requests.get(leader.request_id)
+        if leader is None or held is None or leader.request_id in self._begun:
+            return None
+        partial = request.num_prompt_tokens % self.block_size > 0
+        if leader.num_computed_tokens < request.num_prompt_tokens or not (
+            partial and self._has_pages
+        ):
+            return None
+        blocks = [blocks[index] for blocks in held.blocks]
+        return None if self.pool.null_block in blocks else blocks
 
     def _ends_in_block_without_content(self, request: Request, num_blocks: int) -> bool:
         """Whether a hit of all blocks would copy from a block that this step has yet to fill."""

@@ -17,6 +17,7 @@ class WaitReason(enum.Enum):
     SEAT = "max_num_seqs requests run"
     BUDGET = "the step has no tokens left for it"
     BLOCKS = "there are not enough free KV blocks"
+    LEADER = "this step computes the end of the prompt that it shares"
     IN_FLIGHT = "it was preempted, and steps in flight sample for it"
 
 

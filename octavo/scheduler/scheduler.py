@@ -513,6 +513,8 @@ class Scheduler:
             # Preempted a moment ago; tokens of steps in flight belong to it.
             return self._note_wait(request, WaitReason.IN_FLIGHT)
         manager = self.kv_cache_manager
+        if manager.waits_for_leader(request):
+            return self._note_wait(request, WaitReason.LEADER)
         whole = not self.config.enable_chunked_prefill
         while True:
             hit, start = manager.get_computed_blocks(request)

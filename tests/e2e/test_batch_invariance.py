@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from octavo import LLM, SamplingParams
 from octavo.kernels import native
@@ -129,6 +130,22 @@ def test_with_and_without_a_prefix_hit(dtype, expected, async_scheduling):
         llm.reset_prefix_cache()
         answers(llm, [([*ids[:70], *tokens(9, 30)], its_params)])
         assert answers(llm, [TARGETS[0]]) == expected[:1]
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_n_answers_are_those_of_n_requests(dtype, enable_prefix_caching):
+    """Of the prompt siblings compute the last token only."""
+    settings = {"enable_prefix_caching": enable_prefix_caching, "max_num_seqs": 8}
+    with LLM(dtype=dtype, max_model_len=512, **settings) as llm:
+        ids, its_params = TARGETS[1][0][:109], TARGETS[1][1]
+        many = llm.generate([ids], replace(its_params, n=5), use_tqdm=False)[0].outputs
+        steps = its_params.max_tokens - 1
+        assert llm.stats().num_scheduled_tokens == len(ids) + 4 + 5 * steps
+        llm.reset_prefix_cache()
+        seeds = [replace(its_params, seed=1234 + i) for i in range(5)]
+        alone = [llm.generate([ids], one, use_tqdm=False)[0].outputs[0] for one in seeds]
+    assert [o.token_ids for o in many] == [o.token_ids for o in alone]
+    assert [o.logprobs for o in many] == [o.logprobs for o in alone]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -1,10 +1,15 @@
 """Beam search on a real engine: what transformers finds, whatever the engine does meanwhile."""
 
+import contextlib
+import time
+
+import httpx
 import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import RequestError
+from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 
 EOS = [2, 3]
@@ -172,3 +177,31 @@ def test_text():
         texts = [sequence.text for sequence in output.sequences]
         assert len(set(texts)) == 3
         assert all("Once upon a time" in text for text in texts)
+
+
+def test_over_http(hf, llm, expected, tmp_path):
+    flags = ("--skip-tokenizer-init", "--max-model-len", "128", "--dtype", "float32")
+    with serve(tmp_path, *flags, "--max-logprobs", "1", model=hf[1]) as server:
+        ids, params = CASES[0]
+        body = {"prompt": ids, "max_tokens": MAX_TOKENS, "return_token_ids": True}
+        beams = {"use_beam_search": True, "n": params.beam_width}
+        answer = server.post("/v1/completions", body | beams).json()
+        for choice, (tokens, _, reason) in zip(answer["choices"], expected[0], strict=True):
+            found = choice["token_ids"]
+            assert choice["finish_reason"] == reason
+            assert ids + (found[:-1] if reason == "stop" else found) == tokens
+        best = server.post("/v1/completions", body | {"best_of": 4, "seed": 1}).json()
+        assert len(best["choices"]) == 1
+        assert best["usage"]["completion_tokens"] > len(best["choices"][0]["token_ids"])
+        with contextlib.suppress(httpx.ReadTimeout):  # a client that goes away
+            long = body | beams | {"n": 32, "max_tokens": 120, "ignore_eos": True}
+            httpx.post(server.url + "/v1/completions", json=long, timeout=0.05)
+        for _ in range(100):
+            if server.metric("octavo:num_requests_running") == 0:
+                break
+            time.sleep(0.05)
+        time.sleep(0.1)
+        assert server.metric("octavo:num_requests_running") == 0
+        assert server.metric("octavo:kv_cache_usage_perc") == 0
+        again = server.post("/v1/completions", body | beams).json()
+        assert again["choices"] == answer["choices"]

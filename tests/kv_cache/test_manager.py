@@ -21,9 +21,9 @@ def make_manager(windows=(None,), num_blocks=20, enable_caching=True, states=())
     return KVCacheManager(config, enable_caching)
 
 
-def make_request(request_id, tokens, *, hashed=True, salt=None, **params):
+def make_request(request_id, tokens, *, hashed=True, salt=None, leader=None, **params):
     core = EngineCoreRequest(request_id, list(tokens), core_params(**params), 0.0, salt)
-    return Request(core, make_block_hasher(BLOCK) if hashed else None)
+    return Request(core, make_block_hasher(BLOCK) if hashed else None, leader=leader)
 
 
 def admit(manager, request, num_new=None, *, end_step=True):
@@ -279,6 +279,70 @@ class TestCopyOnWrite:
         admit(manager, a)
         assert admit(manager, b) is None
         manager.check_integrity([a])
+
+
+class TestLeader:
+    def test_the_last_block_is_copied_once_it_has_content(self):
+        manager = make_manager()
+        a = make_request("a", range(7))
+        b, c = (make_request(i, range(7), leader=a) for i in "bc")
+        admit(manager, a, end_step=False)
+        assert manager.waits_for_leader(b)
+        assert admit(manager, b, end_step=False) == 4  # who does not wait gets the full block
+        assert manager.take_blocks_to_copy() == []
+        assert not manager.waits_for_leader(c)
+        assert admit(manager, c, end_step=False) == 6
+        assert manager.get_block_ids(c) == [[1, 4]]
+        assert manager.take_blocks_to_copy() == [(2, 4)]
+        manager.check_integrity([a, b, c])
+
+    def test_one_that_was_just_admitted_again_has_no_content(self):
+        manager = make_manager()
+        a = make_request("a", range(7))
+        admit(manager, a)
+        a.append_output_token_ids([9, 9])
+        advance(manager, a, 2)
+        manager.free(a)
+        a.num_computed_tokens = 0
+        assert admit(manager, a, end_step=False) == 8
+        b = make_request("b", range(7), leader=a)
+        assert manager.waits_for_leader(b)
+        assert admit(manager, b, end_step=False) == 4
+        assert manager.take_blocks_to_copy() == []
+
+    def test_a_prompt_that_is_half_computed_is_no_prompt(self):
+        manager = make_manager()
+        a = make_request("a", range(7))
+        b = make_request("b", range(7), leader=a)
+        admit(manager, a, 5)
+        assert not manager.waits_for_leader(b)
+        assert admit(manager, b) == 4
+
+    def test_nothing_is_left_to_copy(self):
+        manager = make_manager()
+        a = make_request("a", range(5))
+        b = make_request("b", range(5), leader=a)
+        admit(manager, a, end_step=False)
+        assert not manager.waits_for_leader(b)
+        assert admit(manager, b) == 4
+        manager.check_integrity([a, b])
+
+    def test_prompt_logprobs_want_it_computed(self):
+        manager = make_manager()
+        a = make_request("a", range(7))
+        b = make_request("b", range(7), leader=a, prompt_logprobs=1)
+        admit(manager, a, end_step=False)
+        assert not manager.waits_for_leader(b)
+        assert admit(manager, b) == 0
+
+    def test_a_state_cannot_be_cut_off(self):
+        manager = make_manager(states=[StateCache(1)])
+        a = make_request("a", range(3))
+        b = make_request("b", range(3), leader=a)
+        admit(manager, a, end_step=False)
+        assert not manager.waits_for_leader(b)
+        manager.take_blocks_to_copy()
+        assert admit(manager, b) == 0
 
 
 class TestSlidingWindow:

@@ -95,13 +95,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.ended_early: set[str] = set()
 
-    def add(self, prompt, params, deadline=None):
+    def add(self, prompt, params, deadline=None, leader=None, scope=None):
         name = f"r{len(self.requests)}"
         room = MAX_MODEL_LEN - len(prompt.tokens)
         params = params | {"max_tokens": min(params["max_tokens"], room)}
         if params["salt"] is not None and not self.engine.hasher:
             params = params | {"salt": None}
-        self.requests[name] = self.engine.add(name, prompt.tokens, deadline=deadline, **params)
+        self.requests[name] = self.engine.add(
+            name, prompt.tokens, deadline=deadline, leader=leader, scope=scope, **params
+        )
         return name
 
     @rule(prompt=prompts, params=parameters)
@@ -110,8 +112,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, params=parameters, n=st.integers(2, 4))
     def siblings_arrive(self, prompt, params, n):
+        leader, scope = None, None if self.engine.hasher else f"s{len(self.requests)}"
         for seed in range(n):
-            self.add(prompt, params | {"seed": seed})
+            # Now and then two of them have one seed, and say the same.
+            its_params = params | {"seed": seed % 3, "turn": seed}
+            name = self.add(prompt, its_params, leader=leader, scope=scope)
+            leader = leader or self.requests[name]
 
     @rule(prompt=prompts, params=parameters, seconds=st.floats(0.5, 3))
     def arrive_with_deadline(self, prompt, params, seconds):
@@ -225,6 +231,10 @@ def test_everyone_is_served_from_a_tiny_pool(data, jobs):
     for i, (prompt, params) in enumerate(jobs):
         params = params | {"max_tokens": MAX_MODEL_LEN - len(prompt.tokens)}
         requests.append(engine.add(f"r{i}", prompt.tokens, **params))
+        if i % 4 == 0:
+            its_params = params | {"seed": 5, "turn": 1}
+            leader = requests[-1]
+            requests.append(engine.add(f"s{i}", prompt.tokens, leader=leader, **its_params))
     engine.run()
     for request in requests:
         prompt = request.all_token_ids[: request.num_prompt_tokens]
