@@ -136,8 +136,10 @@ def test_answers_are_what_was_asked_for(llm, expected):
 
 
 def test_jumping_ahead_changes_no_bit_and_saves_steps(llm, expected):
-    before = llm.stats()
-    assert bits(run(llm, all_requests(llm))) == bits(expected)
+    before, requests, answers = llm.stats(), all_requests(llm), {}
+    for i in range(0, len(requests), 3):  # with many at once there are no such drafts
+        answers |= run(llm, requests[i : i + 3])
+    assert bits(answers) == bits(expected)
     after = llm.stats()
     assert sum(after.num_accepted_tokens_per_pos) > sum(before.num_accepted_tokens_per_pos)
     # One request alone.

@@ -645,7 +645,7 @@ class TestSpeculation:
     @pytest.mark.parametrize("depth", [1, 2])
     def test_forced_tokens_have_places_once(self, depth):
         engine = FakeEngine(depth=depth)  # no speculation
-        engine.scheduler.max_num_drafts, engine.executor.num_drafts = 10, 8
+        engine.scheduler.max_num_drafts, engine.executor.num_drafts = 32, 8
         plain = engine.add("p", [1, 2], max_tokens=30)
         forced = [engine.add(str(i), [1, 2, i], max_tokens=30) for i in range(3, 6)]
         for _ in range(2):
@@ -653,7 +653,7 @@ class TestSpeculation:
         for request in forced:
             request.num_forced = 8
         places = {r.req_id: r.num_drafts for r in engine.schedule().scheduled_reqs}
-        assert places == {"p": 0, "3": 8, "4": 2, "5": 0}
+        assert places == {"p": 0, "3": 8, "4": 8, "5": 8}
         places = {r.req_id: r.num_drafts for r in engine.schedule().scheduled_reqs}
         assert set(places.values()) == {0}
         while len(engine.in_flight) > depth - 1:
@@ -664,9 +664,20 @@ class TestSpeculation:
                 request.sampling_params, request.all_token_ids[: request.num_prompt_tokens], 128
             )
 
+    def test_with_many_requests_nothing_is_forced(self):
+        engine = FakeEngine()
+        engine.scheduler.max_num_drafts = 32
+        requests = [engine.add(str(i), [1, 2, i], max_tokens=30) for i in range(5)]
+        engine.step()
+        assert engine.scheduler.forced_per_request == 0
+        for request in requests:
+            request.num_forced = 8
+        assert {r.num_drafts for r in engine.schedule().scheduled_reqs} == {0}
+        assert {request.num_forced for request in requests} == {0}
+
     def test_steps_with_forced_tokens_teach_nothing_about_drafts(self):
         engine = FakeEngine(num_drafts=2)
-        engine.executor.num_drafts, learned = 8, []
+        engine.scheduler.max_num_drafts, engine.executor.num_drafts, learned = 16, 8, []
         engine.scheduler._draft_lengths.record = lambda *args: learned.append(args)
         request = engine.add("0", [1, 2], max_tokens=30)
         engine.step()
