@@ -225,7 +225,9 @@ class EngineCore:
             requests, most = [], self.scheduler.forced_per_request
             for scheduled in step.work.scheduled_reqs:
                 request = self.scheduler.requests.get(scheduled.req_id)
-                if scheduled.has_grammar and request is not None:
+                if request is None or request.status == RequestStatus.WAITING_FOR_FSM:
+                    continue  # it has ended, and so may another one have its id
+                if scheduled.has_grammar:
                     requests.append((request, most))
             output, errors = self.structured_output.make_output(requests, drafts)
             for req_id, forced in output.forced.items():
