@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import msgspec
+import numpy as np
 
 from octavo.config import SchedulerConfig
 from octavo.executor.base import Executor
@@ -116,10 +117,15 @@ class FakeWorker:
         self.rows: dict[str, _Row] = {}
         self.memory: dict[int, dict[int, tuple[int, int]]] = {}
         """For each block the (group, prefix hash) in each slot."""
+        self.allowed: dict[str, list[int]] = {}
+        """What grammars allow in the current step; there are no drafts beside them."""
         self.num_copies = 0
         self.num_accepted = 0
 
-    def execute(self, work: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(
+        self, work: SchedulerOutput, grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
+        self.allowed = {} if grammar is None else _unpack(grammar)
         # Over the wire and back, so that nothing is shared with the scheduler.
         work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=SchedulerOutput)
         self._update_rows(work)
@@ -243,7 +249,10 @@ class FakeWorker:
         known = len(row.tokens) - len(drafts)
         sampled: list[int] = []
         for i in range(len(drafts) + 1):
-            sampled.append(next_token(row.prefix(known - 1 + i), seed))
+            token = next_token(row.prefix(known - 1 + i), seed)
+            if allowed := self.allowed.get(req_id):
+                token = allowed[token % len(allowed)]
+            sampled.append(token)
             if i < len(drafts) and sampled[-1] != drafts[i]:
                 break
         row.truncate(known)
@@ -306,7 +315,10 @@ class FakeStep:
         future: Future[ModelRunnerOutput] = _InterruptedFuture() if executor.interrupt else Future()
         executor.interrupt = False
         assert executor.worker is not None
-        result = executor.worker.execute(self._work)
+        with_grammar = {r.req_id for r in self._work.scheduled_reqs if r.has_grammar}
+        assert (grammar is None) == (not with_grammar)
+        assert grammar is None or with_grammar.issuperset(grammar.req_ids)
+        result = executor.worker.execute(self._work, grammar)
         if executor.failure is not None:
             future.set_exception(executor.failure)
         else:
@@ -324,6 +336,16 @@ class _InterruptedFuture(Future[ModelRunnerOutput]):
             self._interrupted = True
             raise KeyboardInterrupt
         return super().result(timeout)
+
+
+def _unpack(grammar: GrammarOutput) -> dict[str, list[int]]:
+    """What each request may get."""
+    rows = np.frombuffer(grammar.bitmask, np.uint8).reshape(-1, -(-VOCAB // 32) * 4)
+    bits = np.unpackbits(rows, axis=1, bitorder="little")
+    return {
+        req_id: np.flatnonzero(row).tolist()
+        for req_id, row in zip(grammar.req_ids, bits, strict=True)
+    }
 
 
 def _logprobs(tokens: Sequence[int]) -> LogprobsLists:

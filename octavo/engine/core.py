@@ -30,7 +30,7 @@ from octavo.messages import (
 from octavo.profiler import Profiler, span
 from octavo.request import Request, RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
-from octavo.structured_output.manager import MAX_FORCED, StructuredOutputManager
+from octavo.structured_output.manager import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
@@ -222,16 +222,18 @@ class EngineCore:
                 drafts = step.handle.drafts()
             except Exception:
                 return None  # the step failed, as its result will say
-            requests = []
+            requests, most = [], self.scheduler.forced_per_request
             for scheduled in step.work.scheduled_reqs:
                 request = self.scheduler.requests.get(scheduled.req_id)
-                if scheduled.has_grammar and request is not None:
-                    requests.append((request, MAX_FORCED if self.scheduler.max_num_drafts else 0))
+                if request is None or request.status == RequestStatus.WAITING_FOR_FSM:
+                    continue  # it has ended, and so may another one have its id
+                if scheduled.has_grammar:
+                    requests.append((request, most))
             output, errors = self.structured_output.make_output(requests, drafts)
             for req_id, forced in output.forced.items():
                 # One of them, and as many as there are drafts, this step itself may bring.
                 rest = len(forced) - 1 - len(drafts.get(req_id, ()))
-                self.scheduler.requests[req_id].num_forced = max(0, rest)
+                self.scheduler.requests[req_id].num_forced = min(max(0, rest), most)
             for request, message in errors.items():
                 self.scheduler.fail_request(request.request_id, message)
             return output

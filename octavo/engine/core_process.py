@@ -86,6 +86,8 @@ def main() -> None:
             request_memory=setup.request_memory,
             engine_index=setup.engine_index,
         )
+        if core.structured_output is not None:
+            core.structured_output.wake = lambda: inputs.put([])  # an empty abort
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()
         output_queue.put((READY, CoreReady(plan.max_model_len, plan.num_blocks)))
@@ -117,8 +119,6 @@ class _BusyLoop:
         self._inputs = inputs
         self._outputs = outputs
         self._running = True
-        if core.structured_output is not None:
-            core.structured_output.wake = lambda: inputs.put([])  # an empty abort
 
     def run(self) -> None:
         """Runs until the inputs end."""

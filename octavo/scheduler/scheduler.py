@@ -39,6 +39,7 @@ from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.observer import SchedulerObserver, WaitReason
 from octavo.scheduler.queue import Arrivals, RequestQueue
 from octavo.scheduler.speculation import DraftLengths
+from octavo.structured_output.base import MAX_FORCED
 
 # Waits that end by `set_ready`; requests in them do not queue.
 _HELD = (RequestStatus.WAITING_FOR_FSM, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -54,6 +55,8 @@ class _ScheduledStep:
     draft_budget: int
     """Places for drafts among them."""
     drafts_per_request: int
+    forced_per_request: int
+    """Drafts of its grammar that a request may have; see `Scheduler.forced_per_request`."""
     scheduled_at: float
     preempted: bool = False
     forced: bool = False
@@ -207,6 +210,7 @@ class Scheduler:
             self.max_num_batched_tokens,
             self.max_num_drafts,
             self._draft_lengths.choose(len(self.running)) if self._draft_lengths.most else 0,
+            self.forced_per_request,
             now,
         )
         self._schedule_running(step, now)
@@ -352,6 +356,12 @@ class Scheduler:
         )
 
     @property
+    def forced_per_request(self) -> int:
+        """Most drafts of a request's grammar in a step. They save steps, and with many requests
+        they would make these longer: there are none unless all requests could have them."""
+        return MAX_FORCED if len(self.running) * MAX_FORCED <= self.max_num_drafts else 0
+
+    @property
     def next_held_deadline(self) -> float:
         """The earliest of the requests that are held; infinite if none of them has one.
 
@@ -481,9 +491,10 @@ class Scheduler:
                 num_new = min(self._cap(num_new), step.budget)
             else:
                 wanted = step.drafts_per_request
-                if request.num_forced > wanted:
-                    wanted, step.forced = request.num_forced, True
-                request.num_forced = 0
+                if request.num_forced:
+                    if min(request.num_forced, step.forced_per_request) > wanted:
+                        wanted, step.forced = request.num_forced, True
+                    request.num_forced = 0
                 num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
             new = allocate_slots(request, num_new + num_drafts) if num_drafts else None
             if new is None:

@@ -12,6 +12,9 @@ from octavo.errors import RequestError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.json_schema import PARAM
 
+MAX_FORCED = 8
+"""Most tokens of a request that are drafted because its grammar leaves no other way."""
+
 
 class Grammar(ABC):
     """Where one request stands in its grammar. Not to be used by two threads at once.

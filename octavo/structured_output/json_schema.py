@@ -77,7 +77,7 @@ def check_depth(value: Any) -> None:
         RequestError: it is nested more than `MAX_DEPTH` deep.
     """
     level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         values = [v.values() if isinstance(v, dict) else v for v in level]
         level = [v for inner in values for v in inner if isinstance(v, (dict, list))]
         level = [v for v in level if v]

@@ -107,7 +107,7 @@ class _Grammar(Grammar):
     def accept_tokens(self, token_ids: Sequence[int]) -> int:
         """See `Grammar`."""
         for count, token in enumerate(token_ids):
-            if self._terminated:
+            if self._terminated or token >= self._vocabulary.size:
                 return count
             if token in self._stops:
                 if not self._matcher.is_accepting():

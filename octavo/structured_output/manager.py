@@ -35,8 +35,6 @@ COMPILE_SECONDS = 10.0
 CACHE_NBYTES = 128 * 2**20
 """Of compiled grammars that are kept."""
 COMPILE_THREADS = 2
-MAX_FORCED = 8
-"""Most tokens of a request that are drafted because its grammar leaves no other way."""
 # Threads that a library keeps busy beyond its time: with so many, nothing is compiled.
 _MAX_LOST = 4
 # What a request's grammar may take in one step (by the clock, up to twice as long), and in all

@@ -38,8 +38,8 @@ class Vocabulary:
         """
         if not tokenizer.has_bytes:
             raise RequestError(
-                "Structured output needs a tokenizer whose tokens stand for fixed bytes (byte-level BPE "
-                "or sentencepiece with byte fallback), which this model's do not; leave it out.",
+                "Structured output needs a tokenizer whose tokens stand for fixed bytes (byte-"
+                "level BPE, sentencepiece with byte fallback), unlike this model's; leave it out.",
                 PARAM,
             )
         stops = {*eos_token_ids, tokenizer.eos_token_id}
@@ -73,7 +73,8 @@ class Vocabulary:
         # Only a beginning is wanted, and no token is split by what comes far behind it.
         text = text[: 16 * most]
         data = text.encode()
-        for context in (before.decode("utf-8", "ignore"), ""):
+        # Sentencepiece puts a space before a text, so that this cannot be its beginning.
+        for context in (before.decode("utf-8", "ignore"), "\n", ""):
             ids, start = self.encode(context + text), self.encode(context) if context else []
             if ids[: len(start)] != start:
                 continue

@@ -496,9 +496,9 @@ class ModelRunner:
         counts = np.array([min(request.num_drafts, most) for request in asking])
         proposal = state.proposer.propose(rows, counts)
         self._draft_probs = proposal.probs
-        for request, tokens in zip(asking, proposal.token_ids, strict=True):
-            if tokens:
-                drafts[request.req_id] = list(tokens)
+        for request, proposed in zip(asking, proposal.token_ids, strict=True):
+            if proposed:
+                drafts[request.req_id] = list(proposed)
         return drafts
 
     def _take_forced(self, request: ScheduledRequest) -> list[int]:

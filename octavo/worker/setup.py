@@ -7,11 +7,12 @@ from pathlib import Path
 
 from octavo.config import EngineConfig
 from octavo.models.spec import ModelSpec
+from octavo.structured_output.base import MAX_FORCED
 from octavo.worker.memory import Scratch
 from octavo.worker.step_table import StepSize
 
 FORCED_DRAFTS = 32
-"""Places in a step for drafts of grammars, where there are no others."""
+"""Most places in a step for drafts of grammars, where there are no others."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,14 @@ class WorkerSetup:
     @property
     def max_num_drafts(self) -> int:
         """Most drafts of all requests in a step: grammars have some without speculation."""
-        drafts = self.config.scheduler.max_num_seqs * self.num_speculative_tokens
-        return max(drafts, min(FORCED_DRAFTS, self.max_num_batched_tokens))
+        requests = self.config.scheduler.max_num_seqs
+        return max(
+            requests * self.num_speculative_tokens, min(requests * MAX_FORCED, FORCED_DRAFTS)
+        )
 
     @property
     def largest_step(self) -> StepSize:
         """Most of everything in a step."""
-        requests = self.config.scheduler.max_num_seqs
-        return StepSize(self.max_num_batched_tokens, requests, requests + self.max_num_drafts)
+        tokens, requests = self.max_num_batched_tokens, self.config.scheduler.max_num_seqs
+        samples = min(requests + self.max_num_drafts, tokens)  # one for each token at most
+        return StepSize(tokens, requests, max(requests, samples))

@@ -1,5 +1,6 @@
 """The engine core with a fake worker: order of calls, refusals, failures."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -15,8 +16,10 @@ from octavo.models.cache import AttentionCache
 from octavo.profiler import Profiler
 from octavo.request import RequestStatus
 from octavo.scheduler.scheduler import Scheduler
-from tests.fakes import FakeExecutor, expected_output
+from octavo.structured_output.manager import StructuredOutputManager
+from tests.fakes import VOCAB, FakeExecutor, expected_output
 from tests.params import core_params
+from tests.structured_output.toys import STOP, ToyBackend, spec
 
 
 class Clock:
@@ -26,9 +29,9 @@ class Clock:
         return self.now
 
 
-def make_core(depth=1, caching=True, profiler=None, observer=None, **settings):
+def make_core(depth=1, caching=True, profiler=None, observer=None, blocks=20, **settings):
     """A core on fakes; its clock is `core.clock`."""
-    kv_cache = KVCacheConfig(20, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
+    kv_cache = KVCacheConfig(blocks, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
     clock = Clock()
     scheduler = Scheduler(
         msgspec.convert({"max_num_seqs": 4} | settings, SchedulerConfig),
@@ -39,10 +42,16 @@ def make_core(depth=1, caching=True, profiler=None, observer=None, **settings):
         clock=clock,
         observer=observer,
     )
+    backend = ToyBackend()
     core = EngineCore(
-        scheduler, FakeExecutor(kv_cache, depth), clock=clock, profiler=profiler, engine_index=3
+        scheduler,
+        FakeExecutor(kv_cache, depth),
+        clock=clock,
+        structured_output=StructuredOutputManager(lambda: [backend], VOCAB),
+        profiler=profiler,
+        engine_index=3,
     )
-    core.clock = clock
+    core.clock, core.backend = clock, backend
     return core
 
 
@@ -51,6 +60,7 @@ def core(request):
     core = make_core(request.param)
     yield core
     core.check_integrity()
+    core.backend.go.set()
     core.shutdown()
 
 
@@ -59,14 +69,24 @@ def request(request_id, prompt, **params):
     return EngineCoreRequest(request_id, prompt, sampling, arrival_time=float(request_id))
 
 
+def guided(request_id, text, **params):
+    """A request whose output follows a grammar of `ToyBackend`."""
+    item = request(request_id, params.pop("prompt", [1, 2, 3]), **{"max_tokens": 30} | params)
+    item.sampling_params = msgspec.structs.replace(item.sampling_params, grammar=spec(text))
+    return item
+
+
 def run(core):
-    tokens, reasons = {}, {}
-    while core.has_work():
+    tokens, reasons, errors = {}, {}, {}
+    while core.has_work() or core.structured_output.is_compiling:
+        core.wait(10)
         for output in core.step().outputs:
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
-    return SimpleNamespace(tokens=tokens, reasons=reasons)
+            if output.error is not None:
+                errors[output.request_id] = (output.error_kind, output.error)
+    return SimpleNamespace(tokens=tokens, reasons=reasons, errors=errors)
 
 
 def test_all_requests_are_served(core):
@@ -303,3 +323,216 @@ def test_a_request_that_has_all_its_output_is_refused(core):
     (output,) = core.step().outputs
     assert output.error_kind == "RequestError"
     assert "has 4 output tokens already, and may have 4" in output.error
+
+
+def follows(tokens, text):
+    places = [[int(t) for t in place.split(",")] for place in text.split()]
+    return len(tokens) == len(places) + 1 and all(
+        token in place for token, place in zip(tokens, [*places, [STOP]], strict=True)
+    )
+
+
+LONG = "3,4,5,6 " * 12 + "7 8 9"
+
+
+def test_answers_follow_their_grammars(core):
+    others = [request(str(i), list(range(i, 3 * i + 5)), max_tokens=9) for i in range(3)]
+    texts = {"3": LONG, "4": "10,11 12", "5": LONG, "6": "20"}
+    for item in others:
+        core.add_request(item)
+    for request_id, text in texts.items():
+        core.add_request(guided(request_id, text, prompt=list(range(int(request_id) * 5))))
+    result = run(core)
+    for request_id, text in texts.items():
+        assert follows(result.tokens[request_id], text), result.tokens[request_id]
+        assert result.reasons[request_id] == FinishReason.STOP
+    for item in others:
+        assert result.tokens[item.request_id] == expected_output(
+            item.sampling_params, item.prompt_token_ids, 64
+        )
+    assert not result.errors
+    assert sorted(core.backend.compiled) == sorted(set(texts.values()))
+
+
+def test_a_step_with_a_grammar_is_sampled_when_all_tokens_are_known():
+    core = make_core(depth=2)
+    core.add_request(guided("0", LONG))
+    core.wait(10)
+    executor, order = core.executor, []
+    update = core.scheduler.update_from_output
+    core.scheduler.update_from_output = lambda *args: order.append("update") or update(*args)
+    executor.calls = order
+    tokens = [len(o.new_token_ids) for _ in range(3) for o in core.step().outputs]
+    # The next step's forward pass begins before the last result is looked at.
+    assert order == ["execute", "sample", *["execute", "update", "sample"] * 3]
+    assert tokens == [1, 1, 1]
+    assert follows([*[3] * 12, 7, 8, 9, STOP], LONG)
+    run(core)
+    core.shutdown()
+
+
+def test_steps_without_a_grammar_do_not_wait():
+    core = make_core(depth=2)
+    core.add_request(guided("0", "3 4"))
+    run(core)
+    core.executor.calls.clear()
+    core.add_request(request("1", [1, 2, 3], max_tokens=4))
+    core.step()
+    assert core.executor.calls == ["execute", "sample"] * 2
+    run(core)
+    core.shutdown()
+
+
+def test_a_prompt_in_chunks_has_a_mask_only_where_it_samples(core):
+    core.add_request(guided("0", "3,4 5", prompt=list(range(50))))
+    assert follows(run(core).tokens["0"], "3,4 5")
+    flags = [[r.has_grammar for r in step.scheduled_reqs] for step in core.executor.steps]
+    assert flags[:2] == [[False], [True]]
+
+
+def test_a_request_waits_for_its_grammar_and_holds_nobody_up(core):
+    core.add_request(guided("0", "slow 3 4"))
+    core.add_request(request("1", [1, 2, 3], max_tokens=4))
+    tokens = []
+    while core.has_work():
+        tokens += [o.request_id for o in core.step().outputs]
+    assert tokens == ["1"] * 4
+    assert core.has_unfinished_requests()
+    assert core.scheduler.requests["0"].status == RequestStatus.WAITING_FOR_FSM
+    assert core.stats().num_held_reqs == 1
+    core.check_integrity()
+    core.backend.go.set()
+    core.wait(10)
+    assert core.has_work()
+    assert run(core).tokens["0"] == [3, 4, STOP]
+
+
+def test_a_grammar_that_is_refused_fails_its_request(core):
+    core.add_request(guided("0", "bad have uniqueItems"))
+    core.add_request(guided("1", "3 4"))
+    core.add_request(guided("2", "3" * 600_000))
+    result = run(core)
+    assert result.tokens == {"0": [], "1": [3, 4, STOP], "2": []}
+    assert result.errors["0"][0] == result.errors["2"][0] == "RequestError"
+    assert "have uniqueItems" in result.errors["0"][1]
+    assert "at most 524288" in result.errors["2"][1]
+    assert not core.scheduler.requests
+
+
+def test_a_request_that_is_gone_is_not_started_by_its_grammar(core):
+    core.add_request(guided("0", "slow 3 4"))
+    assert core.backend.running.acquire(timeout=10)
+    core.abort_requests(["0"])
+    core.add_request(guided("0", "slow 5 6"))  # another one of that name
+    core.backend.go.set()
+    assert run(core).tokens == {"0": [5, 6, STOP]}
+
+
+def test_a_deadline_passes_while_a_grammar_is_compiled(core):
+    item = guided("0", "slow 3 4")
+    item.deadline = core.clock.now + 5
+    core.add_request(item)
+    core.clock.now += 6
+    (output,) = core.step().outputs
+    assert output.error_kind == "DeadlineError"
+    core.backend.go.set()
+    assert run(core).tokens == {}
+
+
+def test_the_answers_of_one_request_have_one_grammar_and_states_of_their_own(core):
+    item = guided("0", LONG)
+    item.n = 3
+    core.add_request(item)
+    result = run(core)
+    assert core.backend.compiled == [LONG]
+    assert [follows(tokens, LONG) for tokens in result.tokens.values()] == [True] * 3
+    assert len({tuple(tokens) for tokens in result.tokens.values()}) == 3
+
+
+def test_output_that_a_request_has_already_counts(core):
+    item = guided("0", "3,4 5,6 7 8")
+    item.output_token_ids = [4, 5]
+    core.add_request(item)
+    wrong = guided("1", "3,4 5,6 7 8")
+    wrong.output_token_ids = [4, 9]
+    core.add_request(wrong)
+    result = run(core)
+    assert result.tokens == {"0": [7, 8, STOP], "1": []}
+    assert "does not allow the output" in result.errors["1"][1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_request_goes_on_in_its_grammar(depth):
+    core = make_core(depth, caching=False, blocks=6)
+    for i in range(3):
+        core.add_request(guided(str(i), LONG, prompt=list(range(20))))
+    result = run(core)
+    assert core.stats().num_preemptions > 0
+    assert [follows(result.tokens[str(i)], LONG) for i in range(3)] == [True] * 3
+    core.shutdown()
+
+
+def test_the_request_s_own_stop_tokens_end_it_as_ever(core):
+    core.add_request(guided("0", "3 4 5", stop_token_ids=[4]))
+    result = run(core)
+    assert result.tokens["0"] == [3, 4]
+    assert result.reasons["0"] == FinishReason.STOP
+
+
+def test_a_grammar_that_is_stuck_fails_its_request_and_the_others_go_on(core):
+    make_output = core.structured_output.make_output
+
+    def with_error(requests, drafts):
+        stuck = [r for r, _ in requests if r.request_id == "0" and r.num_output_tokens == 2]
+        rest = [item for item in requests if item[0] not in stuck]
+        output, errors = make_output(rest, drafts)
+        return output, errors | dict.fromkeys(stuck, "its grammar takes too long")
+
+    core.structured_output.make_output = with_error
+    for i in range(2):
+        core.add_request(guided(str(i), LONG))
+    result = run(core)
+    assert result.errors["0"] == ("RequestError", "its grammar takes too long")
+    assert len(result.tokens["0"]) == 2
+    assert follows(result.tokens["1"], LONG)
+
+
+def test_an_interrupt_while_a_grammar_waits_loses_no_step(core):
+    core.add_request(guided("0", LONG))
+    core.wait(10)
+    tokens = []
+
+    def step():
+        tokens.extend(t for o in core.step().outputs for t in o.new_token_ids)
+
+    step()
+    core.executor.interrupt = True
+    with contextlib.suppress(KeyboardInterrupt):
+        step()
+        step()
+        raise AssertionError("nobody was interrupted")
+    tokens += run(core).tokens["0"]
+    assert follows(tokens, LONG)
+
+
+def test_a_step_with_a_grammar_that_fails_fails_its_requests(core):
+    core.add_request(guided("0", LONG))
+    core.wait(10)
+    core.executor.failure = ArithmeticError("the forward pass broke")
+    outputs = []
+    while core.has_work():
+        outputs += core.step().outputs
+    assert [o.error_kind for o in outputs] == ["StepFailedError"]
+    core.executor.failure = None
+    core.add_request(guided("1", LONG))
+    assert follows(run(core).tokens["1"], LONG)
+
+
+def test_without_a_tokenizer_there_are_no_grammars(core):
+    core.structured_output = None
+    core.add_request(guided("0", "3"))
+    (output,) = core.step().outputs
+    assert output.error_kind == "UnsupportedError"
+    assert "no tokenizer" in output.error
+    assert not core.has_work()
+    core.structured_output = StructuredOutputManager(lambda: [core.backend], VOCAB)

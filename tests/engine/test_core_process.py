@@ -25,7 +25,7 @@ from octavo.engine.core_process import _BusyLoop
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, CoreReady
 from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
-from octavo.messages import SchedulerStats
+from octavo.messages import GrammarSpec, SchedulerStats
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -337,6 +337,32 @@ def test_while_nothing_can_be_done_the_loop_sleeps_until_a_deadline():
     assert core.asked < 10, "it spins"
 
 
+def test_a_grammar_that_is_compiled_wakes_the_idle_engine():
+    grammars = {
+        "good": GrammarSpec("choice", '["yes, please", "no, thank you"]'),
+        "bad": GrammarSpec("regex", "(a"),
+    }
+
+    async def test(engine):
+        process = engine._input_processor.process
+
+        def with_grammar(request_id, *args, **kwargs):
+            request, text = process(request_id, *args, **kwargs)
+            request.sampling_params = msgspec.structs.replace(
+                request.sampling_params, grammar=grammars[request_id]
+            )
+            return request, text
+
+        engine._input_processor.process = with_grammar
+        assert await collect(engine, "good", max_tokens=30) in ("yes, please", "no, thank you")
+        with pytest.raises(RequestError, match="parenthesis is not closed"):
+            await collect(engine, "bad")
+        assert await collect(engine, "good", max_tokens=30)
+        assert engine.health().ok
+
+    run(test)
+
+
 def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
     async def test(engine):
         await engine.wait_ready()
@@ -414,6 +440,7 @@ from types import SimpleNamespace
 from octavo.engine import core_process
 
 class Core:
+    structured_output = None
     def has_work(self):
         return False
     def check_integrity(self):

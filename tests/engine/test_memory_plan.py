@@ -19,6 +19,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.platforms import cpu
 from octavo.sampling.sizes import state_nbytes
+from octavo.structured_output.base import MAX_FORCED
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import MemoryBudget, Scratch
 from octavo.worker.setup import WorkerSetup
@@ -70,14 +71,15 @@ def test_every_part_is_what_is_taken():
     assert result.weights == SPEC.weight_nbytes("float32", length)
     assert result.activations == 7_000_000 + 300_000
     # The logits twice, and the sampler's workspace: 96 bytes for each of a group of rows.
-    assert result.logits == 2 * 5_000_000 + 96 * rows * vocab
+    samples = rows * (1 + MAX_FORCED)
+    assert result.logits == 2 * 5_000_000 + 96 * samples * vocab
     assert result.loading == SPEC.loading_nbytes("float32")
     # What a row is in the worker: its tokens, its blocks, its state; and the inputs of a step.
     batch = InputBatch(rows, length, kv_cache)
     arrays = [batch.token_ids, batch.block_tables]
     assert result.rows == (
         sum(array.nbytes for array in arrays)
-        + batch.layout(StepSize(2048, rows, rows)).nbytes
+        + batch.layout(StepSize(2048, rows, samples)).nbytes
         + state_nbytes(rows, vocab)
     )
     assert result.num_blocks == rows * -(-length // 16) + 1

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from octavo.errors import ContextLengthError, RequestError
-from octavo.messages import FinishReason, ModelRunnerOutput
+from octavo.messages import FinishReason, GrammarSpec, ModelRunnerOutput
 from octavo.request import RequestStatus
 from tests.fakes import FakeEngine, expected_output, pages, scheduled_tokens
 from tests.params import unpack_logprobs
@@ -641,6 +641,65 @@ class TestSpeculation:
         work = engine.schedule()
         places = {r.req_id: r.num_drafts for r in work.scheduled_reqs}
         assert places == {"r1": 4, "r2": 2, "r3": 0, "long": 0}
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_forced_tokens_have_places_once(self, depth):
+        engine = FakeEngine(depth=depth)  # no speculation
+        engine.scheduler.max_num_drafts, engine.executor.num_drafts = 32, 8
+        plain = engine.add("p", [1, 2], max_tokens=30)
+        forced = [engine.add(str(i), [1, 2, i], max_tokens=30) for i in range(3, 6)]
+        for _ in range(2):
+            engine.step()
+        for request in forced:
+            request.num_forced = 8
+        places = {r.req_id: r.num_drafts for r in engine.schedule().scheduled_reqs}
+        assert places == {"p": 0, "3": 8, "4": 8, "5": 8}
+        places = {r.req_id: r.num_drafts for r in engine.schedule().scheduled_reqs}
+        assert set(places.values()) == {0}
+        while len(engine.in_flight) > depth - 1:
+            engine.update()
+        engine.run()
+        for request in (plain, *forced):
+            assert engine.tokens(request.request_id) == expected_output(
+                request.sampling_params, request.all_token_ids[: request.num_prompt_tokens], 128
+            )
+
+    def test_with_many_requests_nothing_is_forced(self):
+        engine = FakeEngine()
+        engine.scheduler.max_num_drafts = 32
+        requests = [engine.add(str(i), [1, 2, i], max_tokens=30) for i in range(5)]
+        engine.step()
+        assert engine.scheduler.forced_per_request == 0
+        for request in requests:
+            request.num_forced = 8
+        assert {r.num_drafts for r in engine.schedule().scheduled_reqs} == {0}
+        assert {request.num_forced for request in requests} == {0}
+
+    def test_steps_with_forced_tokens_teach_nothing_about_drafts(self):
+        engine = FakeEngine(num_drafts=2)
+        engine.scheduler.max_num_drafts, engine.executor.num_drafts, learned = 16, 8, []
+        engine.scheduler._draft_lengths.record = lambda *args: learned.append(args)
+        request = engine.add("0", [1, 2], max_tokens=30)
+        engine.step()
+        engine.step()
+        assert len(learned) == 1
+        request.num_forced = 6
+        engine.step()
+        assert len(learned) == 1
+        engine.run()
+
+    def test_a_grammar_counts_where_a_request_samples(self):
+        engine = FakeEngine(max_num_batched_tokens=16)
+        for request_id, grammar in (("0", None), ("1", GrammarSpec("regex", "a"))):
+            request = engine.add(request_id, [int(request_id)] * 20, max_tokens=3)
+            request.sampling_params = msgspec.structs.replace(
+                request.sampling_params, grammar=grammar
+            )
+        engine.run()
+        sampling = [(r.req_id, r.has_grammar) for step in engine.steps for r in step.scheduled_reqs]
+        assert sampling.count(("1", True)) == 3
+        assert ("1", False) in sampling
+        assert ("0", True) not in sampling
 
     def test_nobody_is_preempted_for_drafts(self):
         engine = FakeEngine(num_drafts=4, num_blocks=5, block_size=8)

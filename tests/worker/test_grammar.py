@@ -87,3 +87,32 @@ def test_a_bitmask_for_nobody_changes_nothing(folder: Path) -> None:
         new = [runner.new(req_id, PROMPTS[req_id], PARAMS[req_id]) for req_id in ("a", "b")]
         output = runner.step({"a": 2, "b": 4}, new, grammar=grammar).get()
         assert output.sampled_token_ids == [[], alone[:1]]
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_forced_tokens_are_drafts_as_long_as_they_agree_with_what_is_sampled(
+    folder: Path, agrees: bool
+) -> None:
+    everything, expected = pack([np.ones(VOCAB, np.bool_)]), generate(Runner(folder), ["b"])["b"]
+    others = [(token + 1) % VOCAB for token in expected[1:4]]  # what the proposer has to say
+    runner = Runner(folder)
+    forced = expected[:4] if agrees else [(expected[0] + 1) % VOCAB, *expected[1:4]]
+    grammar = GrammarOutput(["b"], everything, {"b": forced})
+    output = runner.step({"b": 4}, [runner.new("b", PROMPTS["b"], PARAMS["b"])], grammar=grammar)
+    assert output.get().sampled_token_ids == [expected[:1]]
+    output = runner.step({"b": 1}, drafts={"b": others}).get()
+    assert output.num_draft_tokens == {"b": 3}
+    assert output.sampled_token_ids == [expected[1:5] if agrees else expected[1:2]]
+    # They are used once.
+    at = 5 if agrees else 2
+    output = runner.step({"b": 1}, drafts={"b": expected[at : at + 2]}).get()
+    assert output.sampled_token_ids == [expected[at : at + 3]]
+
+
+def test_forced_tokens_of_a_request_that_is_gone_are_forgotten(folder: Path) -> None:
+    runner = Runner(folder)
+    grammar = GrammarOutput(["b"], pack([np.ones(VOCAB, np.bool_)]), {"b": [1, 2, 3]})
+    runner.step({"b": 4}, [runner.new("b", PROMPTS["b"], PARAMS["b"])], grammar=grammar).get()
+    assert runner.runner._forced
+    runner.step({}, finished=["b"]).get()
+    assert not runner.runner._forced

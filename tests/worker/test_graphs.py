@@ -15,6 +15,7 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
+from octavo.structured_output.base import MAX_FORCED
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers
 from octavo.worker.scratch import measure_scratch
@@ -54,7 +55,7 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         backend,
         [tensors[kv.layer_to_tensor[i]] for i in layers],
         [kv.layer_to_group[i] for i in layers],
-        StepBuffers(batch.layout(StepSize(MAX_TOKENS, MAX_REQS, MAX_REQS))),
+        StepBuffers(batch.layout(StepSize(MAX_TOKENS, MAX_REQS, MAX_REQS * (1 + MAX_FORCED)))),
         KEPT,
     ), batch
 

@@ -17,7 +17,7 @@ from octavo.models.spec import ModelSpec
 from octavo.platforms.cpu import CPUPlatform
 from octavo.worker.memory import Scratch
 from octavo.worker.scratch import measure_scratch
-from octavo.worker.setup import WorkerSetup
+from octavo.worker.setup import FORCED_DRAFTS, WorkerSetup
 from tests.models.harness import CPU, Runner, save_config
 from tests.models.test_parity import CASES
 from tests.models.test_spec import load_dummy
@@ -90,7 +90,7 @@ def test_layer_by_layer_a_step_takes_no_more(case: str, backend: str, tmp_path: 
 def test_logits_are_planned_with_the_rows_that_they_are_made_from(tmp_path: Path) -> None:
     sizes = {"hidden_size": 768, "intermediate_size": 40, "vocab_size": 333}
     spec = save_config(tmp_path, "LlamaForCausalLM", CASES["llama"][1] | sizes)
-    assert measure(spec, "float32", 8, 3).logits == 3 * 768 * 4 + 64 * -(-3 * 333 * 4 // 64)
+    assert measure(spec, "float32", 3, 3).logits == 3 * 768 * 4 + 64 * -(-3 * 333 * 4 // 64)
 
 
 def test_it_takes_no_memory_and_grows_with_the_step(tmp_path: Path) -> None:
@@ -100,7 +100,8 @@ def test_it_takes_no_memory_and_grows_with_the_step(tmp_path: Path) -> None:
     large = measure(spec, "bfloat16", 64 * 2**20, 4096)
     assert resident_memory() < before + 8 * 2**20
     assert large.activations == 2**20 * small.activations
-    assert large.logits == 64 * small.logits
+    rows = 4096 + FORCED_DRAFTS
+    assert large.logits == rows * small.logits / 64
     assert measure(spec, "float32", 64, 64).activations == 2 * small.activations
 
 

@@ -1,0 +1,373 @@
+"""Both backends, held to what a validator says and to the interface."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+import octavo
+from octavo.errors import RequestError
+from octavo.messages import GrammarSpec
+from octavo.structured_output.llguidance_backend import LLGuidanceBackend
+from octavo.structured_output.vocabulary import Vocabulary
+from octavo.structured_output.xgrammar_backend import XGrammarBackend
+from octavo.tokenizer import Tokenizer
+from tests import small_tokenizers
+
+BACKENDS = [XGrammarBackend, LLGuidanceBackend]
+STORIES = Path(octavo.__file__).parent / "builtin" / "stories"
+PADDING = 70
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(STORIES)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return Vocabulary.from_tokenizer(tokenizer, len(tokenizer) + PADDING, [0, 2])
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda b: b.name)
+def backend(request, vocabulary):
+    return request.param(vocabulary)
+
+
+BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], [256], lambda t: list(t.encode()))
+ALL_BYTES = {backend.name: backend(BYTES) for backend in BACKENDS}
+
+
+def allowed(grammar, size):
+    row = np.full(-(-size // 32), -1, np.int32)
+    grammar.fill_bitmask(row)
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def accepts(compiled, text):
+    tokens = [*text.encode(), 256]
+    return compiled.start().accept_tokens(tokens) == len(tokens)
+
+
+def walk(compiled, vocabulary, pick, most=300):
+    """A text that a grammar allows, token by token; each is checked on the way."""
+    grammar, tokens = compiled.start(), []
+    while not grammar.is_terminated and len(tokens) < most:
+        choices = allowed(grammar, vocabulary.size)
+        assert choices
+        token = pick(choices)
+        assert token < len(vocabulary.token_bytes)
+        assert vocabulary.token_bytes[token] or token in vocabulary.stop_token_ids
+        assert grammar.accept_tokens([token]) == 1
+        tokens.append(token)
+    return b"".join(vocabulary.token_bytes[t] for t in tokens), grammar.is_terminated
+
+
+GRAMMARS = {
+    "json": (
+        "json",
+        '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, '
+        '"required": ["a", "b"], "additionalProperties": false}',
+        '{"a": 12, "b": "yy"}',
+        '{"a": 12, "b": "z"}',
+    ),
+    "json_object": ("json_object", "", '{"k": [1, "é\\n"]}', "[1]"),
+    "regex": ("regex", "[a-c]{2,4}(é|中)", "abc中", "ab"),
+    "choice": (
+        "choice",
+        '["yes", "no \\"quoted\\" \\n\\\\ 中😀", "no"]',
+        'no "quoted" \n\\ 中😀',
+        "n",
+    ),
+    "ebnf": ("grammar", 'root ::= "(" root ")" | "x"', "((x))", "((x)"),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_allows_what_it_says(backend, name):
+    kind, text, right, wrong = GRAMMARS[name]
+    compiled = ALL_BYTES[backend.name].compile(GrammarSpec(kind, text))
+    assert accepts(compiled, right)
+    assert not accepts(compiled, wrong)
+    assert compiled.nbytes > 0
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_model_s_tokens_spell_it(backend, vocabulary, tokenizer, name):
+    kind, text, right, wrong = GRAMMARS[name]
+    compiled = backend.compile(GrammarSpec(kind, text))
+    tokens = [*tokenizer.encode(right, False), 2]
+    grammar = compiled.start()
+    assert grammar.accept_tokens(tokens) == len(tokens)
+    assert grammar.is_terminated
+    assert allowed(grammar, vocabulary.size) == [0, 2]
+    assert grammar.accept_tokens([2]) == 0
+    bad = [*tokenizer.encode(wrong, False), 2]
+    assert compiled.start().accept_tokens(bad) < len(bad)
+    if name != "json_object":
+        for pick in (min, max):
+            spelt, ended = walk(compiled, vocabulary, pick)
+            if ended:
+                assert accepts(
+                    ALL_BYTES[backend.name].compile(GrammarSpec(kind, text)), spelt.decode()
+                )
+
+
+def test_what_was_accepted_can_be_taken_back(backend, vocabulary, tokenizer):
+    compiled = backend.compile(GrammarSpec("regex", "ab[0-9]c"))
+    tokens = [*tokenizer.encode("ab7c", False), 0]
+    grammar, masks = compiled.start(), []
+    for token in tokens:
+        masks.append(allowed(grammar, vocabulary.size))
+        assert grammar.accept_tokens([token]) == 1
+    assert grammar.is_terminated
+    for count in range(1, len(tokens) + 1):
+        grammar.rollback(count)
+        assert not grammar.is_terminated
+        assert allowed(grammar, vocabulary.size) == masks[len(tokens) - count]
+        assert grammar.accept_tokens(tokens[len(tokens) - count :]) == count
+    grammar.rollback(0)
+    assert grammar.is_terminated
+
+
+def test_a_token_that_is_refused_changes_nothing(backend, vocabulary, tokenizer):
+    grammar = backend.compile(GrammarSpec("regex", "ab[0-9]c")).start()
+    (a,) = tokenizer.encode("a", False)
+    before = allowed(grammar, vocabulary.size)
+    for token in (tokenizer.encode("z", False)[0], 0, vocabulary.size - 1, vocabulary.size + 5):
+        assert grammar.accept_tokens([token, a]) == 0
+    assert allowed(grammar, vocabulary.size) == before
+    assert grammar.accept_tokens([a, a]) == 1
+
+
+def test_requests_with_one_grammar_do_not_share_their_state(backend, vocabulary, tokenizer):
+    compiled = backend.compile(GrammarSpec("regex", "ab[0-9]c"))
+    first, second = compiled.start(), compiled.start()
+    (a,) = tokenizer.encode("a", False)
+    first.accept_tokens([a])
+    assert allowed(second, vocabulary.size) == allowed(compiled.start(), vocabulary.size)
+    assert allowed(first, vocabulary.size) != allowed(second, vocabulary.size)
+
+
+def test_forced_text_is_tokenised_as_the_tokeniser_does(backend, tokenizer):
+    text = '{"the name of the animal": '
+    schema = {
+        "type": "object",
+        "properties": {"the name of the animal": {"type": "string"}},
+        "required": ["the name of the animal"],
+    }
+    spec = GrammarSpec("json", json.dumps(schema), any_whitespace=False)
+    grammar, tokens = backend.compile(spec).start(), tokenizer.encode(text + '"', False)
+    assert grammar.accept_tokens(tokens[:2]) == 2
+    forced = grammar.forced_tokens(100)
+    assert len(forced) >= 3
+    assert forced[:3] == tokens[2:5]
+    assert grammar.forced_tokens(2) == forced[:2]
+    assert grammar.accept_tokens(forced) == len(forced)
+    assert grammar.forced_tokens(8) == []
+    over = backend.compile(GrammarSpec("choice", '["a"]')).start()
+    over.accept_tokens([tokenizer.encode("a", False)[0], 2])
+    assert over.forced_tokens(8) == []
+
+
+DEFS = {"a": {"type": "string"}}
+# Schemas and values, some of them wrong: none of these may be accepted.
+CASES = [
+    ({"type": "integer", "multipleOf": 7}, [7, 8]),
+    ({"type": "number", "multipleOf": 0.5}, [1.25]),
+    ({"type": "array", "uniqueItems": True}, [[1, 1]]),
+    ({"type": "array", "contains": {"type": "string"}}, [[1]]),
+    ({"type": "object", "minProperties": 1}, [{}]),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}, [{"a": 1, "b": 2}]),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}, "properties": {"b": {}}}, [{"b": 1}]),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"abc": 1}]),
+    ({"type": "object", "properties": {"ab": {}}, "patternProperties": {"^a": {"type": "null"}}},
+     [{"ab": 1}]),
+    ({"type": "object", "required": ["a"]}, [{}]),
+    ({"required": ["a"]}, [{}]),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}, "properties": {"a": {}}}, [{"a": 1}]),
+    ({"type": "object", "dependentSchemas": {"a": False}, "properties": {"a": {}}}, [{"a": 1}]),
+    ({"not": {"type": "string"}}, ["a"]),
+    ({"if": {"type": "string"}, "then": {"maxLength": 1}}, ["aa"]),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, [1]),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "a", None]),
+    ({"allOf": [{"type": "string"}, {"maxLength": 1}]}, ["aa", 1]),
+    ({"type": "string", "allOf": [{"maxLength": 1}]}, ["aa"]),
+    ({"anyOf": [{"minLength": 2}], "type": "string"}, ["a"]),
+    ({"anyOf": [{"required": ["a"]}], "type": "object", "properties": {"a": {}}}, [{}]),
+    ({"enum": [1, "a"], "type": "string"}, [1]),
+    ({"enum": ["a", "aaa"], "maxLength": 2}, ["aaa"]),
+    ({"enum": ["a"], "const": "b"}, ["a", "b"]),
+    ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": DEFS}, ["aa"]),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "not": {}}}}, ["a"]),
+    ({"$ref": "#/$defs/b", "$defs": DEFS}, [1]),
+    ({"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "string"}}}, [1]),
+    ({"$dynamicRef": "#x", "$defs": {"a": {"$dynamicAnchor": "x", "type": "string"}}}, [1]),
+    ({"minimum": 3}, [2]),
+    ({"minItems": 2}, [[1]]),
+    ({"pattern": "^a$"}, ["b"]),
+    ({"minProperties": 1}, [{}]),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, ["aaa"]),
+    ({"type": "string", "format": "date", "maxLength": 2}, ["2020-01-01"]),
+    ({"type": "string", "pattern": "^(?!a)b"}, ["a"]),
+    ({"type": "string", "pattern": "^a$b"}, ["ab"]),
+    ({"type": ["string", "integer"], "minLength": 2, "minimum": 5}, ["a", 4]),
+    ({"type": "array", "prefixItems": [{"type": "string"}], "items": False}, [["a", 1], [1]]),
+    ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"b": 1}]),
+    ({"properties": {"a": {"items": {"minimum": 3}}}}, [{"a": [1]}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "values"), CASES, ids=lambda v: json.dumps(v)[:60])
+def test_nothing_is_accepted_wrongly(backend, schema, values):
+    try:
+        compiled = ALL_BYTES[backend.name].compile(GrammarSpec("json", json.dumps(schema)))
+    except RequestError:
+        return  # another one may support it
+    try:
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid
+        wrong = [value for value in values if not is_valid(value)]
+    except Exception:  # the schema points nowhere
+        wrong = values
+    assert [value for value in wrong if accepts(compiled, json.dumps(value))] == []
+
+
+def test_a_oneof_that_can_be_told_apart_is_supported(backend):
+    schema = {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {"kind": {"const": kind}, kind: {"type": "integer"}},
+                "required": ["kind", kind],
+            }
+            for kind in ("cat", "dog")
+        ]
+    }
+    compiled = ALL_BYTES[backend.name].compile(GrammarSpec("json", json.dumps(schema)))
+    assert accepts(compiled, '{"kind": "dog", "dog": 1}')
+    assert not accepts(compiled, '{"kind": "dog", "cat": 1}')
+
+
+INVALID = {
+    "no regex": ("regex", "(a", "parenthes|unclosed"),
+    "no json": ("json", '{"type": ', "not valid JSON"),
+    "half a character": ("json", '{"const": "\\ud800"}', "surrogate"),
+    "too deep": ("json", '{"items": ' * 65 + "{}" + "}" * 65, "64 deep"),
+    "much too deep": ("json", '{"items": ' * 50_000 + "{}" + "}" * 50_000, "64 deep"),
+    "no choices": ("choice", "[]", "at least one text"),
+    "choice of numbers": ("choice", '["a", 1]', "list of texts; 1 is none"),
+    "no grammar": ("grammar", "", "Empty|no rule"),
+    "no rule": ("grammar", "root ::= other", "other|not defined"),
+    "no end": ("json", '{"$ref": "#"}', "no text at all|NoExtension"),
+    "circle": ("grammar", "root ::= root", "no text at all|NoExtension"),
+    "parentheses": ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "limit|recursion"),
+    "no tag": ("structural_tag", "{}", "format|structures"),
+    "type": ("json", '{"type": "foo"}', "foo"),
+    "keyword": ("json", '{"properties": {"a": {"not": {}}}}', '"?not'),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_what_is_wrong_is_named(backend, name):
+    kind, text, message = INVALID[name]
+    with pytest.raises(RequestError, match=message) as caught:
+        backend.compile(GrammarSpec(kind, text))
+    assert caught.value.param == "structured_outputs"
+    assert len(caught.value.message) < 500
+    assert "/project/" not in caught.value.message
+
+
+def test_white_space(backend):
+    def compiled(any_whitespace):
+        spec = GrammarSpec("json", '{"type": "array"}', any_whitespace=any_whitespace)
+        return ALL_BYTES[backend.name].compile(spec)
+
+    for text in ("[1, 2]", "[\n  1,2 ]"):
+        assert accepts(compiled(True), text)
+    assert accepts(compiled(False), "[1, 2]")
+    assert not accepts(compiled(False), "[\n  1,2 ]")
+
+
+def test_a_structural_tag(backend):
+    tag = {
+        "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+        "triggers": ["<f"],
+    }
+    compiled = ALL_BYTES[backend.name].compile(GrammarSpec("structural_tag", json.dumps(tag)))
+    assert accepts(compiled, "call <f>12</f> now")
+    assert not accepts(compiled, "call <f>a</f> now")
+
+
+def test_a_structural_tag_s_schemas_are_looked_at(vocabulary):
+    schema = {"type": "array", "uniqueItems": True}
+    for tag in (
+        {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f"]},
+        {
+            "type": "structural_tag",
+            "format": {"type": "tag", "begin": "<f>", "end": "</f>",
+                       "content": {"type": "json_schema", "json_schema": schema}},
+        },
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match="uniqueItems"):
+            ALL_BYTES["xgrammar"].compile(GrammarSpec("structural_tag", json.dumps(tag)))
+
+
+def test_lark_is_for_llguidance():
+    spec = GrammarSpec("grammar", 'start: "a" | "b"')
+    with pytest.raises(RequestError, match="EBNF"):
+        ALL_BYTES["xgrammar"].compile(spec)
+    assert accepts(ALL_BYTES["llguidance"].compile(spec), "b")
+
+
+def test_limits_while_matching_are_errors_not_ends():
+    """llguidance would allow only a stop token from there on, as if the answer were complete."""
+    grammar = ALL_BYTES["llguidance"].compile(GrammarSpec("regex", "((a{0,99}){0,99}){0,99}b"))
+    state = grammar.start()
+
+    def go_on():
+        while True:
+            assert state.accept_tokens(b"a") == 1
+            allowed(state, 257)
+
+    with pytest.raises(RequestError, match="llguidance"):
+        go_on()
+
+
+@pytest.mark.parametrize("make", [small_tokenizers.byte_level, small_tokenizers.sentencepiece])
+def test_small_tokenizers(make):
+    tokenizer = make()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, len(tokenizer) + 3, [tokenizer.eos_token_id])
+    assert vocabulary.size == len(tokenizer) + 3
+    for special in (*tokenizer.all_special_ids, vocabulary.size - 1):
+        assert vocabulary.token_bytes[special] == b""
+    for backend in BACKENDS:
+        compiled = backend(vocabulary).compile(GrammarSpec("choice", '[" ab", "é\\n"]'))
+        for text in (" ab", "é\n"):
+            tokens = []
+            for byte in text.encode():
+                tokens.append(vocabulary.token_bytes.index(bytes([byte])))
+            tokens.append(tokenizer.eos_token_id)
+            assert compiled.start().accept_tokens(tokens) == len(tokens)
+        assert compiled.start().forced_tokens(9) == []
+        grammar = compiled.start()
+        grammar.accept_tokens([vocabulary.token_bytes.index(b" ")])
+        forced = b"".join(vocabulary.token_bytes[t] for t in grammar.forced_tokens(9))
+        assert forced == b"ab"
+
+
+def test_tokenizers_without_bytes_are_refused():
+    tokenizer = small_tokenizers.word_piece()
+    with pytest.raises(RequestError, match="fixed bytes"):
+        Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [0])
+
+
+def test_a_model_without_a_stop_token_is_refused():
+    tokenizer = small_tokenizers.byte_level()
+    tokenizer.eos_token_id = None
+    with pytest.raises(RequestError, match="stop token"):
+        Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [])
