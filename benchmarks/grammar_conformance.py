@@ -39,7 +39,7 @@ from octavo.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from octavo.structured_output.vocabulary import Vocabulary
 
-BACKENDS = ("xgrammar", "llguidance")
+BACKENDS = ("auto", "xgrammar", "llguidance")
 VALIDATORS: dict[str, Any] = {
     "draft4": jsonschema.Draft4Validator,
     "draft6": jsonschema.Draft6Validator,
@@ -329,8 +329,8 @@ class Judge:
         text = self._text(ids[:-1])
         try:
             errors = case.errors(json.loads(text))
-        except ValueError as error:
-            errors = [f"no JSON ({error})"]
+        except json.JSONDecodeError as error:
+            errors = [f"no JSON ({error.msg})"]
         for keyword in errors or ():
             result.bad_walks.append((keyword, f"{case.name}: {text[:80]}"))
 
@@ -418,8 +418,12 @@ def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[st
     spec = read_spec(path)
     tokenizer = Tokenizer.from_folder(path)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
-    kinds = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
-    return vocabulary, {name: kinds[name](vocabulary) for name in names}
+    made: dict[str, GrammarBackend] = {
+        "xgrammar": XGrammarBackend(vocabulary),
+        "llguidance": LLGuidanceBackend(vocabulary),
+    }
+    made["auto"] = Auto(list(made.values()))
+    return vocabulary, {name: made[name] for name in names}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import grammar_conformance
 import numpy as np
 import pytest
-from grammar_conformance import Case, Judge, Result, read_functions, read_schemas, read_suite
+from grammar_conformance import Auto, Case, Judge, Result, read_functions, read_schemas, read_suite
 
 from octavo.errors import GrammarError
 from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
@@ -125,6 +125,13 @@ def test_a_value_has_two_forms() -> None:
     assert judge(Fake(["[1,2]"]), PAIR).spaced_refused == 1
     result = judge(Fake(["[1, 2]"]), PAIR)
     assert (result.right, result.spaced_refused) == (1, 0)
+
+
+def test_the_first_that_can() -> None:
+    refusing = Fake([], error=GrammarError("No."))
+    assert judge(Auto([refusing, Fake(["1"])]), INTEGER).right == 2  # type: ignore[arg-type]
+    reasons = judge(Auto([refusing, refusing]), INTEGER).reasons  # type: ignore[arg-type]
+    assert reasons == {"type": "No. | No."}
 
 
 def test_endless_walks_are_given_up() -> None:
