@@ -408,6 +408,24 @@ def _by_group(found: Sequence[tuple[str, str]]) -> list[tuple[str, int, str]]:
     return [(g, len(groups[g]), "; ".join(groups[g][:EXAMPLES])) for g in sorted(groups)]
 
 
+@dataclass(frozen=True)
+class Auto(GrammarBackend):
+    """The first backend that compiles a schema, as an engine takes it."""
+
+    backends: Sequence[GrammarBackend]
+    name = "auto"
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """See `GrammarBackend`."""
+        messages = []
+        for backend in self.backends:
+            try:
+                return backend.compile(spec)
+            except RequestError as error:
+                messages.append(error.message)
+        raise RequestError(" | ".join(dict.fromkeys(messages)))
+
+
 def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[str, GrammarBackend]]:
     """A model's tokens, and backends for them."""
     from octavo.structured_output.llguidance_backend import LLGuidanceBackend
