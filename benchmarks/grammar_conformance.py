@@ -102,7 +102,7 @@ class Result:
     unfinished: int = 0
     bad_walks: list[tuple[str, str]] = field(default_factory=list)
     bad_masks: list[str] = field(default_factory=list)
-    """Where the mask and what is accepted differ."""
+    """Where the mask allows what is not accepted."""
     compile_times: list[float] = field(default_factory=list)
     mask_times: list[float] = field(default_factory=list)
 
@@ -293,7 +293,7 @@ class Judge:
         for token in [*ids, self._vocabulary.stop_token_ids[0]]:
             allowed = self._mask(grammar.fill_bitmask, result)[token]
             accepted = grammar.accept_tokens([token]) == 1
-            if accepted != allowed:
+            if allowed and not accepted:
                 result.bad_masks.append(f"{case.name}: {text[:80]} at token {token}")
             if not accepted:
                 return False
