@@ -91,6 +91,54 @@ _junk = st.recursive(
 )
 _ids = st.lists(st.integers(0, 400), max_size=8)
 _texts = st.text(max_size=12) | st.sampled_from(("Once upon a time", "hi", *_ODD_TEXTS))
+# Schemas that can be followed, and some that cannot.
+_SCHEMAS: tuple[Any, ...] = (
+    *({}, True, False, {"type": "object"}, {"type": "string", "maxLength": 3}, {"const": None}),
+    *({"type": "integer", "minimum": 3}, {"enum": ["a", 1]}, {"$ref": "#"}, {"pattern": "("}),
+    *({"type": "array", "uniqueItems": True}, {"not": {}}, {"type": "strin"}, {"enum": []}),
+    *({"type": "string", "format": "date"}, {"type": "array", "minItems": 10**9}, {"$ref": "#/x"}),
+    {"type": "string", "pattern": "^(a{1000}){1000}$"},
+)
+_schemas = st.recursive(
+    st.sampled_from(_SCHEMAS),
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=3)}),
+        st.fixed_dictionaries({"type": st.just("array"), "items": inner}),
+        st.fixed_dictionaries(
+            {
+                "type": st.just("object"),
+                "properties": st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+                "required": st.lists(st.sampled_from("abc"), max_size=2),
+            }
+        ),
+    ),
+    max_leaves=5,
+)
+_schemas_or_text = _schemas | _schemas.map(json.dumps)
+_regexes = st.sampled_from(("a+", "[0-9]{2}", "(a|b)*c", "(", "(?=a)", "^$", "a{1,1000000000}"))
+_grammars = st.sampled_from(
+    (
+        *(
+            'root ::= "a" | "b"',
+            'root ::= "a" root | "b"',
+            "root ::= root",
+            "root ::= x",
+            "root ::=",
+        ),
+        *('start: "a" start | "b"', "start: /a+/", 'root ::= [a-z]{3} "\\n"', "x" * 2000),
+    )
+)
+_choices = st.lists(st.sampled_from(("yes", "no", "a" * 300, "\u00e9", "")), max_size=4)
+_tags = st.sampled_from(
+    (
+        *({"type": "structural_tag", "format": {"type": "any_text"}}, {"type": "structural_tag"}),
+        {
+            "type": "structural_tag",
+            "triggers": ["<f"],
+            "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+        },
+    )
+)
 # Values that mean something, so that requests get past the first check.
 _HINTS: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(("fuzzed", None)),
@@ -114,6 +162,22 @@ _HINTS: dict[str, st.SearchStrategy[Any]] = {
     "deadline_ms": st.integers(1, 10**6),
     "request_id": st.sampled_from(("same", "other")),
     "priority": st.just(0),
+    "response_format": st.one_of(
+        st.just({"type": "json_object"}),
+        _schemas.map(lambda found: {"type": "json_object", "schema": found}),
+        _schemas.map(lambda found: {"type": "json_schema", "json_schema": {"schema": found}}),
+        _tags,
+        _junk,
+    ),
+    **dict.fromkeys(("json", "guided_json", "json_schema"), _schemas_or_text),
+    **dict.fromkeys(("regex", "guided_regex"), _regexes),
+    **dict.fromkeys(("grammar", "guided_grammar", "ebnf"), _grammars),
+    **dict.fromkeys(("choice", "guided_choice"), _choices),
+    "structural_tag": _tags | _tags.map(json.dumps),
+    **dict.fromkeys(
+        ("backend", "guided_decoding_backend"),
+        st.sampled_from(("auto", "xgrammar", "guidance", "outlines")),
+    ),
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(("self", "name", "messages", "bos_token", "range")) | _texts,
         _junk,

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import numpy as np
@@ -34,15 +34,12 @@ from octavo.messages import GrammarSpec
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.structured_output.base import CompiledGrammar, GrammarBackend
-from octavo.structured_output.llguidance_backend import LLGuidanceBackend
-from octavo.structured_output.vocabulary import Vocabulary
-from octavo.structured_output.xgrammar_backend import XGrammarBackend
 from octavo.tokenizer import Tokenizer
 
-BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {
-    "xgrammar": XGrammarBackend,
-    "llguidance": LLGuidanceBackend,
-}
+if TYPE_CHECKING:
+    from octavo.structured_output.vocabulary import Vocabulary
+
+BACKENDS = ("auto", "xgrammar", "llguidance")
 VALIDATORS: dict[str, Any] = {
     "draft4": jsonschema.Draft4Validator,
     "draft6": jsonschema.Draft6Validator,
@@ -105,7 +102,7 @@ class Result:
     unfinished: int = 0
     bad_walks: list[tuple[str, str]] = field(default_factory=list)
     bad_masks: list[str] = field(default_factory=list)
-    """Where the mask and what is accepted differ."""
+    """Where the mask allows what is not accepted."""
     compile_times: list[float] = field(default_factory=list)
     mask_times: list[float] = field(default_factory=list)
 
@@ -170,7 +167,6 @@ def read_functions(folder: Path) -> Iterator[Case]:
                 case = Case("functions", f"{row['id']} {function['name']}", schema, [], LATEST)
                 known = [(v, case.errors(v) == []) for v in answers[row["id"], function["name"]]]
                 yield Case(case.group, case.name, schema, known, LATEST)
-
 
 
 def _first(values: Any) -> Any:
@@ -297,7 +293,7 @@ class Judge:
         for token in [*ids, self._vocabulary.stop_token_ids[0]]:
             allowed = self._mask(grammar.fill_bitmask, result)[token]
             accepted = grammar.accept_tokens([token]) == 1
-            if accepted != allowed:
+            if allowed and not accepted:
                 result.bad_masks.append(f"{case.name}: {text[:80]} at token {token}")
             if not accepted:
                 return False
@@ -333,8 +329,8 @@ class Judge:
         text = self._text(ids[:-1])
         try:
             errors = case.errors(json.loads(text))
-        except ValueError as error:
-            errors = [f"no JSON ({error})"]
+        except json.JSONDecodeError as error:
+            errors = [f"no JSON ({error.msg})"]
         for keyword in errors or ():
             result.bad_walks.append((keyword, f"{case.name}: {text[:80]}"))
 
@@ -412,6 +408,42 @@ def _by_group(found: Sequence[tuple[str, str]]) -> list[tuple[str, int, str]]:
     return [(g, len(groups[g]), "; ".join(groups[g][:EXAMPLES])) for g in sorted(groups)]
 
 
+@dataclass(frozen=True)
+class Auto(GrammarBackend):
+    """The first backend that compiles a schema, as an engine takes it."""
+
+    backends: Sequence[GrammarBackend]
+    name = "auto"
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """See `GrammarBackend`."""
+        messages = []
+        for backend in self.backends:
+            try:
+                return backend.compile(spec)
+            except RequestError as error:
+                messages.append(error.message)
+        raise RequestError(" | ".join(dict.fromkeys(messages)))
+
+
+def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[str, GrammarBackend]]:
+    """A model's tokens, and backends for them."""
+    from octavo.structured_output.llguidance_backend import LLGuidanceBackend
+    from octavo.structured_output.vocabulary import Vocabulary
+    from octavo.structured_output.xgrammar_backend import XGrammarBackend
+
+    path = resolve_model(model)
+    spec = read_spec(path)
+    tokenizer = Tokenizer.from_folder(path)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    made: dict[str, GrammarBackend] = {
+        "xgrammar": XGrammarBackend(vocabulary),
+        "llguidance": LLGuidanceBackend(vocabulary),
+    }
+    made["auto"] = Auto(list(made.values()))
+    return vocabulary, {name: made[name] for name in names}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -419,14 +451,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--functions", type=Path, help="function-calling data")
     parser.add_argument("--schemas", type=Path, action="append", default=[], help="schemas")
     parser.add_argument("--model", default=BUILTIN_MODEL, help="whose tokenizer; the built-in one")
-    parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS])
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=[*BACKENDS])
     parser.add_argument("--walks", type=int, default=3, help="random answers for each schema")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
-    path = resolve_model(args.model)
-    spec = read_spec(path)
-    tokenizer = Tokenizer.from_folder(path)
-    vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    vocabulary, backends = make_backends(args.backends, args.model)
     sets: dict[str, list[Case]] = {}
     if args.suite is not None:
         sets["test suite"] = list(read_suite(args.suite))
@@ -435,11 +464,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for folder in args.schemas:
         sets[folder.name] = list(read_schemas(folder))
     results = {
-        (name, backend): Judge(
-            BACKENDS[backend](vocabulary), vocabulary, args.walks, args.seed
-        ).run(cases)
-        for name, cases in sets.items()
-        for backend in args.backends
+        (cases, name): Judge(backend, vocabulary, args.walks, args.seed).run(sets[cases])
+        for cases in sets
+        for name, backend in backends.items()
     }
     sys.stdout.write(report(results))
 

@@ -89,6 +89,13 @@ class ModelConfig(_Section, frozen=True):
     max_logprobs: Annotated[
         int, Meta(description="Most logprobs a request may ask for; -1: no limit.", ge=-1)
     ] = 20
+    guided_decoding_backend: Annotated[
+        Literal["auto", "xgrammar", "llguidance"],
+        Meta(
+            description="Who compiles grammars of structured outputs, unless a request says it;"
+            " auto: the first that can."
+        ),
+    ] = "auto"
     enforce_eager: Annotated[
         bool,
         Meta(description="Run steps operation by operation instead of as a captured plan."),

@@ -119,6 +119,9 @@ class LLM:
             sampling_params: one for all or one for each; None: the model's own defaults.
             use_tqdm: show a progress bar.
 
+        A request that fails by itself, such as one whose grammar cannot be compiled, has an answer
+        with `finish_reason` "error" and the reason as `stop_reason`.
+
         Raises:
             RequestError: if a prompt or parameter is bad; nothing has been generated then.
         """

@@ -73,6 +73,7 @@ BAD = {
     "revision": [5],
     "served_model_name": [5, [5], [None], None],
     "max_logprobs": [-2, None, 1.0],
+    "guided_decoding_backend": ["outlines", "", None],
     "enforce_eager": ["no", 1],
     "load_format": ["gguf", None],
     "download_dir": [5],

@@ -8,7 +8,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams, GrammarSpec
-from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.sampling_params import (
+    GrammarBackendName,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 
 def make_core_params(
@@ -19,6 +23,7 @@ def make_core_params(
     max_tokens: int,
     all_stop_token_ids: Collection[int] = (),
     bad_words_token_ids: Sequence[Sequence[int]] = (),
+    grammar_backend: GrammarBackendName = "auto",
 ) -> CoreSamplingParams:
     """Completes and packs the parameters of one request.
 
@@ -29,6 +34,7 @@ def make_core_params(
         max_tokens: most tokens of the answer.
         all_stop_token_ids: every token that ends the answer.
         bad_words_token_ids: `params.bad_words` as token sequences, none empty.
+        grammar_backend: for a request that names none.
     """
     bias, wanted = params.logit_bias, params.structured_outputs
     return CoreSamplingParams(
@@ -57,19 +63,21 @@ def make_core_params(
             np.fromiter(bias.values(), np.float32).tobytes(),
         ),
         bad_words=_pack(bad_words_token_ids) if bad_words_token_ids else None,
-        grammar=None if wanted is None else _grammar_spec(wanted),
+        grammar=None if wanted is None else _grammar_spec(wanted, grammar_backend),
         extra_args=params.extra_args or None,
     )
 
 
-def _grammar_spec(wanted: StructuredOutputsParams) -> GrammarSpec:
+def _grammar_spec(
+    wanted: StructuredOutputsParams, default_backend: GrammarBackendName
+) -> GrammarSpec:
     kind = wanted.kind
     given = getattr(wanted, kind)
     text: str = json.dumps(given, ensure_ascii=False) if kind == "choice" else given
     return GrammarSpec(
         kind,
         "" if kind == "json_object" else text,
-        wanted.backend,
+        default_backend if wanted.backend == "auto" else wanted.backend,
         any_whitespace=not wanted.disable_any_whitespace,
     )
 

@@ -60,7 +60,7 @@ class InputProcessor:
     """Checks and completes requests for one model.
 
     Args:
-        model_config: `max_logprobs` and `seed` are used.
+        model_config: `max_logprobs`, `seed` and `guided_decoding_backend` are used.
         spec: vocabulary size and end-of-sequence ids of the model.
         tokenizer: None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
@@ -78,6 +78,7 @@ class InputProcessor:
         self._vocab_size = spec.vocab_size
         self._max_logprobs = model_config.max_logprobs
         self._seed = model_config.seed
+        self._grammar_backend = model_config.guided_decoding_backend
         eos = set(spec.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -142,6 +143,7 @@ class InputProcessor:
                 max_tokens=max_tokens,
                 all_stop_token_ids=stop_ids,
                 bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
+                grammar_backend=self._grammar_backend,
             ),
             arrival_time=arrival_time,
             cache_salt=_join_salts(cache_salt, params.cache_salt),

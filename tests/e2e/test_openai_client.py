@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Annotated
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 
 from tests.e2e import harness
@@ -288,3 +290,68 @@ def test_arguments_of_plug_ins_that_nobody_takes(client, stream):
             )
         )
     assert "vllm_xargs) has the key 'mood', which no logits processor takes" in error.value.message
+
+
+class Person(pydantic.BaseModel):
+    """Has no field without an end."""
+
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    age: Annotated[int, pydantic.Field(ge=1, le=99)]
+
+
+def test_an_answer_becomes_an_object(client):
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=CHAT, response_format=Person, n=2, seed=1, max_tokens=80
+    )
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+    for choice in answer.choices:
+        assert isinstance(choice.message.parsed, Person)
+
+
+def test_structured_outputs_streamed_and_at_once_are_the_same(client):
+    asked = {
+        "model": MODEL,
+        "prompt": ["Once upon a time", "The dog"],
+        "seed": 1,
+        "max_tokens": 80,
+        "extra_body": {"guided_json": Person.model_json_schema()},
+    }
+    whole = [choice.text for choice in client.completions.create(**asked).choices]
+    assert all(Person.model_validate_json(text) for text in whole)
+    streamed = ["", ""]
+    for chunk in client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == whole
+
+
+def test_json_that_was_cut_says_so(client):
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        response_format={"type": "json_object"},
+        max_tokens=2,
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    assert choice.message.content.startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"$ref": "#/nowhere"}},
+        {"guided_regex": "("},
+        {"guided_grammar": "root ::= ("},
+        {"structured_outputs": {"json": {"type": "strange"}}},
+    ],
+    ids=str,
+)
+def test_grammars_that_cannot_be_are_ordinary_errors(client, fields, stream):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=MODEL, messages=CHAT, stream=stream, extra_body=fields, max_tokens=5
+        )
+    assert caught.value.body["type"] == "invalid_request_error"
+    assert len(caught.value.body["message"]) > 10

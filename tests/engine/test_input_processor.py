@@ -447,6 +447,14 @@ def test_structured_outputs_become_a_grammar(wanted, spec):
     assert msgspec.msgpack.decode(wire, type=CoreSamplingParams).grammar == spec
 
 
+def test_the_backend_is_the_request_s_or_the_engine_s():
+    processor = make(guided_decoding_backend="llguidance")
+    for named, used in [("auto", "llguidance"), ("xgrammar", "xgrammar")]:
+        wanted = StructuredOutputsParams(regex="a", backend=named)
+        grammar = params_of(processor=processor, structured_outputs=wanted).grammar
+        assert grammar.backend == used
+
+
 def test_structured_outputs_need_a_tokenizer():
     with pytest.raises(RequestError, match="skip_tokenizer_init") as caught:
         run(
