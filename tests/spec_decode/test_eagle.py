@@ -36,6 +36,10 @@ def base():
 @pytest.fixture(scope="module")
 def eagle(base, tmp_path_factory):
     head, folder = EagleHead(base.config), tmp_path_factory.mktemp("eagle")
+    attention = head.layers[0].self_attn
+    with torch.no_grad():  # what is attended to must matter
+        for linear in (attention.v_proj, attention.o_proj):
+            linear.weight.mul_(6)
     save(head, folder)
 
     def guess(tokens):
@@ -155,13 +159,15 @@ def test_drafts_are_those_of_the_head_over_all_tokens(head, settings, monkeypatc
     proposals = record_proposals(monkeypatch, EagleProposer)
     speculative = config(head.folder, method="eagle")
     with LLM(max_model_len=128, dtype="float32", speculative_config=speculative, **settings) as llm:
-        llm.generate(TEXTS, GREEDY, use_tqdm=False)
+        whole = {"prompt_token_ids": list(range(100, 132))}  # found again, its last block is copied
+        for _ in range(2):
+            llm.generate([*TEXTS, whole], GREEDY, use_tqdm=False)
     assert len(proposals) > 10
     for tokens, drafts in proposals[::3]:
         assert 0 < len(drafts) <= 3
         with torch.no_grad():
             for logits, draft in zip(head.guess(tokens), drafts, strict=False):
-                assert logits[draft] > logits.max() - 1e-3
+                assert logits[draft] >= logits.max() - 1e-4 * logits.max().abs()
                 if logits.argmax() != draft:
                     break
 
