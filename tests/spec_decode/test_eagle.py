@@ -159,7 +159,7 @@ def test_drafts_are_those_of_the_head_over_all_tokens(head, settings, monkeypatc
     proposals = record_proposals(monkeypatch, EagleProposer)
     speculative = config(head.folder, method="eagle")
     with LLM(max_model_len=128, dtype="float32", speculative_config=speculative, **settings) as llm:
-        whole = {"prompt_token_ids": list(range(100, 132))}  # found again, its last block is copied
+        whole = {"prompt_token_ids": list(range(100, 132))}
         for _ in range(2):
             llm.generate([*TEXTS, whole], GREEDY, use_tqdm=False)
     assert len(proposals) > 10
@@ -225,3 +225,22 @@ def test_the_memory_plan_has_them(head):
         plan = llm.memory_plan
     assert plan.draft > 2 * 0.9 * numbers + 256 * 4096 * 4
     assert plan.block_nbytes == plain.block_nbytes * 7 // 6
+
+
+def test_what_is_kept_is_copied_with_the_target_s_blocks(head, monkeypatch):
+    copied, copy_blocks = [], EagleProposer.copy_blocks
+
+    def spy(self, pairs):
+        copy_blocks(self, pairs)
+        for source, to in pairs:
+            for cache in self._steps._caches:
+                assert cache[source].any()
+                assert torch.equal(cache[source], cache[to])
+                copied.append(to)
+
+    monkeypatch.setattr(EagleProposer, "copy_blocks", spy)
+    whole = {"prompt_token_ids": list(range(100, 132))}
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8}  # the second comes steps later
+    with LLM(max_model_len=128, speculative_config=config(head.folder), **settings) as llm:
+        llm.generate([whole, whole], GREEDY, use_tqdm=False)
+    assert copied
