@@ -167,15 +167,12 @@ class SamplingState:
         positions = self._num_output_tokens[rows] + offsets
         return philox.uniform(self._seeds[rows], positions, stream)
 
-    def params(
-        self, rows: LongArray, offsets: LongArray | None = None, stream: int = 0
-    ) -> NDArray[np.void]:
+    def params(self, rows: LongArray, offsets: LongArray | None = None) -> NDArray[np.void]:
         """How tokens of the rows' next positions are chosen from their logits.
 
         Args:
             rows: int64 [R].
             offsets: int64 [R], see `metadata`.
-            stream: of random numbers; 0: those that tokens are sampled with.
 
         Returns:
             `SAMPLING_ROW` [R].
@@ -186,7 +183,7 @@ class SamplingState:
             positions = self._num_output_tokens[rows]
             if offsets is not None:
                 positions += offsets
-            params["uniform"] = philox.uniform(self._seeds[rows], positions, stream)
+            params["uniform"] = philox.uniform(self._seeds[rows], positions)
         return params
 
     def metadata(

@@ -175,9 +175,10 @@ class DraftSampler:
         """
         num_drafts = len(self._drafts[at[0]])
         ops, rows = self._target.ops, self._rows[at]
-        params = self._target.sampling.params(
-            rows, np.full(len(rows), num_drafts), DRAFT if self._rejection else 0
-        )
+        sampling, ahead = self._target.sampling, np.full(len(rows), num_drafts)
+        params = sampling.params(rows, ahead)
+        if self._rejection:
+            params["uniform"] = sampling.uniforms(rows, ahead, DRAFT)
         tokens: LongArray = ops.sample(logits, params).numpy()
         good = tokens >= 0  # else the logits are not finite: drafts end there
         for i in np.flatnonzero(good).tolist():
