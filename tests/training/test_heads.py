@@ -50,7 +50,7 @@ def make_loop(kind: str, base: Path, text: OwnText, folder: Path, steps: int = 4
     [
         ("eagle", {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight",
                    "layers.0.post_attention_layernorm.weight"}, "EagleLlamaForCausalLM"),
-        ("medusa", {"blocks.0.layers.0.weight", "blocks.3.layers.0.weight", "lm_heads.0.weight"},
+        ("medusa", {"blocks.0.layers.0.weight", "blocks.2.layers.0.weight", "lm_heads.2.weight"},
          "MedusaModel"),
     ],
 )  # fmt: skip
