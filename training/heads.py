@@ -145,10 +145,10 @@ class MedusaHeads(nn.Module):
 
 
 def fit_linear(head: EagleHead, base: Llama, texts: Sequence[Document]) -> None:
-    """Begin with the best linear guess: ridge regression of the next state over ``texts``.
+    """Begin with the best linear guess of the next state: ridge regression over ``texts``.
 
-    Embeddings are small beside hidden states; to grow the weights between them takes thousands of
-    steps.
+    Embeddings are small beside hidden states, so that what leads from these to those has large
+    weights: training alone would take thousands of steps to get there.
     """
     seen, wanted = [], []
     with torch.no_grad():
@@ -261,7 +261,7 @@ def acceptance(
             right.append(torch.stack([d == s for d, s in zip(drafts, said, strict=True)]))
     hits = torch.cat(right, dim=1).double()
     kept = hits.cumprod(dim=0)
-    reached = torch.cat((torch.ones_like(kept[:1]), kept[:-1])).sum(1)
+    reached = torch.cat((torch.ones_like(kept[:1]), kept[:-1])).sum(1).clamp_min(1)
     return (kept.sum(1) / reached).tolist(), kept.mean(1).cumsum(0).tolist()
 
 
