@@ -185,7 +185,7 @@ def head_loop(
     out: Path,
     run: Path,
     seed: int,
-    batch_tokens: int = 4096,
+    batch_tokens: int = 1024,
 ) -> Loop:
     """The loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``, on its own text."""
     torch.manual_seed(seed)
