@@ -24,6 +24,8 @@ from octavo.errors import ConfigError
 
 BUILTIN_MODEL = "octavo/stories"
 BUILTIN_DRAFT_MODEL = "octavo/stories-draft"
+BUILTIN_EAGLE_HEAD = "octavo/stories-eagle"
+BUILTIN_MEDUSA_HEADS = "octavo/stories-medusa"
 # Where API keys are looked for beside the flag: ours, and vLLM's for those who come from there.
 API_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
 # What stands in messages in place of a secret.

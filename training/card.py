@@ -163,8 +163,7 @@ def write_head_card(
         " next hidden state (after its final norm) from the present one and the next token's"
         " embedding. Embeddings and LM head are the main model's.",
         "medusa": f"Medusa heads for `{base}`: head k predicts token t+2+k from the main model's"
-        " hidden state of token t. The heads share one LM head (`original_lm_head`), which keeps"
-        " them small.",
+        " hidden state of token t. Each has an LM head of its own.",
     }[kind]
     lines = [
         *("---", "license: apache-2.0", "---", f"# {folder.name}", "", what, ""),

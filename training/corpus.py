@@ -169,7 +169,7 @@ def load_corpus(folder: Path, heldout_every: int = 100) -> Corpus:
     A folder without TinyStories has the paragraphs of its ``*.txt`` for stories, and no books.
 
     Raises:
-        ValueError: if there is no text.
+        ValueError: if there are no two texts.
     """
     if not (folder / CASED).exists():
         texts = load_texts(folder)

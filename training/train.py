@@ -34,6 +34,7 @@ from training.heads import (
     acceptance,
     eagle_loss,
     export_head,
+    fit_linear,
     medusa_loss,
 )
 from training.loop import Batch, History, Loop, Plan, draw_losses, heldout_loss
@@ -184,7 +185,7 @@ def head_loop(
     out: Path,
     run: Path,
     seed: int,
-    batch_tokens: int = 4096,
+    batch_tokens: int = 1024,
 ) -> Loop:
     """The loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``, on its own text."""
     torch.manual_seed(seed)
@@ -192,6 +193,7 @@ def head_loop(
     head: EagleHead | MedusaHeads
     if kind == "eagle":
         head = EagleHead(model.config)
+        fit_linear(head, model, text.train[:200])
         loss, steps = eagle_loss(head, model), 5
     else:
         head = MedusaHeads(model)

@@ -5,7 +5,8 @@ This tool joins the two: the weights of a small Llama stand in matrices of a lar
 the rest is zero. The zeros are read and multiplied like any weight.
 
 - The hidden state's further elements are zero. A norm takes its mean over more elements, so its
-  weights and its epsilon are made smaller.
+  weights and its epsilon are made smaller; in bfloat16 the smaller weights are rounded, and an
+  answer may part from the small model's where two tokens are nearly as likely.
 - Further heads and rows of the MLP have weights of zero. A small model's group of query heads
   stands in a group of its own; the size of a head stays, as do rotary frequencies and context.
 - Further layers compute what a real layer does, but their output projections are zero.

@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_MODEL, EngineConfig, hub_offline
+from octavo.config import (
+    BUILTIN_DRAFT_MODEL,
+    BUILTIN_EAGLE_HEAD,
+    BUILTIN_MEDUSA_HEADS,
+    BUILTIN_MODEL,
+    EngineConfig,
+    hub_offline,
+)
 from octavo.errors import HubError, ModelError
 from octavo.models.config_json import require_file
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
-    for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL)
+    for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD, BUILTIN_MEDUSA_HEADS)
 }
 # Configuration, tokenizer and chat template; weights are added by load format.
 _FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]
@@ -38,7 +45,7 @@ def resolve_model(
     without a network, a copy downloaded earlier is used.
 
     Args:
-        model: octavo/stories, octavo/stories-draft, a folder, or a hub id such as org/name.
+        model: octavo/stories (or -draft, -eagle, -medusa), a folder, or a hub id such as org/name.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: which weight files are wanted: auto, safetensors, pt or dummy (none).

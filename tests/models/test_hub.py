@@ -9,7 +9,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_MODEL
+from octavo.config import (
+    BUILTIN_DRAFT_MODEL,
+    BUILTIN_EAGLE_HEAD,
+    BUILTIN_MEDUSA_HEADS,
+    BUILTIN_MODEL,
+)
 from octavo.errors import HubError, ModelError
 from octavo.models import hub
 from octavo.models.hub import resolve_model
@@ -26,9 +31,11 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_network")
 class TestLocal:
     def test_builtin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL):
+        names = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD, BUILTIN_MEDUSA_HEADS)
+        for name in names:
             folder = hub._BUILTIN[name]
             assert folder.parts[-3:] == ("octavo", "builtin", name.split("/")[1])
+            assert (folder / "model.safetensors").exists()
             (tmp_path / "config.json").write_text("{}")
             monkeypatch.setitem(hub._BUILTIN, name, tmp_path)
             assert resolve_model(name) == tmp_path

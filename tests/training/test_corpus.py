@@ -3,6 +3,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from training.corpus import (
     LOWER,
     TrueCaser,
@@ -65,3 +67,18 @@ def test_real_corpus(shared_data: Path) -> None:
     assert (shared_data / "text" / LOWER).exists()
     # The second half was lower-case; now nearly every story starts with a capital.
     assert sum(s[0].isupper() or s[0] == '"' for s in corpus.stories) > 0.99 * len(corpus.stories)
+
+
+def test_any_folder_of_text_has_its_paragraphs_for_stories(tmp_path: Path) -> None:
+    long = "A paragraph of some length, which is the first one"
+    long += " of its file, and goes on for quite a while without saying anything"
+    (tmp_path / "a.txt").write_text(f"Heading\n\n{long} until it\nends here.\n\n{long}: two.\n")
+    (tmp_path / "b.txt").write_text(f"{long}: three.<|endoftext|>{long}: four.")
+    corpus = load_corpus(tmp_path, heldout_every=3)
+    assert [story[-5:] for story in corpus.stories] == [" two.", "hree."]
+    assert [text[-5:] for text in corpus.heldout] == ["here.", "four."]
+    assert not corpus.books
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "b.txt").write_text("short")
+    with pytest.raises(ValueError, match="has no two paragraphs"):
+        load_corpus(tmp_path)

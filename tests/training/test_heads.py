@@ -19,6 +19,7 @@ from training.heads import (
     _SoftLoss,
     acceptance,
     eagle_loss,
+    fit_linear,
     medusa_loss,
 )
 from training.loop import Loop, Plan
@@ -50,7 +51,7 @@ def make_loop(kind: str, base: Path, text: OwnText, folder: Path, steps: int = 4
     [
         ("eagle", {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight",
                    "layers.0.post_attention_layernorm.weight"}, "EagleLlamaForCausalLM"),
-        ("medusa", {"blocks.0.layers.0.weight", "blocks.3.layers.0.weight", "lm_heads.0.weight"},
+        ("medusa", {"blocks.0.layers.0.weight", "blocks.2.layers.0.weight", "lm_heads.2.weight"},
          "MedusaModel"),
     ],
 )  # fmt: skip
@@ -105,6 +106,28 @@ def test_eagle_drafts_from_each_position_as_if_it_were_alone(base_folder: Path) 
             out = head.step(embedding[:, 1 : at + k + 2], states, [])
             torch.testing.assert_close(guess[:, at], out[:, -1], atol=1e-5, rtol=1e-5)
             states = torch.cat((states, out[:, -1:]), dim=1)
+
+
+def test_eagle_starts_with_the_best_linear_guess(base_folder: Path, own_text: OwnText) -> None:
+    """A little more or less of it guesses worse; one that sees nothing is far worse."""
+    base = load_model(base_folder)
+    head = EagleHead(base.config)
+    fit_linear(head, base, own_text.train)
+    best = head.fc.weight.clone()
+
+    def error(weight: torch.Tensor) -> float:
+        total = 0.0
+        with torch.no_grad():
+            head.fc.weight.copy_(weight)
+            for text in own_text.train:
+                tokens = torch.tensor([text.ids])
+                hidden, embedding = base.hidden(tokens), base.model.embed_tokens(tokens)
+                guess = head.step(embedding[:, 1:], hidden[:, :-1], [])
+                total += (guess - hidden[:, 1:]).square().sum().item()
+        return total
+
+    assert error(best) < min(error(best * 0.9), error(best * 1.1))
+    assert error(best) < 0.5 * error(torch.zeros_like(best))
 
 
 def test_medusa_starts_as_the_lm_head(base_folder: Path) -> None:

@@ -168,3 +168,47 @@ def test_bad_gradient_is_an_error(make_loop: MakeLoop, tmp_path: Path) -> None:
     loop.loss = lambda batch: loop.module.model.norm.weight.sum() * float("nan")
     with pytest.raises(FloatingPointError, match="step 0"):
         loop.train_step()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_any_plain_llama_is_read(tmp_path: Path, tied: bool) -> None:
+    """In several files, and with what its configuration leaves out."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        rope_theta=500.0,
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours = load_model(tmp_path)
+    assert ours.config.head_dim == 8
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen2"}, "is a qwen2; give a Llama"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scales its rotary embedding"),
+        ({"attention_bias": True}, "has biases"),
+    ],
+)
+def test_what_is_no_plain_llama_is_refused(
+    base_folder: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    fields = json.loads((base_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **change}))
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
