@@ -325,14 +325,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """None: what `model` is."""
     model: Annotated[str, Meta(min_length=1)] | None = None
     """Folder or hub id of the draft model or of the heads."""
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
-    """Most drafts of a request in a step."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] | None = None
+    """Most drafts of a request in a step; default: 5, or as many as there are Medusa heads."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
     """Longest sequence of last tokens that is looked for; default: `prompt_lookup_min`, or 5."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     """Shortest; default: `prompt_lookup_max`, or 5."""
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
     """exact: a draft is kept if it is what would have been sampled without it."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a request in a step."""
+        return self.num_speculative_tokens or 5
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -393,6 +398,16 @@ class EngineConfig(_Section, frozen=True):
     device: DeviceConfig = DeviceConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    def __repr__(self) -> str:
+        """Shows the sections that differ from their defaults."""
+        default = EngineConfig()
+        shown = (
+            f"{name}={getattr(self, name)!r}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(default, name)
+        )
+        return f"EngineConfig({', '.join(shown)})"
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:

@@ -56,6 +56,13 @@ def test_flat_names_find_their_sections():
     assert config.device.device == "cpu"
 
 
+def test_only_what_was_set_is_shown():
+    assert repr(EngineConfig()) == "EngineConfig()"
+    config = EngineConfig.from_kwargs(model="m", block_size=32)
+    shown = "EngineConfig(model=ModelConfig(model='m'), cache=CacheConfig(block_size=32))"
+    assert repr(config) == shown
+
+
 def test_sections_are_frozen():
     with pytest.raises(AttributeError):
         EngineConfig().model.model = "x"

@@ -159,7 +159,11 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
         )
     speculative = config.speculation.speculative_config
     assert speculative is not None
-    speculative = msgspec.structs.replace(speculative, method=found.method)
+    speculative = msgspec.structs.replace(
+        speculative,
+        method=found.method,
+        num_speculative_tokens=speculative.num_speculative_tokens or found.num_heads,
+    )
     draft = WorkerSetup(
         config=msgspec.structs.replace(config, speculation=SpeculationConfig()),
         spec=found.spec,

@@ -25,6 +25,8 @@ class Draft:
     """As in `SpeculativeConfig`."""
     spec: ModelSpec
     path: Path
+    num_heads: int | None = None
+    """Medusa's."""
 
 
 def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
@@ -50,7 +52,7 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
         case "medusa":
             medusa = read_medusa(read, target)
             _check_num_heads(medusa, speculative)
-            return Draft("medusa", medusa, path)
+            return Draft("medusa", medusa, path, len(medusa.lm_heads))
         case "eagle":
             eagle3 = read.has("draft_vocab_size") or _architecture(read) in _EAGLE3
             eagle = read_eagle3(read, target) if eagle3 else read_eagle(read, target)
@@ -79,7 +81,7 @@ def _method_of(config: ConfigJson) -> str:
 
 
 def _check_num_heads(spec: MedusaSpec, speculative: SpeculativeConfig) -> None:
-    if speculative.num_speculative_tokens > len(spec.lm_heads):
+    if (speculative.num_speculative_tokens or 0) > len(spec.lm_heads):
         raise ConfigError(
             f"speculative_config: num_speculative_tokens={speculative.num_speculative_tokens} is "
             f"more than the {len(spec.lm_heads)} heads of {speculative.model}; set that or less."

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import to_device
 from octavo.kernels.reference import sampling_weights
+from octavo.sampling.sizes import rows_per_chunk
 
 # Of typical acceptance: a draft is kept if its probability is more than the lower of these, the
 # second one times exp(-entropy).
@@ -63,28 +64,46 @@ def accept_drafts(
         drafted: of A of these rows.
         token_ids: int64 [R], the tokens sampled; changed in place. -1, of a row that failed, stays.
     """
-    at = to_device(drafted.at, logits.device)
-    drafts = to_device(drafted.token_ids, logits.device)[:, None]
-    weights = sampling_weights(ops, logits[at], params[drafted.at])
+    step = rows_per_chunk(logits.shape[1])
+    for begin in range(0, len(drafted.at), step):
+        some = slice(begin, begin + step)
+        at = to_device(drafted.at[some], logits.device)
+        weights = sampling_weights(ops, logits[at], params[drafted.at[some]])
+        chosen = _choose(weights, drafted, some, token_ids[at])
+        token_ids[at] = torch.where(token_ids[at] < 0, token_ids[at], chosen)
+
+
+def _choose(
+    weights: torch.Tensor, drafted: Drafted, some: slice, sampled: torch.Tensor
+) -> torch.Tensor:
+    """Some drafts, or the tokens in their places; see `accept_drafts`.
+
+    Args:
+        weights: int64 [A, V], of the tokens that are sampled from.
+        drafted: the drafts.
+        some: which of them.
+        sampled: int64 [A], what was sampled there.
+
+    Returns:
+        int64 [A].
+    """
+    drafts, accept, recover = (
+        to_device(array[some], weights.device)[:, None]
+        for array in (drafted.token_ids, drafted.accept, drafted.recover)
+    )
     p = weights.to(torch.float64) / weights.sum(-1, keepdim=True)
     likely = p.gather(1, drafts)
-    sampled = token_ids[at][:, None]
     if drafted.typical:
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
         keep = likely > (_DELTA * torch.exp(-entropy)).clamp_max(_EPSILON)
-        chosen = torch.where(keep, drafts, sampled)
+        return torch.where(keep, drafts, sampled[:, None])[:, 0]
+    if drafted.probs is None:
+        q = torch.zeros_like(p).scatter_(1, drafts, 1.0)
     else:
-        if drafted.probs is None:
-            q = torch.zeros_like(p).scatter_(1, drafts, 1.0)
-        else:
-            q = drafted.probs.to(torch.float64)
-        accept = to_device(drafted.accept, logits.device)[:, None]
-        keep = accept * q.gather(1, drafts) < likely
-        cumulative = (p - q).clamp_min(0.0).cumsum(-1)
-        total = cumulative[:, -1:]
-        threshold = to_device(drafted.recover, logits.device)[:, None] * total
-        recovered = torch.searchsorted(cumulative, threshold, right=True)
-        # The product may round up to the total itself: the last token that has a share.
-        last = (cumulative < total).sum(-1, keepdim=True)
-        chosen = torch.where(keep, drafts, torch.minimum(recovered, last))
-    token_ids[at] = torch.where(sampled < 0, sampled, chosen)[:, 0]
+        q = drafted.probs[some].to(torch.float64)
+    cumulative = (p - q).clamp_min(0.0).cumsum(-1)
+    total = cumulative[:, -1:]
+    # Where rounding leaves nothing that p has more than q, the two are equal.
+    keep = (accept * q.gather(1, drafts) < likely) | (total == 0)
+    recovered = torch.searchsorted(cumulative, recover * total, right=True)
+    return torch.where(keep, drafts, recovered)[:, 0]

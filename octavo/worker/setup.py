@@ -37,7 +37,7 @@ class WorkerSetup:
     def num_speculative_tokens(self) -> int:
         """Most drafts of a request in a step."""
         speculative = self.config.speculation.speculative_config
-        return 0 if speculative is None else speculative.num_speculative_tokens
+        return 0 if speculative is None else speculative.num_drafts
 
     @property
     def max_num_drafts(self) -> int:
