@@ -207,6 +207,10 @@ class DeviceConfig(_Section, frozen=True):
             " products of one tile size. On a CPU this is always so."
         ),
     ] = False
+    tensor_parallel_size: Annotated[
+        Literal[1],
+        Meta(description="Devices that share the model; more than one is not supported yet."),
+    ] = 1
     num_threads: Annotated[
         PositiveInt | None,
         Meta(description="Threads of the CPU kernels; default: the cores given."),
