@@ -14,6 +14,7 @@ from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.models.heads import HeadsSpec
 from octavo.platforms.base import Platform, require_package
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
+from octavo.spec_decode.sizes import suffix_nbytes
 from octavo.worker.memory import MemoryBudget, Scratch
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.step_table import StepLayout, input_batch_nbytes
@@ -169,6 +170,9 @@ def memory_budget(
     rows = input_batch_nbytes(
         setup.largest_step, setup.max_model_len, config.cache.block_size, len(groups)
     )
+    speculative = config.speculation.speculative_config
+    if speculative is not None and speculative.method == "suffix":
+        rows += suffix_nbytes()
     loading, draft = spec.loading_nbytes(setup.dtype), 0
     if setup.draft is not None:
         assert draft_scratch is not None

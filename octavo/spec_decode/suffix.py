@@ -13,10 +13,8 @@ from octavo import _native
 from octavo.messages import NewRequestData
 from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.spec_decode.ngram import look_up
+from octavo.spec_decode.sizes import SUFFIX_TOKENS
 
-MAX_TOKENS = 2**17
-"""Tokens of earlier answers that are kept at least, if there were as many; at most twice that."""
-NBYTES_PER_TOKEN = 200
 _LONGEST = 64  # tokens that a match is looked for with
 _SHORTEST = 2
 # Prompt tokens before an answer that are kept with it: it is found from its first token on.
@@ -51,9 +49,9 @@ class SuffixProposer(Proposer):
         tokens = batch.token_ids[row, max(0, first - _LEAD) : end]
         tokens = tokens[tokens >= 0]  # none that is still on its way
         if end > first:
-            if len(self._newer) + len(tokens) > MAX_TOKENS:
+            if len(self._newer) + len(tokens) > SUFFIX_TOKENS:
                 self._newer, self._older = _native.SuffixAutomaton(), self._newer
-            self._newer.add(tokens.ctypes.data, min(len(tokens), MAX_TOKENS))
+            self._newer.add(tokens.ctypes.data, min(len(tokens), SUFFIX_TOKENS))
 
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
         """See `Proposer`."""

@@ -10,6 +10,7 @@ from octavo.messages import NewRequestData
 from octavo.models.cache import AttentionCache
 from octavo.spec_decode import suffix
 from octavo.spec_decode.base import Target
+from octavo.spec_decode.sizes import SUFFIX_NBYTES_PER_TOKEN
 from octavo.spec_decode.suffix import SuffixProposer
 from octavo.worker.input_batch import UNKNOWN, InputBatch
 from tests.params import core_params
@@ -65,7 +66,7 @@ def test_it_takes_no_more_memory_than_planned():
     automaton = SuffixAutomaton()
     tokens = np.random.default_rng(0).integers(0, 50, 20_000).astype(np.int32)
     automaton.add(tokens.ctypes.data, len(tokens))
-    assert automaton.nbytes < suffix.NBYTES_PER_TOKEN * len(automaton)
+    assert automaton.nbytes < SUFFIX_NBYTES_PER_TOKEN * len(automaton)
     assert len(automaton) == len(tokens) + 1
 
 
@@ -146,7 +147,7 @@ def test_tokens_that_are_on_their_way_are_no_part_of_an_answer():
 
 
 def test_old_answers_are_forgotten(monkeypatch):
-    monkeypatch.setattr(suffix, "MAX_TOKENS", 20)
+    monkeypatch.setattr(suffix, "SUFFIX_TOKENS", 20)
     bench = Bench()
     for i in range(10, 60, 10):
         bench.add("a", [1], [*range(i, i + 9)])
