@@ -39,7 +39,11 @@ def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSp
         raise config.error("architectures", f"it must name one of: {', '.join(FAMILIES)}")
     read = FAMILIES.get(architectures[0]) or _installed(architectures[0])
     if read is None:
-        raise config.error("architectures", f"supported: {', '.join(FAMILIES)}")
+        raise config.error(
+            "architectures",
+            f"supported: {', '.join(FAMILIES)}, and what installed packages offer as entry points "
+            f"of the group {ENTRY_POINTS}",
+        )
     if config.has("auto_map") and not trust_remote_code:
         raise config.error(
             "auto_map",
