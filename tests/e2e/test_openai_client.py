@@ -155,8 +155,8 @@ def test_typed_errors(client):
         ask(tools=[{"type": "function", "function": {"name": "f"}}])
     assert tools.value.param == "tools"
     with pytest.raises(openai.BadRequestError) as formatted:
-        ask(response_format={"type": "json_object"})
-    assert formatted.value.param == "response_format"
+        ask(response_format={"type": "json_schema"})
+    assert formatted.value.param == "response_format.json_schema"
     with pytest.raises(openai.BadRequestError) as long:
         ask(messages=[{"role": "user", "content": "word " * 20_000}])
     assert long.value.code == "context_length_exceeded"

@@ -36,17 +36,19 @@ def base():
 @pytest.fixture(scope="module")
 def eagle(base, tmp_path_factory):
     head, folder = EagleHead(base.config), tmp_path_factory.mktemp("eagle")
-    attention = head.layers[0].self_attn
-    with torch.no_grad():  # what is attended to must matter
+    attention, mlp = head.layers[0].self_attn, head.layers[0].mlp
+    with torch.no_grad():  # all of it must matter, which at first it does not
+        mlp.down_proj.weight.normal_(std=0.02)
         for linear in (attention.v_proj, attention.o_proj):
-            linear.weight.mul_(6)
+            linear.weight.normal_(std=0.12)
+        head.fc.weight[:, base.config.hidden_size :] += torch.eye(base.config.hidden_size)
     save(head, folder)
 
     def guess(tokens):
         """Hidden states guessed, and the logits of the last one."""
         ids, given, drafts = torch.tensor([tokens]), base.hidden(torch.tensor([tokens[:-1]])), []
         while True:
-            out = head(base.model.embed_tokens(ids[:, 1:]), given)
+            out = head.step(base.model.embed_tokens(ids[:, 1:]), given, [])
             drafts.append(base.logits(out[:, -1])[0])
             yield drafts[-1]
             ids = torch.cat((ids, drafts[-1].argmax().view(1, 1)), 1)

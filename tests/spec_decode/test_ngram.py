@@ -61,6 +61,6 @@ def test_a_match_is_as_long_as_the_settings_say():
     for prompt in ([8, 3, 9, 7, 3], [2, 3, 9, 2, 3], [1, 2, 3, 4, 9, 2, 3, 4, 8, 1, 2, 3, 4]):
         data = NewRequestData(prompt, len(prompt), core_params(), 0)
         batch.add(str(prompt), data)
-    proposer = NgramProposer(Target(setup, None, batch, None))
+    proposer = NgramProposer(Target(setup, None, batch, *5 * [None]))
     proposal = proposer.propose(np.array([1, 0, 2]), np.array([1, 2, 2]))
     assert [list(drafts) for drafts in proposal.token_ids] == [[9], [], [8, 1]]
