@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.llguidance_backend import LLGuidanceBackend
 from octavo.structured_output.vocabulary import Vocabulary
@@ -227,7 +227,7 @@ CASES = [
 def test_nothing_is_accepted_wrongly(backend, schema, values):
     try:
         compiled = ALL_BYTES[backend.name].compile(GrammarSpec("json", json.dumps(schema)))
-    except RequestError:
+    except GrammarError:
         return  # another one may support it
     try:
         is_valid = jsonschema.Draft202012Validator(schema).is_valid
@@ -275,7 +275,7 @@ INVALID = {
 @pytest.mark.parametrize("name", INVALID)
 def test_what_is_wrong_is_named(backend, name):
     kind, text, message = INVALID[name]
-    with pytest.raises(RequestError, match=message) as caught:
+    with pytest.raises(GrammarError, match=message) as caught:
         backend.compile(GrammarSpec(kind, text))
     assert caught.value.param == "structured_outputs"
     assert len(caught.value.message) < 500
@@ -313,13 +313,13 @@ def test_a_structural_tag_s_schemas_are_looked_at(vocabulary):
                        "content": {"type": "json_schema", "json_schema": schema}},
         },
     ):  # fmt: skip
-        with pytest.raises(RequestError, match="uniqueItems"):
+        with pytest.raises(GrammarError, match="uniqueItems"):
             ALL_BYTES["xgrammar"].compile(GrammarSpec("structural_tag", json.dumps(tag)))
 
 
 def test_lark_is_for_llguidance():
     spec = GrammarSpec("grammar", 'start: "a" | "b"')
-    with pytest.raises(RequestError, match="EBNF"):
+    with pytest.raises(GrammarError, match="EBNF"):
         ALL_BYTES["xgrammar"].compile(spec)
     assert accepts(ALL_BYTES["llguidance"].compile(spec), "b")
 
@@ -334,7 +334,7 @@ def test_limits_while_matching_are_errors_not_ends():
             assert state.accept_tokens(b"a") == 1
             allowed(state, 257)
 
-    with pytest.raises(RequestError, match="llguidance"):
+    with pytest.raises(GrammarError, match="llguidance"):
         go_on()
 
 
@@ -362,12 +362,12 @@ def test_small_tokenizers(make):
 
 def test_tokenizers_without_bytes_are_refused():
     tokenizer = small_tokenizers.word_piece()
-    with pytest.raises(RequestError, match="fixed bytes"):
+    with pytest.raises(GrammarError, match="fixed bytes"):
         Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [0])
 
 
 def test_a_model_without_a_stop_token_is_refused():
     tokenizer = small_tokenizers.byte_level()
     tokenizer.eos_token_id = None
-    with pytest.raises(RequestError, match="stop token"):
+    with pytest.raises(GrammarError, match="stop token"):
         Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [])
