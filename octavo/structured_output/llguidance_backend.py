@@ -208,8 +208,9 @@ def _check_schema(root: Any) -> None:
         for key in _IGNORED:
             if key in schema:
                 raise _refusal(f"{key} is not supported")
-        if schema is not root and "$id" in schema:
-            raise _refusal("$id inside of a schema is not supported")
+        if schema is not root and "$id" in schema and "$ref" in schema:
+            # Whether the reference is relative to it depends on the draft.
+            raise _refusal("$id beside $ref is not supported")
         if counts_repeated(schema):
             raise _refusal("minProperties is not supported where a property may come twice")
         patterns = schema.get("patternProperties")

@@ -6,6 +6,7 @@ are not known to work with it is refused, so that another backend gets the schem
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -239,6 +240,10 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
         raise _refusal("maxProperties without properties")
     if properties and (additional is True or additional == {}):
         raise _refusal("properties beside others of any kind")  # "\\u0061" would be one, beside "a"
+    if isinstance(additional, dict) and any(
+        json.dumps(name, ensure_ascii=False) != f'"{name}"' for name in properties
+    ):
+        raise _refusal("additionalProperties beside a name that JSON escapes")
     if counts_repeated(schema):
         raise _refusal("minProperties, where a property may come twice")
     if names is not None:

@@ -175,6 +175,13 @@ def test_forced_text_is_tokenised_as_the_tokeniser_does(backend, tokenizer):
     assert over.forced_tokens(8) == []
 
 
+def test_nothing_is_forced_within_a_character(backend):
+    grammar = ALL_BYTES[backend.name].compile(GrammarSpec("choice", '["é", "yes"]')).start()
+    assert grammar.accept_tokens([0xC3]) == 1
+    assert grammar.forced_tokens(8) == []
+    assert grammar.accept_tokens([0xA9, 256]) == 2
+
+
 DEFS = {"a": {"type": "string"}}
 # Schemas and values, some of them wrong: none of these may be accepted.
 CASES = [
@@ -220,7 +227,108 @@ CASES = [
     ({"type": "array", "prefixItems": [{"type": "string"}], "items": False}, [["a", 1], [1]]),
     ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"b": 1}]),
     ({"properties": {"a": {"items": {"minimum": 3}}}}, [{"a": [1]}]),
+    ({"type": "integer", "multipleOf": 2.5}, [3]),
+    ({"type": "integer", "multipleOf": 2, "minimum": 3}, [5]),
+    ({"type": "integer", "multipleOf": 5000}, [5001]),
+    ({"type": "array", "contains": False}, [[], [1]]),
+    ({"if": False, "else": {"const": 1}}, [2]),
+    ({"type": "array", "items": True, "minItems": -1}, []),
+    ({"type": "string", "format": "ipv4"}, ["01.2.3.4"]),
+    ({"type": "string", "pattern": "^[[:alpha:]]$"}, ["a"]),
+    ({"type": "string", "pattern": "^[a&&b]$"}, ["ab"]),
+    ({"type": "string", "pattern": "^[a--b]$"}, ["ab"]),
+    ({"type": "string", "pattern": "^\\Aa$"}, ["a"]),
+    ({"properties": {"a": {"$id": "http://x/b", "$ref": "#/$defs/a", "$defs": {"a": True}}},
+      "$defs": DEFS}, [{"a": 1}]),
 ]  # fmt: skip
+
+
+# Schemas and texts that do not follow them, which `json.dumps` would not write.
+TEXTS = [
+    *(
+        ({"type": "string"} | more, [f'"{char}"'])
+        for more in (
+            {"minLength": 1},
+            {"maxLength": 1},
+            {"maxLength": 1000},
+            {"pattern": "^.{0,1000}$"},
+            {"pattern": "^[^a]{1,200}$"},
+            {"pattern": r"^[\s\S]*$"},
+            {"pattern": "^\\W{0,200}$"},
+            {"pattern": "^[ -~]{0,200}$"},
+            {"pattern": "^[.-\\]]{0,200}$"},
+            {"pattern": '^"$'},
+            {"pattern": r"^\"$"},
+            {"pattern": r"^\\$"},
+            {"pattern": r"^\n$"},
+            {"pattern": "^\n$"},
+            {"pattern": "^[^]$"},
+            {"format": "json-pointer"},
+            {"format": "relative-json-pointer"},
+        )
+        for char in ('"', "\\", "\n", "\t", "\x01", '/"', "0/\n")
+    ),
+    ({"type": "object", "propertyNames": {"maxLength": 9}}, ['{"\n": 1}', '{"\x01": 1}']),
+    ({"type": "object", "patternProperties": {'^"$': {}}}, ['{""": 1}']),
+    ({"type": "object", "patternProperties": {"^.{1,200}$": {}}}, ['{""": 1}', '{"\n": 1}']),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}}, [r'{"\u0061": "x"}']),
+    (
+        {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True},
+        [r'{"\u0061": "x"}'],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a\n": {"type": "null"}},
+            "additionalProperties": {"type": "string"},
+        },
+        [r'{"a\n": "x"}'],
+    ),
+    ({"type": "object", "minProperties": 2}, ['{"a": 1, "a": 1}']),
+    (
+        {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}},
+        ['{"a": 1, "a": 1}'],
+    ),
+    ({"type": "integer", "divisibleBy": 2}, ["3"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "texts"), TEXTS, ids=lambda v: json.dumps(v)[:60])
+def test_no_text_is_accepted_wrongly(backend, schema, texts):
+    try:
+        compiled = ALL_BYTES[backend.name].compile(GrammarSpec("json", json.dumps(schema)))
+    except GrammarError:
+        return
+    assert [text for text in texts if accepts(compiled, text)] == []
+
+
+# What one of the two must take, and texts that follow it.
+SUPPORTED = [
+    ({"type": "string", "maxLength": 3}, [r'"a\n\""', '""', '"中😀a"']),
+    ({"type": "string", "pattern": "^[^x]{0,1000}$"}, [r'"a\n\""']),
+    ({"type": "string", "pattern": r"^[A-Z\d_.-]+(/|\.)\w$"}, ['"AB-1/x"']),
+    ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"']),
+    ({"type": "integer", "multipleOf": 5000}, ["15000"]),
+    ({"type": "array", "maxItems": 2}, ["[]", "[1, 2]"]),
+    ({"type": "object", "maxProperties": 1}, ["{}", '{"a": 1}']),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+     ['{"a": 1, "b": 2}', '{"c\\n": 2}']),
+    ({"type": "object", "required": ["b"], "properties": {"a": {}}}, ['{"a": 1, "b": 2}']),
+    ({"type": "object", "minProperties": 2, "required": ["a", "b"],
+      "properties": {"a": {}, "b": {}}}, ['{"a": 1, "b": 2}']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "texts"), SUPPORTED, ids=lambda v: json.dumps(v)[:60])
+def test_what_one_refuses_the_other_takes(schema, texts):
+    for backend in ALL_BYTES.values():  # the order of "auto"
+        try:
+            compiled = backend.compile(GrammarSpec("json", json.dumps(schema)))
+        except GrammarError:
+            continue
+        assert [text for text in texts if not accepts(compiled, text)] == []
+        return
+    pytest.fail("both refuse it")
 
 
 @pytest.mark.parametrize(("schema", "values"), CASES, ids=lambda v: json.dumps(v)[:60])
