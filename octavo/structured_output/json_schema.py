@@ -131,7 +131,7 @@ def counts_repeated(schema: dict[str, Any]) -> bool:
     Backends count what is written.
     """
     least, required = schema.get("minProperties", 0), schema.get("required", [])
-    known = len(required) if isinstance(required, list) else 0
+    known = len({str(name) for name in required}) if isinstance(required, list) else 0
     return bool(
         isinstance(least, (int, float))
         and least > max(1, known)

@@ -230,10 +230,11 @@ def _spell_names(root: Any) -> bool:
     """
     changed = False
     for schema in schemas_of(root):
+        additional = schema.get("additionalProperties", True)
         if (
             schema.get("properties")
             and "patternProperties" not in schema
-            and schema.get("additionalProperties", True) in (True, {})
+            and (additional is True or additional == {})
         ):
             schema["patternProperties"] = {"": True}
             schema["additionalProperties"] = False
