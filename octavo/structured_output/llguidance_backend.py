@@ -44,6 +44,7 @@ _IGNORED = ("divisibleBy", "extends", "disallow")
 _RUST_ESCAPE = r"\\(?![dDwWsSnrtfvpPbB0-9]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^a-zA-Z0-9])."
 _RUST = re.compile(_RUST_ESCAPE + r"|\(\?(?![:=!<])")
 _RUST_CLASS = re.compile(_RUST_ESCAPE + r"|\[|&&|--|~~")
+_ATOM = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*\]", re.DOTALL)
 # Memory of a compiled grammar, measured: by the size of its text.
 _NBYTES, _NBYTES_PER_CHAR = 2**16, 100
 
@@ -190,7 +191,7 @@ def _source(spec: GrammarSpec) -> str:
 def _from_schema(text: str, spec: GrammarSpec) -> str:
     schema = parse_json(text)
     _check_schema(schema)
-    if _spell_names(schema):
+    if _mend(schema):
         text = json.dumps(schema, ensure_ascii=False)
     overrides: JsonCompileOptions = {"lenient": False}
     # The library has no oneOf; where at most one of its branches can hold, it is anyOf.
@@ -214,16 +215,21 @@ def _check_schema(root: Any) -> None:
         if counts_repeated(schema):
             raise _refusal("minProperties is not supported where a property may come twice")
         patterns = schema.get("patternProperties")
-        for pattern in [schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
-            if isinstance(pattern, str):
-                _check_pattern(pattern)
+        for name in patterns if isinstance(patterns, dict) else ():
+            _check_pattern(name)
+            if _mend_pattern(name) != name:
+                raise _refusal(
+                    f"the negated class in patternProperties {name[:80]!r} is not supported"
+                )
+        if isinstance(schema.get("pattern"), str):
+            _check_pattern(schema["pattern"])
 
 
-def _spell_names(root: Any) -> bool:
-    """Says of a schema's further properties that their names match "", which all do.
+def _mend(root: Any) -> bool:
+    """Writes a schema so that the library lets nothing wrong through.
 
-    The library lets names of further properties be written with any escape, so that "\\u0061"
-    passes for another one than "a"; those that match a pattern it spells in one way only.
+    Names of further properties may be written with any escape there, so that "\\u0061" passes for
+    another one than "a"; those that match a pattern, as all match "", it spells in one way only.
 
     Returns:
         Whether anything was changed.
@@ -239,7 +245,29 @@ def _spell_names(root: Any) -> bool:
             schema["patternProperties"] = {"": True}
             schema["additionalProperties"] = False
             changed = True
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str) and _mend_pattern(pattern) != pattern:
+            schema["pattern"] = _mend_pattern(pattern)
+            changed = True
     return changed
+
+
+def _mend_pattern(pattern: str) -> str:
+    """Takes control characters out of negated classes without quotation marks or backslashes.
+
+    The library lets these through, escaped, where the class has characters such as a line feed.
+    """
+
+    def mend(found: re.Match[str]) -> str:
+        text = found[0]
+        if not text.startswith("[^"):
+            return text
+        with contextlib.suppress(re.error):
+            if re.fullmatch(text + "+", '"\\'):
+                return text
+        return "[^\\x00-\\x1f" + text[2:]
+
+    return _ATOM.sub(mend, pattern)
 
 
 def _check_pattern(pattern: str) -> None:

@@ -66,6 +66,8 @@ _FORMATS = frozenset(
 )
 # Beyond this the library leaves `multipleOf` out.
 _MAX_MULTIPLE = 1000
+# In patterns; beyond 128 the library lets what is repeated before come again behind it.
+_MAX_REPEAT = 100
 # Patterns that match nothing which JSON would have to escape, the library does not: no quotation
 # mark, backslash or control character, not even within a range, a class or a wildcard.
 _ESCAPED = r"\\[dw!#$%&'()*+,./:;<=>?@\[\]^_`{|}~-]"
@@ -127,6 +129,17 @@ def _check_json_pattern(pattern: str) -> None:
             f"the pattern {pattern[:80]!r}, which may match what JSON escapes (quotation marks, "
             "backslashes, control characters)"
         )
+    if _has_large_repeat(pattern):
+        raise _refusal(f"more than {_MAX_REPEAT} repeats in the pattern {pattern[:80]!r}")
+
+
+def _has_large_repeat(pattern: str) -> bool:
+    return any(
+        len(number) > 6 or int(number) > _MAX_REPEAT
+        for numbers in re.findall(r"\{(\d+)(?:,(\d*))?\}", pattern)
+        for number in numbers
+        if number
+    )
 
 
 def _check(schema: dict[str, Any], root: Any) -> list[Any]:

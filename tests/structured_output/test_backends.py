@@ -238,6 +238,11 @@ CASES = [
     ({"type": "string", "pattern": "^[a&&b]$"}, ["ab"]),
     ({"type": "string", "pattern": "^[a--b]$"}, ["ab"]),
     ({"type": "string", "pattern": "^\\Aa$"}, ["a"]),
+    ({"type": "string", "pattern": "^a+[b]{1,129}$"}, ["abab"]),
+    *(({"type": "string", "pattern": f"^a{negated}b$"}, ['a"b', r"a\b"])
+      for negated in ('[^"]', r"[^\\]", r"[^\x22\\]", '[^"-]', "[^!-~]", "[^A-z]")),
+    ({"type": "object", "patternProperties": {'^[^"]$': True}, "additionalProperties": False},
+     [{'"': 1}]),
     ({"properties": {"a": {"$id": "http://x/b", "$ref": "#/$defs/a", "$defs": {"a": True}}},
       "$defs": DEFS}, [{"a": 1}]),
 ]  # fmt: skip
@@ -307,6 +312,7 @@ SUPPORTED = [
     ({"type": "string", "maxLength": 3}, [r'"a\n\""', '""', '"中😀a"']),
     ({"type": "string", "pattern": "^[^x]{0,1000}$"}, [r'"a\n\""']),
     ({"type": "string", "pattern": r"^[A-Z\d_.-]+(/|\.)\w$"}, ['"AB-1/x"']),
+    ({"type": "string", "pattern": '^[^"]{1,300}[^@]$'}, [r'"a b\n"', r'"a\""']),
     ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"']),
     ({"type": "integer", "multipleOf": 5000}, ["15000"]),
     ({"type": "array", "maxItems": 2}, ["[]", "[1, 2]"]),
