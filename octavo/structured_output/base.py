@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
-from octavo.structured_output.json_schema import PARAM
 
 MAX_FORCED = 8
 """Most tokens of a request that are drafted because its grammar leaves no other way."""
@@ -19,7 +18,7 @@ MAX_FORCED = 8
 class Grammar(ABC):
     """Where one request stands in its grammar. Not to be used by two threads at once.
 
-    Its methods raise RequestError where the grammar takes more than the backend's limits.
+    Its methods raise GrammarError where the grammar takes more than the backend's limits.
     """
 
     @abstractmethod
@@ -78,8 +77,8 @@ class GrammarBackend(ABC):
         """Compiles a grammar.
 
         Raises:
-            RequestError: it is invalid, too large, or has a part that this backend cannot honour;
-                the message names it, `param` is the field that it came in.
+            GrammarError: it is invalid, too large, or has a part that this backend cannot honour;
+                the message names it.
         """
 
 
@@ -87,12 +86,12 @@ def check_satisfiable(compiled: CompiledGrammar, vocab_size: int, name: str) -> 
     """Refuses a grammar that allows no first token.
 
     Raises:
-        RequestError: nothing satisfies it.
+        GrammarError: nothing satisfies it.
     """
     row = np.zeros(-(-vocab_size // 32), np.int32)
     compiled.start().fill_bitmask(row)
     if not row.any():
-        raise RequestError(f"{name}: the grammar allows no text at all; mend it.", PARAM)
+        raise GrammarError(f"{name}: the grammar allows no text at all; mend it.")
 
 
 def is_ebnf(text: str) -> bool:

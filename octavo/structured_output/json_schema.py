@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 
 MAX_DEPTH = 64
 """Most lists and objects inside of one another."""
-PARAM = "structured_outputs"
-"""The request's field, in errors."""
 
 # Where a schema has others: as values of an object, in a list, or by itself.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -35,7 +34,7 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        RequestError: it is none, or nested too deeply, or has strings that are no valid Unicode.
+        GrammarError: it is none, or nested too deeply, or has strings that are no valid Unicode.
     """
     try:
         value = json.loads(text)
@@ -45,13 +44,12 @@ def parse_json(text: str) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except UnicodeEncodeError:
-        raise RequestError(
+        raise GrammarError(
             "The grammar has a string that is no valid Unicode: half of a surrogate pair (\\ud800 "
-            "and the like).",
-            PARAM,
+            "and the like)."
         ) from None
     except ValueError as error:
-        raise RequestError(f"The grammar is not valid JSON: {error}.", PARAM) from None
+        raise GrammarError(f"The grammar is not valid JSON: {error}.") from None
     return value
 
 
@@ -59,14 +57,14 @@ def parse_choices(text: str) -> list[str]:
     """The texts of a JSON list.
 
     Raises:
-        RequestError: it is none, or empty, or has something else in it.
+        GrammarError: it is none, or empty, or has something else in it.
     """
     choices = parse_json(text)
     if not isinstance(choices, list) or not choices:
-        raise RequestError("choice must be a list with at least one text.", PARAM)
+        raise GrammarError("choice must be a list with at least one text.")
     for choice in choices:
         if not isinstance(choice, str):
-            raise RequestError(f"choice must be a list of texts; {choice!r:.80} is none.", PARAM)
+            raise GrammarError(f"choice must be a list of texts; {choice!r:.80} is none.")
     return choices
 
 
@@ -74,7 +72,7 @@ def check_depth(value: Any) -> None:
     """Refuses what is nested too deeply.
 
     Raises:
-        RequestError: it is nested more than `MAX_DEPTH` deep.
+        GrammarError: it is nested more than `MAX_DEPTH` deep.
     """
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
@@ -97,6 +95,48 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
     for key in _SINGLE:
         if isinstance(schema.get(key), dict):
             yield schema[key]
+
+
+def schemas_of(root: Any) -> Iterator[dict[str, Any]]:
+    """A schema, those inside of it, and those that its local references point at."""
+    todo, seen = [root], set[int]()
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, dict) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        todo += subschemas(value)
+        if "$ref" in value:
+            todo.append(_referred(value["$ref"], root))
+        yield value
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """What a reference within a document points at; None: nothing is found."""
+    found = root
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def counts_repeated(schema: dict[str, Any]) -> bool:
+    """Whether a property that is written twice could pass for two of `minProperties`.
+
+    Backends count what is written.
+    """
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    known = len({str(name) for name in required}) if isinstance(required, list) else 0
+    return bool(
+        isinstance(least, (int, float))
+        and least > max(1, known)
+        and (schema.get("additionalProperties", True) is not False or "patternProperties" in schema)
+    )
 
 
 def is_disjoint_everywhere(schema: Any) -> bool:
@@ -176,5 +216,5 @@ def _is_small(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**53
 
 
-def _too_deep() -> RequestError:
-    return RequestError(f"The grammar is nested more than {MAX_DEPTH} deep; flatten it.", PARAM)
+def _too_deep() -> GrammarError:
+    return GrammarError(f"The grammar is nested more than {MAX_DEPTH} deep; flatten it.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.base import (
     CompiledGrammar,
@@ -22,11 +23,12 @@ from octavo.structured_output.base import (
     is_ebnf,
 )
 from octavo.structured_output.json_schema import (
-    PARAM,
     check_depth,
+    counts_repeated,
     is_disjoint_everywhere,
     parse_choices,
     parse_json,
+    schemas_of,
 )
 from octavo.structured_output.vocabulary import Vocabulary
 
@@ -35,6 +37,14 @@ if TYPE_CHECKING:
 
 # States of a lexer take 1 to 2 kB each.
 _MAX_LEXER_STATES = 25_000
+# Keywords of old drafts that the library does not know.
+_IGNORED = ("divisibleBy", "extends", "disallow")
+# What Rust's regular expressions have, and ECMAScript's do not: escapes, groups with flags; in
+# classes other classes and what combines them.
+_RUST_ESCAPE = r"\\(?![dDwWsSnrtfvpPbB0-9]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^a-zA-Z0-9])."
+_RUST = re.compile(_RUST_ESCAPE + r"|\(\?(?![:=!<])")
+_RUST_CLASS = re.compile(_RUST_ESCAPE + r"|\[|&&|--|~~")
+_ATOM = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*\]", re.DOTALL)
 # Memory of a compiled grammar, measured: by the size of its text.
 _NBYTES, _NBYTES_PER_CHAR = 2**16, 100
 
@@ -62,7 +72,7 @@ class LLGuidanceBackend(GrammarBackend):
         try:
             source = _source(spec)
         except (ValueError, RecursionError, KeyError, TypeError) as error:
-            if isinstance(error, RequestError):
+            if isinstance(error, GrammarError):
                 raise
             raise _refusal(str(error)) from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -179,6 +189,10 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def _from_schema(text: str, spec: GrammarSpec) -> str:
+    schema = parse_json(text)
+    _check_schema(schema)
+    if _mend(schema):
+        text = json.dumps(schema, ensure_ascii=False)
     overrides: JsonCompileOptions = {"lenient": False}
     # The library has no oneOf; where at most one of its branches can hold, it is anyOf.
     if '"oneOf"' in text and is_disjoint_everywhere(parse_json(text)):
@@ -187,6 +201,96 @@ def _from_schema(text: str, spec: GrammarSpec) -> str:
         overrides["whitespace_flexible"] = False
         overrides["item_separator"], overrides["key_separator"] = ", ", ": "
     return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+
+
+def _check_schema(root: Any) -> None:
+    """Refuses a schema with something in it that the library would ignore or take for another."""
+    for schema in schemas_of(root):
+        for key in _IGNORED:
+            if key in schema:
+                raise _refusal(f"{key} is not supported")
+        if schema is not root and "$id" in schema and "$ref" in schema:
+            # Whether the reference is relative to it depends on the draft.
+            raise _refusal("$id beside $ref is not supported")
+        if counts_repeated(schema):
+            raise _refusal("minProperties is not supported where a property may come twice")
+        patterns = schema.get("patternProperties")
+        for name in patterns if isinstance(patterns, dict) else ():
+            _check_pattern(name)
+            if _mend_pattern(name) != name:
+                raise _refusal(
+                    f"the negated class in patternProperties {name[:80]!r} is not supported"
+                )
+        if isinstance(schema.get("pattern"), str):
+            _check_pattern(schema["pattern"])
+
+
+def _mend(root: Any) -> bool:
+    """Writes a schema so that the library lets nothing wrong through.
+
+    Names of further properties may be written with any escape there, so that "\\u0061" passes for
+    another one than "a"; those that match a pattern, as all match "", it spells in one way only.
+
+    Returns:
+        Whether anything was changed.
+    """
+    changed = False
+    for schema in schemas_of(root):
+        additional = schema.get("additionalProperties", True)
+        if (
+            schema.get("properties")
+            and "patternProperties" not in schema
+            and (additional is True or additional == {})
+        ):
+            schema["patternProperties"] = {"": True}
+            schema["additionalProperties"] = False
+            changed = True
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str) and _mend_pattern(pattern) != pattern:
+            schema["pattern"] = _mend_pattern(pattern)
+            changed = True
+    return changed
+
+
+def _mend_pattern(pattern: str) -> str:
+    """Takes control characters out of negated classes without quotation marks or backslashes.
+
+    The library lets these through, escaped, where the class has characters such as a line feed.
+    """
+
+    def mend(found: re.Match[str]) -> str:
+        text = found[0]
+        if not text.startswith("[^"):
+            return text
+        with contextlib.suppress(re.error):
+            if re.fullmatch(text + "+", '"\\'):
+                return text
+        return "[^\\x00-\\x1f" + text[2:]
+
+    return _ATOM.sub(mend, pattern)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuses what means something else in Rust's regular expressions than in ECMAScript's."""
+    in_class, i = False, 0
+    while i < len(pattern):
+        found = _RUST_CLASS.match(pattern, i) if in_class else _RUST.match(pattern, i)
+        if found:
+            raise _refusal(
+                f"{found[0]!r} in the pattern {pattern[:80]!r}, which has another meaning here "
+                "than in ECMAScript, is not supported"
+            )
+        if pattern[i] == "\\":
+            i += 2
+            continue
+        if in_class:
+            in_class = pattern[i] != "]"
+        elif pattern[i] == "[":
+            in_class = True
+            i += pattern.startswith("^", i + 1)
+            if pattern.startswith("]", i + 1):  # an empty class there, a bracket here
+                raise _refusal(f"[] in the pattern {pattern[:80]!r} is not supported")
+        i += 1
 
 
 def _from_structural_tag(tag: Any, spec: GrammarSpec) -> str:
@@ -212,6 +316,6 @@ def _from_structural_tag(tag: Any, spec: GrammarSpec) -> str:
     raise _refusal("the structural tag has no structures")
 
 
-def _refusal(message: str) -> RequestError:
+def _refusal(message: str) -> GrammarError:
     lines = [line for line in message.splitlines() if line.strip()]
-    return RequestError(f"llguidance: {' '.join(lines)[:300] or 'the grammar is invalid'}", PARAM)
+    return GrammarError(f"llguidance: {' '.join(lines)[:300] or 'the grammar is invalid'}")

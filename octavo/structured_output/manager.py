@@ -20,11 +20,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import GrammarOutput, GrammarSpec
 from octavo.request import Request, RequestStatus
 from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
-from octavo.structured_output.json_schema import PARAM
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class _Job:
         began, request, state = time.thread_time(), self.request, self.state
         try:
             self._fill(request.all_token_ids[request.num_prompt_tokens + state.num_accepted :])
-        except RequestError as error:
+        except GrammarError as error:
             self.error = error.message
         except Exception as error:
             logger.exception("a grammar failed")
@@ -182,7 +181,7 @@ class StructuredOutputManager:
         self._num_words = -(-vocab_size // 32)
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._waiting: dict[GrammarSpec, list[Request]] = {}
-        self._done: queue.SimpleQueue[tuple[GrammarSpec, CompiledGrammar | RequestError | None]]
+        self._done: queue.SimpleQueue[tuple[GrammarSpec, CompiledGrammar | GrammarError | None]]
         self._done = queue.SimpleQueue()
         self._arrived = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
@@ -208,16 +207,15 @@ class StructuredOutputManager:
             Whether the grammar is there; otherwise the request comes with `take_finished`.
 
         Raises:
-            RequestError: the grammar is too large, or does not allow the output that the request
+            GrammarError: the grammar is too large, or does not allow the output that the request
                 has already.
         """
         spec = request.sampling_params.grammar
         assert spec is not None
         if len(spec.text) > MAX_TEXT:
-            raise RequestError(
+            raise GrammarError(
                 f"The grammar has {len(spec.text)} characters; at most {MAX_TEXT} are taken. "
-                "Shorten it.",
-                PARAM,
+                "Shorten it."
             )
         compiled = self._cache.get(spec)
         if compiled is not None:
@@ -232,12 +230,12 @@ class StructuredOutputManager:
             self._pool.submit(self._compile, spec, waiting)
         return False
 
-    def take_finished(self) -> list[tuple[Request, RequestError | None]]:
+    def take_finished(self) -> list[tuple[Request, GrammarError | None]]:
         """The requests whose grammar is there now, or cannot be had, with the reason.
 
         Some may have ended meanwhile.
         """
-        found: list[tuple[Request, RequestError | None]] = []
+        found: list[tuple[Request, GrammarError | None]] = []
         while not self._done.empty():
             spec, result = self._done.get()
             waiting = self._waiting.pop(spec)
@@ -248,11 +246,11 @@ class StructuredOutputManager:
             if isinstance(result, CompiledGrammar):
                 self._keep(spec, result)
             for request in waiting:
-                error = result if isinstance(result, RequestError) else None
+                error = result if isinstance(result, GrammarError) else None
                 if isinstance(result, CompiledGrammar):
                     try:
                         self._begin(request, result)
-                    except RequestError as refusal:
+                    except GrammarError as refusal:
                         error = refusal
                 found.append((request, error))
         return found
@@ -311,10 +309,9 @@ class StructuredOutputManager:
         given = request.all_token_ids[request.num_prompt_tokens :]
         state.num_accepted = state.grammar.accept_tokens(given)
         if state.num_accepted < len(given):
-            raise RequestError(
+            raise GrammarError(
                 f"The grammar does not allow the output that the request came with: token number "
-                f"{state.num_accepted} ({given[state.num_accepted]}).",
-                PARAM,
+                f"{state.num_accepted} ({given[state.num_accepted]})."
             )
         self._states[request] = state
         # Its end is the answer's, whatever `ignore_eos` says: nothing can follow.
@@ -327,16 +324,16 @@ class StructuredOutputManager:
 
     def _compile(self, spec: GrammarSpec, waiting: Sequence[Request]) -> None:
         """On a thread of the pool: compiles, or says why not."""
-        result: CompiledGrammar | RequestError | None = None
+        result: CompiledGrammar | GrammarError | None = None
         # The list may grow meanwhile, and that is as good.
         if any(request.status == RequestStatus.WAITING_FOR_FSM for request in list(waiting)):
             try:
                 result = self._compile_in_time(spec)
-            except RequestError as error:
+            except GrammarError as error:
                 result = error
             except Exception as error:
                 logger.exception("a grammar could not be compiled")
-                result = RequestError(f"The grammar cannot be compiled: {error}", PARAM)
+                result = GrammarError(f"The grammar cannot be compiled: {error}")
         self._done.put((spec, result))
         self._arrived.set()
         self.wake()
@@ -347,10 +344,10 @@ class StructuredOutputManager:
             self._lost = [thread for thread in self._lost if thread.thread.is_alive()]
             is_busy = len(self._lost) >= _MAX_LOST
         if is_busy:
-            raise RequestError(
-                "Grammars that take too long are still being worked on; try again later.", PARAM
+            raise GrammarError(
+                "Grammars that take too long are still being worked on; try again later."
             )
-        errors: list[RequestError] = []
+        errors: list[GrammarError] = []
         found: list[CompiledGrammar] = []
 
         def compile_by_any() -> None:
@@ -358,7 +355,7 @@ class StructuredOutputManager:
                 try:
                     found.append(backend.compile(spec))
                     return
-                except RequestError as error:
+                except GrammarError as error:
                     errors.append(error)
 
         thread = _Thread()
@@ -368,13 +365,13 @@ class StructuredOutputManager:
             call.result(COMPILE_SECONDS)
         except TimeoutError:
             self._lose(thread)
-            raise RequestError(
-                f"The grammar takes more than {COMPILE_SECONDS:g} s to compile; simplify it.", PARAM
+            raise GrammarError(
+                f"The grammar takes more than {COMPILE_SECONDS:g} s to compile; simplify it."
             ) from None
         if found:
             return found[0]
         messages = list(dict.fromkeys(error.message for error in errors))
-        raise RequestError("No grammar for this: " + " | ".join(messages), PARAM)
+        raise GrammarError("No grammar for this: " + " | ".join(messages))
 
     def _choose(self, spec: GrammarSpec) -> Sequence[GrammarBackend]:
         with self._lock:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from octavo.errors import RequestError
-from octavo.structured_output.json_schema import PARAM
+from octavo.errors import GrammarError
 from octavo.tokenizer import Tokenizer
 
 
@@ -34,21 +33,19 @@ class Vocabulary:
             eos_token_ids: the model's own stop tokens.
 
         Raises:
-            RequestError: its tokens stand for no fixed bytes, or there is no stop token.
+            GrammarError: its tokens stand for no fixed bytes, or there is no stop token.
         """
         if not tokenizer.has_bytes:
-            raise RequestError(
+            raise GrammarError(
                 "Structured output needs a tokenizer whose tokens stand for fixed bytes (byte-"
-                "level BPE, sentencepiece with byte fallback), unlike this model's; leave it out.",
-                PARAM,
+                "level BPE, sentencepiece with byte fallback), unlike this model's; leave it out."
             )
         stops = {*eos_token_ids, tokenizer.eos_token_id}
         stop_token_ids = sorted(i for i in stops if i is not None and 0 <= i < vocab_size)
         if not stop_token_ids:
-            raise RequestError(
+            raise GrammarError(
                 "Structured output needs a stop token, and this model has none; leave the grammar "
-                "out.",
-                PARAM,
+                "out."
             )
         silent = tokenizer.all_special_ids.union(stop_token_ids)
         return cls(

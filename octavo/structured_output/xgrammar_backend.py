@@ -10,7 +10,7 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.base import (
     CompiledGrammar,
@@ -19,7 +19,7 @@ from octavo.structured_output.base import (
     check_satisfiable,
     is_ebnf,
 )
-from octavo.structured_output.json_schema import PARAM, parse_choices, parse_json
+from octavo.structured_output.json_schema import parse_choices, parse_json
 from octavo.structured_output.vocabulary import Vocabulary
 from octavo.structured_output.xgrammar_schema import check_pattern, check_schema
 
@@ -54,7 +54,7 @@ class XGrammarBackend(GrammarBackend):
         """See `GrammarBackend`."""
         try:
             grammar = self._compile(spec)
-        except RequestError:
+        except GrammarError:
             raise
         except Exception as error:  # the library's own are of many kinds
             raise _refusal(str(error)) from None
@@ -140,7 +140,10 @@ class _Grammar(Grammar):
         """See `Grammar`."""
         if self._matcher.is_terminated():
             return []
-        text = self._matcher.find_jump_forward_string()
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # what must come begins or ends within a character
+            return []
         before = self._vocabulary.token_bytes[self._last[-1]] if self._last else b""
         return self._vocabulary.tokenize(text, before, most) if text else []
 
@@ -169,6 +172,6 @@ def _check_tag(tag: Any) -> None:
             todo += value
 
 
-def _refusal(message: str) -> RequestError:
+def _refusal(message: str) -> GrammarError:
     text = " ".join(_SOURCE.sub("", message).split())[:300]
-    return RequestError(f"xgrammar: {text or 'the grammar is invalid'}", PARAM)
+    return GrammarError(f"xgrammar: {text or 'the grammar is invalid'}")

@@ -6,15 +6,21 @@ are not known to work with it is refused, so that another backend gets the schem
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
-from octavo.errors import RequestError
-from octavo.structured_output.json_schema import PARAM, are_disjoint, check_depth, type_of
+from octavo.errors import GrammarError
+from octavo.structured_output.json_schema import (
+    are_disjoint,
+    check_depth,
+    counts_repeated,
+    type_of,
+)
 
 _NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _KEYWORDS: dict[str, frozenset[str]] = {
-    "string": frozenset({"pattern", "format", "minLength", "maxLength"}),
+    "string": frozenset({"pattern", "format"}),
     "integer": _NUMBER | {"multipleOf"},
     "number": _NUMBER,
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
@@ -33,7 +39,8 @@ _KEYWORDS: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-_OF_TYPES = frozenset().union(*_KEYWORDS.values())
+_LENGTHS = ("minLength", "maxLength")
+_OF_TYPES = frozenset(_LENGTHS).union(*_KEYWORDS.values())
 _COMBINING = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _NEVER = (
     "not",
@@ -53,17 +60,29 @@ _NEVER = (
 )
 _FORMATS = frozenset(
     {
-        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
-        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+        *("email", "date", "time", "date-time", "duration", "hostname", "uuid"),
+        *("uri", "uri-reference", "uri-template"),
     }
 )
+# Beyond this the library leaves `multipleOf` out.
+_MAX_MULTIPLE = 1000
+# In patterns; beyond 128 the library lets what is repeated before come again behind it.
+_MAX_REPEAT = 100
+# Patterns that match nothing which JSON would have to escape, the library does not: no quotation
+# mark, backslash or control character, not even within a range, a class or a wildcard.
+_ESCAPED = r"\\[dw!#$%&'()*+,./:;<=>?@\[\]^_`{|}~-]"
+_CLASS = (
+    rf"\[(?:[#-Z]-[#-Z]|[_-\U0010ffff]-[_-\U0010ffff]|{_ESCAPED}(?!-[^\]])|"
+    r"[ !#-Z_-\U0010ffff](?!-[^\]]))+\]"
+)
+_PLAIN_PATTERN = re.compile(rf"(?:[ !#-\-/-Z^-\U0010ffff]|{_ESCAPED}|{_CLASS})*")
 
 
 def check_schema(schema: Any) -> None:
     """Refuses a schema with something in it that xgrammar would not honour.
 
     Raises:
-        RequestError: names the keyword.
+        GrammarError: names the keyword.
     """
     check_depth(schema)
     todo, seen = [schema], {id(schema)}
@@ -83,7 +102,7 @@ def check_pattern(pattern: str) -> None:
     """Refuses a regular expression with something in it that xgrammar would not honour.
 
     Raises:
-        RequestError: names it.
+        GrammarError: names it.
     """
     in_class, i = False, 0
     while i < len(pattern):
@@ -102,10 +121,31 @@ def check_pattern(pattern: str) -> None:
         i += 1
 
 
+def _check_json_pattern(pattern: str) -> None:
+    """Refuses also what would come out unescaped in JSON."""
+    check_pattern(pattern)
+    if not _PLAIN_PATTERN.fullmatch(pattern):
+        raise _refusal(
+            f"the pattern {pattern[:80]!r}, which may match what JSON escapes (quotation marks, "
+            "backslashes, control characters)"
+        )
+    if _has_large_repeat(pattern):
+        raise _refusal(f"more than {_MAX_REPEAT} repeats in the pattern {pattern[:80]!r}")
+
+
+def _has_large_repeat(pattern: str) -> bool:
+    return any(
+        len(number) > 6 or int(number) > _MAX_REPEAT
+        for numbers in re.findall(r"\{(\d+)(?:,(\d*))?\}", pattern)
+        for number in numbers
+        if number
+    )
+
+
 def _check(schema: dict[str, Any], root: Any) -> list[Any]:
     """Checks a schema; returns those inside of it that count."""
     for key in _NEVER:
-        if key in schema and schema[key] is not False:
+        if key in schema and not (schema[key] is False and key in ("not", "uniqueItems")):
             raise _refusal(key)
     combining = [key for key in _COMBINING if key in schema]
     constraints = [key for key in schema if key in _OF_TYPES]
@@ -135,9 +175,13 @@ def _check(schema: dict[str, Any], root: Any) -> list[Any]:
     inner: list[Any] = []
     if "string" in types:
         _check_string(schema)
-    if "number" in types and "multipleOf" in schema:
-        raise _refusal("multipleOf with numbers that are not whole")
+    if "multipleOf" in schema:
+        _check_multiple(schema, types)
     if "array" in types:
+        if "maxItems" in schema and schema.keys().isdisjoint(("items", "unevaluatedItems")):
+            raise _refusal("maxItems without items")
+        if _is_negative(schema.get("minItems")):
+            raise _refusal("a negative minItems")
         inner += [schema[k] for k in ("items", "unevaluatedItems") if k in schema]
         inner += schema["prefixItems"] if isinstance(schema.get("prefixItems"), list) else []
     if "object" in types:
@@ -167,13 +211,24 @@ def _check_combining(schema: dict[str, Any], key: str, root: Any) -> list[Any]:
     return value
 
 
+def _check_multiple(schema: dict[str, Any], types: list[Any]) -> None:
+    multiple = schema["multipleOf"]
+    if "number" in types:
+        raise _refusal("multipleOf with numbers that are not whole")
+    if not isinstance(multiple, int) or not 0 < multiple <= _MAX_MULTIPLE:
+        raise _refusal(f"multipleOf that is no whole number up to {_MAX_MULTIPLE}")
+    for key in sorted(_NUMBER & schema.keys()):
+        raise _refusal(f"multipleOf beside {key}")
+
+
 def _check_string(schema: dict[str, Any]) -> None:
-    fixed = [key for key in ("pattern", "format") if key in schema]
-    others = fixed[1:] + [key for key in ("minLength", "maxLength") if key in schema]
-    if fixed and others:
-        raise _refusal(f"{others[0]} beside {fixed[0]}")
+    for key in _LENGTHS:
+        if key in schema:  # the library lets control characters through
+            raise _refusal(key)
+    if "pattern" in schema and "format" in schema:
+        raise _refusal("format beside pattern")
     if isinstance(schema.get("pattern"), str):
-        check_pattern(schema["pattern"])
+        _check_json_pattern(schema["pattern"])
     if "format" in schema and schema["format"] not in _FORMATS:
         raise _refusal(f"the format {schema['format']!r}"[:100])
 
@@ -192,13 +247,27 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
         if properties or len(patterns) > 1 or isinstance(additional, dict):
             raise _refusal("patternProperties beside other properties")
         for pattern in patterns:
-            check_pattern(pattern)
+            _check_json_pattern(pattern)
+    rest = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
+    if "maxProperties" in schema and names is None and schema.keys().isdisjoint(rest):
+        raise _refusal("maxProperties without properties")
+    if properties and (additional is True or additional == {}):
+        raise _refusal("properties beside others of any kind")  # "\\u0061" would be one, beside "a"
+    if isinstance(additional, dict) and any(
+        json.dumps(name, ensure_ascii=False) != f'"{name}"' for name in properties
+    ):
+        raise _refusal("additionalProperties beside a name that JSON escapes")
+    if counts_repeated(schema):
+        raise _refusal("minProperties, where a property may come twice")
     if names is not None:
-        rest = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
         for key in rest:
             if schema.get(key, True) is not True:
                 raise _refusal(f"propertyNames beside {key}")
-        if not isinstance(names, dict) or not names.keys() <= _KEYWORDS["string"] | {"type"}:
+        if not isinstance(names, dict) or not names.keys() <= {
+            *_KEYWORDS["string"],
+            *_LENGTHS,
+            "type",
+        }:
             raise _refusal("propertyNames that are more than a string")
         _check_string(names)
     inner = [schema[k] for k in ("additionalProperties", "unevaluatedProperties") if k in schema]
@@ -219,8 +288,11 @@ def _resolve(reference: Any, root: Any) -> Any:
     return found
 
 
-def _refusal(what: str) -> RequestError:
-    return RequestError(
-        f"xgrammar does not support {what}; leave it out, or let another backend be chosen.",
-        PARAM,
+def _is_negative(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value < 0
+
+
+def _refusal(what: str) -> GrammarError:
+    return GrammarError(
+        f"xgrammar does not support {what}; leave it out, or let another backend be chosen."
     )

@@ -413,7 +413,7 @@ def test_a_grammar_that_is_refused_fails_its_request(core):
     core.add_request(guided("2", "3" * 600_000))
     result = run(core)
     assert result.tokens == {"0": [], "1": [3, 4, STOP], "2": []}
-    assert result.errors["0"][0] == result.errors["2"][0] == "RequestError"
+    assert result.errors["0"][0] == result.errors["2"][0] == "GrammarError"
     assert "have uniqueItems" in result.errors["0"][1]
     assert "at most 524288" in result.errors["2"][1]
     assert not core.scheduler.requests

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.llguidance_backend import LLGuidanceBackend
 from octavo.structured_output.vocabulary import Vocabulary
@@ -175,6 +175,13 @@ def test_forced_text_is_tokenised_as_the_tokeniser_does(backend, tokenizer):
     assert over.forced_tokens(8) == []
 
 
+def test_nothing_is_forced_within_a_character(backend):
+    grammar = ALL_BYTES[backend.name].compile(GrammarSpec("choice", '["é", "yes"]')).start()
+    assert grammar.accept_tokens([0xC3]) == 1
+    assert grammar.forced_tokens(8) == []
+    assert grammar.accept_tokens([0xA9, 256]) == 2
+
+
 DEFS = {"a": {"type": "string"}}
 # Schemas and values, some of them wrong: none of these may be accepted.
 CASES = [
@@ -220,14 +227,121 @@ CASES = [
     ({"type": "array", "prefixItems": [{"type": "string"}], "items": False}, [["a", 1], [1]]),
     ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"b": 1}]),
     ({"properties": {"a": {"items": {"minimum": 3}}}}, [{"a": [1]}]),
+    ({"type": "integer", "multipleOf": 2.5}, [3]),
+    ({"type": "integer", "multipleOf": 2, "minimum": 3}, [5]),
+    ({"type": "integer", "multipleOf": 5000}, [5001]),
+    ({"type": "array", "contains": False}, [[], [1]]),
+    ({"if": False, "else": {"const": 1}}, [2]),
+    ({"type": "array", "items": True, "minItems": -1}, []),
+    ({"type": "string", "format": "ipv4"}, ["01.2.3.4"]),
+    ({"type": "string", "pattern": "^[[:alpha:]]$"}, ["a"]),
+    ({"type": "string", "pattern": "^[a&&b]$"}, ["ab"]),
+    ({"type": "string", "pattern": "^[a--b]$"}, ["ab"]),
+    ({"type": "string", "pattern": "^\\Aa$"}, ["a"]),
+    ({"type": "string", "pattern": "^a+[b]{1,129}$"}, ["abab"]),
+    *(({"type": "string", "pattern": f"^a{negated}b$"}, ['a"b', r"a\b"])
+      for negated in ('[^"]', r"[^\\]", r"[^\x22\\]", '[^"-]', "[^!-~]", "[^A-z]")),
+    ({"type": "object", "patternProperties": {'^[^"]$': True}, "additionalProperties": False},
+     [{'"': 1}]),
+    ({"properties": {"a": {"$id": "http://x/b", "$ref": "#/$defs/a", "$defs": {"a": True}}},
+      "$defs": DEFS}, [{"a": 1}]),
 ]  # fmt: skip
+
+
+# Schemas and texts that do not follow them, which `json.dumps` would not write.
+TEXTS = [
+    *(
+        ({"type": "string"} | more, [f'"{char}"'])
+        for more in (
+            {"minLength": 1},
+            {"maxLength": 1},
+            {"maxLength": 1000},
+            {"pattern": "^.{0,1000}$"},
+            {"pattern": "^[^a]{1,200}$"},
+            {"pattern": r"^[\s\S]*$"},
+            {"pattern": "^\\W{0,200}$"},
+            {"pattern": "^[ -~]{0,200}$"},
+            {"pattern": "^[.-\\]]{0,200}$"},
+            {"pattern": '^"$'},
+            {"pattern": r"^\"$"},
+            {"pattern": r"^\\$"},
+            {"pattern": r"^\n$"},
+            {"pattern": "^\n$"},
+            {"pattern": "^[^]$"},
+            {"format": "json-pointer"},
+            {"format": "relative-json-pointer"},
+        )
+        for char in ('"', "\\", "\n", "\t", "\x01", '/"', "0/\n")
+    ),
+    ({"type": "object", "propertyNames": {"maxLength": 9}}, ['{"\n": 1}', '{"\x01": 1}']),
+    ({"type": "object", "patternProperties": {'^"$': {}}}, ['{""": 1}']),
+    ({"type": "object", "patternProperties": {"^.{1,200}$": {}}}, ['{""": 1}', '{"\n": 1}']),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}}, [r'{"\u0061": "x"}']),
+    (
+        {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True},
+        [r'{"\u0061": "x"}'],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"a\n": {"type": "null"}},
+            "additionalProperties": {"type": "string"},
+        },
+        [r'{"a\n": "x"}'],
+    ),
+    ({"type": "object", "minProperties": 2}, ['{"a": 1, "a": 1}']),
+    (
+        {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}},
+        ['{"a": 1, "a": 1}'],
+    ),
+    ({"type": "integer", "divisibleBy": 2}, ["3"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "texts"), TEXTS, ids=lambda v: json.dumps(v)[:60])
+def test_no_text_is_accepted_wrongly(backend, schema, texts):
+    try:
+        compiled = ALL_BYTES[backend.name].compile(GrammarSpec("json", json.dumps(schema)))
+    except GrammarError:
+        return
+    assert [text for text in texts if accepts(compiled, text)] == []
+
+
+# What one of the two must take, and texts that follow it.
+SUPPORTED = [
+    ({"type": "string", "maxLength": 3}, [r'"a\n\""', '""', '"中😀a"']),
+    ({"type": "string", "pattern": "^[^x]{0,1000}$"}, [r'"a\n\""']),
+    ({"type": "string", "pattern": r"^[A-Z\d_.-]+(/|\.)\w$"}, ['"AB-1/x"']),
+    ({"type": "string", "pattern": '^[^"]{1,300}[^@]$'}, [r'"a b\n"', r'"a\""']),
+    ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"']),
+    ({"type": "integer", "multipleOf": 5000}, ["15000"]),
+    ({"type": "array", "maxItems": 2}, ["[]", "[1, 2]"]),
+    ({"type": "object", "maxProperties": 1}, ["{}", '{"a": 1}']),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": True},
+     ['{"a": 1, "b": 2}', '{"c\\n": 2}']),
+    ({"type": "object", "required": ["b"], "properties": {"a": {}}}, ['{"a": 1, "b": 2}']),
+    ({"type": "object", "minProperties": 2, "required": ["a", "b"],
+      "properties": {"a": {}, "b": {}}}, ['{"a": 1, "b": 2}']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "texts"), SUPPORTED, ids=lambda v: json.dumps(v)[:60])
+def test_what_one_refuses_the_other_takes(schema, texts):
+    for backend in ALL_BYTES.values():  # the order of "auto"
+        try:
+            compiled = backend.compile(GrammarSpec("json", json.dumps(schema)))
+        except GrammarError:
+            continue
+        assert [text for text in texts if not accepts(compiled, text)] == []
+        return
+    pytest.fail("both refuse it")
 
 
 @pytest.mark.parametrize(("schema", "values"), CASES, ids=lambda v: json.dumps(v)[:60])
 def test_nothing_is_accepted_wrongly(backend, schema, values):
     try:
         compiled = ALL_BYTES[backend.name].compile(GrammarSpec("json", json.dumps(schema)))
-    except RequestError:
+    except GrammarError:
         return  # another one may support it
     try:
         is_valid = jsonschema.Draft202012Validator(schema).is_valid
@@ -275,7 +389,7 @@ INVALID = {
 @pytest.mark.parametrize("name", INVALID)
 def test_what_is_wrong_is_named(backend, name):
     kind, text, message = INVALID[name]
-    with pytest.raises(RequestError, match=message) as caught:
+    with pytest.raises(GrammarError, match=message) as caught:
         backend.compile(GrammarSpec(kind, text))
     assert caught.value.param == "structured_outputs"
     assert len(caught.value.message) < 500
@@ -313,13 +427,13 @@ def test_a_structural_tag_s_schemas_are_looked_at(vocabulary):
                        "content": {"type": "json_schema", "json_schema": schema}},
         },
     ):  # fmt: skip
-        with pytest.raises(RequestError, match="uniqueItems"):
+        with pytest.raises(GrammarError, match="uniqueItems"):
             ALL_BYTES["xgrammar"].compile(GrammarSpec("structural_tag", json.dumps(tag)))
 
 
 def test_lark_is_for_llguidance():
     spec = GrammarSpec("grammar", 'start: "a" | "b"')
-    with pytest.raises(RequestError, match="EBNF"):
+    with pytest.raises(GrammarError, match="EBNF"):
         ALL_BYTES["xgrammar"].compile(spec)
     assert accepts(ALL_BYTES["llguidance"].compile(spec), "b")
 
@@ -334,7 +448,7 @@ def test_limits_while_matching_are_errors_not_ends():
             assert state.accept_tokens(b"a") == 1
             allowed(state, 257)
 
-    with pytest.raises(RequestError, match="llguidance"):
+    with pytest.raises(GrammarError, match="llguidance"):
         go_on()
 
 
@@ -362,12 +476,12 @@ def test_small_tokenizers(make):
 
 def test_tokenizers_without_bytes_are_refused():
     tokenizer = small_tokenizers.word_piece()
-    with pytest.raises(RequestError, match="fixed bytes"):
+    with pytest.raises(GrammarError, match="fixed bytes"):
         Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [0])
 
 
 def test_a_model_without_a_stop_token_is_refused():
     tokenizer = small_tokenizers.byte_level()
     tokenizer.eos_token_id = None
-    with pytest.raises(RequestError, match="stop token"):
+    with pytest.raises(GrammarError, match="stop token"):
         Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [])

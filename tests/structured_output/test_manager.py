@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import EngineCoreRequest
 from octavo.request import Request, RequestStatus
 from octavo.structured_output import manager as module
@@ -79,7 +79,7 @@ def test_the_backends_are_made_with_the_first_grammar():
 
 def test_what_one_backend_cannot_the_next_one_does():
     first, second = ToyBackend("xgrammar"), ToyBackend("llguidance")
-    first.compile = lambda grammar: (_ for _ in ()).throw(RequestError("keyword foo"))
+    first.compile = lambda grammar: (_ for _ in ()).throw(GrammarError("keyword foo"))
     manager = StructuredOutputManager(lambda: [first, second], VOCAB)
     assert finish(manager, make("3")) == {}
     assert second.compiled == ["3"]
@@ -147,7 +147,7 @@ def test_what_nobody_waits_for_is_not_compiled(manager, backend):
 
 
 def test_a_large_grammar_is_refused(manager):
-    with pytest.raises(RequestError, match=f"{MAX_TEXT + 1} characters; at most {MAX_TEXT}"):
+    with pytest.raises(GrammarError, match=f"{MAX_TEXT + 1} characters; at most {MAX_TEXT}"):
         manager.add(make("3" * (MAX_TEXT + 1)))
     assert not manager.is_compiling
 
@@ -202,7 +202,7 @@ def test_output_that_a_request_has_is_replayed(manager):
     assert finish(manager, request) == {}
     assert allowed(manager.make_output([(request, 0)], {})[0]) == [[7]]
     wrong = make("3,4 5,6 7", output=[3, 7])
-    with pytest.raises(RequestError, match=r"token number 1 \(7\)"):
+    with pytest.raises(GrammarError, match=r"token number 1 \(7\)"):
         manager.add(wrong)
     later = make("3,4 5,6 7 8", output=[3, 7])
     assert "token number 1" in finish(manager, later)[later].message
@@ -252,7 +252,7 @@ def test_a_grammar_that_is_always_slow_fails_its_request(manager, monkeypatch):
 def test_faults_and_limits_of_a_grammar_fail_its_request(manager, monkeypatch):
     requests = [make("3", request_id=str(i)) for i in range(3)]
     finish(manager, *requests)
-    faults = {0: RequestError("its limits"), 1: ZeroDivisionError("oops")}
+    faults = {0: GrammarError("its limits"), 1: ZeroDivisionError("oops")}
     for i, fault in faults.items():
         grammar = manager._states[requests[i]].grammar
         grammar.fill_bitmask = lambda row, fault=fault: (_ for _ in ()).throw(fault)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
 
@@ -73,7 +73,7 @@ class ToyBackend(GrammarBackend):
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         kind, _, rest = spec.text.partition(" ")
         if kind == "bad":
-            raise RequestError(f"{self.name} cannot {rest}", "structured_outputs")
+            raise GrammarError(f"{self.name} cannot {rest}")
         self.running.release()
         if kind == "slow":
             assert self.go.wait(20)
