@@ -166,9 +166,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_fails(self, rarely):
         if rarely:
             work, _ = self.engine.in_flight.popleft()
+            # What an empty step computes, or one that was dropped when an earlier one failed, is
+            # nothing that could be lost: what was written since was written after it.
+            is_missed = work.scheduled_reqs and self.scheduler._in_flight[0].entries
             for output in self.scheduler.fail_step(work, "the step failed"):
                 self.engine.outputs[output.request_id].append(output)
-            if work.scheduled_reqs:  # an empty step computes nothing that could be lost
+            if is_missed:
                 self.engine.executor.memory.clear()
             self.scheduler.check_integrity()
 
