@@ -22,8 +22,9 @@ lint: dev
 types: dev
 	$(BIN)/mypy
 
+# Two processes, for two cores; a file's tests share what they set up.
 unit: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 install: .venv/.installed
 dev: .venv/.dev
