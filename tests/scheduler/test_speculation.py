@@ -104,3 +104,10 @@ def test_time_that_stands_still():
     lengths = DraftLengths(4)
     run(lengths, 50, lambda rows, drafts: 0.0, 0.5)
     assert 0 <= lengths.choose(1) <= 4
+
+
+def test_a_gain_within_the_error_of_what_is_measured_is_none():
+    lengths = DraftLengths(3)
+    run(lengths, 500, lambda rows, drafts: 1.0, 0.0)
+    lengths._accepted = [0.01, 0.0, 0.0]
+    assert [lengths.choose(1) for _ in range(60)].count(0) > 30
