@@ -19,17 +19,12 @@ import sys
 import time
 from typing import Any
 
-STORIES = (
-    "Once upon a time there was a little girl named Lily. She liked to",
-    "Tom and his dog went to the park. They saw a",
-    "One day a bird found a shiny stone. The bird wanted to",
-    "Mia was sad because her toy was broken. Her mom said",
-)
-RECORD = "Lily has a red ball. Tom has a blue car. Mia has a green hat. Ben has a big dog. "
+from peers.workloads import TEXTS
+
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "stories": {"prompts": STORIES, "temperature": 0.0},
-    "stories at 0.8": {"prompts": STORIES, "temperature": 0.8},
-    "repeats": {"prompts": (RECORD * 3,), "temperature": 0.0},
+    "stories": {"prompts": TEXTS["stories"], "temperature": 0.0},
+    "stories at 0.8": {"prompts": TEXTS["stories"], "temperature": 0.8},
+    "repeats": {"prompts": TEXTS["repeats"], "temperature": 0.0},
 }
 MAX_TOKENS = 96
 

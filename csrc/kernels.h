@@ -234,7 +234,8 @@ struct SamplingRow {
   float temperature;  // 0: greedy
   float min_p;  // 0: all
   double top_p;  // 1: all
-  double uniform;  // in [0, 1)
+  uint64_t seed;  // key of the random numbers,
+  uint32_t position, stream;  // and their counter's first half
   int64_t top_k;  // 0: all
 };
 

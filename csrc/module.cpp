@@ -306,7 +306,7 @@ NB_MODULE(_native, m) {
   m.def("philox_uniforms", [](Address seeds, Address positions, uint32_t stream, int64_t count,
                               Address out) {
     refuse_recording("philox_uniforms");
-    philox_uniforms(at<uint64_t>(seeds), at<int64_t>(positions), stream, count, at<double>(out));
+    philox_uniforms(at<uint64_t>(seeds), at<uint32_t>(positions), stream, count, at<double>(out));
   });
 
   {

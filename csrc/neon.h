@@ -17,6 +17,9 @@ INLINE vf neon_fma(vf a, vf b, vf c) {
   return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 
+INLINE vl neon_multiply_even(vu a, uint32_t b) {
+  return (vl)vmull_u32(vmovn_u64((uint64x2_t)a), vdup_n_u32(b));
+}
 INLINE vf neon_widen(vh h, f16) { return (vf)vcvt_f32_f16((float16x4_t)h); }
 INLINE vh neon_narrow(vf v, f16) { return (vh)vcvt_f16_f32((float32x4_t)v); }
 

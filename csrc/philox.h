@@ -20,11 +20,10 @@ inline std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::
 }
 
 // out[i] in [0, 1), with all 53 bits of a double: a pure function of seed, position and stream.
-inline void philox_uniforms(const uint64_t* seeds, const int64_t* positions, uint32_t stream, int64_t count,
+inline void philox_uniforms(const uint64_t* seeds, const uint32_t* positions, uint32_t stream, int64_t count,
                             double* out) {
   for (int64_t i = 0; i < count; i++) {
-    const uint64_t position = uint64_t(positions[i]);
-    const auto words = philox4x32({uint32_t(position), uint32_t(position >> 32), stream, 0},
+    const auto words = philox4x32({positions[i], stream, 0, 0},
                                   {uint32_t(seeds[i]), uint32_t(seeds[i] >> 32)});
     out[i] = double((uint64_t(words[1]) << 32 | words[0]) >> 11) * 0x1p-53;
   }

@@ -1,8 +1,13 @@
-// One token for each row of logits: the inverse of the cumulative distribution at a given number.
+// One token for each row of logits: the winner of an exponential race.
 //
-// Everything between the exponential, which is elementwise, and the token is integer arithmetic: a
-// token's weight is floor(2^40 * exp((logit - max) / temperature)), and integer sums are exact in any
-// order. The filters are min-p, then top-k, then top-p of what is left; they rank tokens by value
+// Token i of weight w arrives after -log(u) / w, u being its own random number in (0, 1); the first to
+// arrive is drawn with a probability proportional to w (the Gumbel-max trick, without a second
+// logarithm: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", 2014, section 2). As each token keeps its
+// number, two distributions that are alike mostly draw the same token: what drafts it draws what the
+// target draws.
+//
+// A weight is floor(2^40 * exp((logit - max) / temperature)): whole numbers, so that their sums are exact
+// in any order. The filters are min-p, then top-k, then top-p of what is left; they rank tokens by value
 // descending, then by id ascending, and each keeps a beginning of that ranking. To find its end
 // without sorting the vocabulary, tokens are counted in buckets of logits first (a radix select of
 // one digit); only the bucket in which a filter ends is sorted.
@@ -14,8 +19,9 @@ OCTAVO_BEGIN
 constexpr int kBuckets = 1024;
 constexpr float kBucketsPerUnit = 32.0f;  // per unit of (max - logit) / temperature
 constexpr float kOne = 0x1p40f;
+constexpr float kSlack = 1.0001f;  // for what is rounded
 
-typedef int64_t vl __attribute__((vector_size(8 * W)));
+constexpr int kGroup = 64;  // tokens whose random numbers are those of 16 neighbouring counters
 
 // The maximum of a row; NaN if the row has one.
 INLINE float row_max_or_nan(const float* x, int64_t dim) {
@@ -60,6 +66,13 @@ INLINE uint64_t rank_key(float value, int64_t id) {
 }
 INLINE int64_t id_of(uint64_t key) { return int64_t(uint32_t(~uint32_t(key))); }
 
+// The product of each lane with b, in two halves.
+INLINE void multiply(vu a, uint32_t b, vu& high, vu& low) {
+  const vl even = multiply_even(a, b), odd = multiply_even((vu)((vl)a >> 32), b);
+  low = (vu)((even & 0xFFFFFFFFull) | odd << 32);
+  high = (vu)(even >> 32 | (odd & ~0xFFFFFFFFull));
+}
+
 class Choice {
  public:
   Choice(const SampleArgs& a, int64_t row)
@@ -74,13 +87,14 @@ class Choice {
       return i;
     }
     // 8 bytes a token for the keys of a bucket, 4 for the exponential, 2 for the bucket
-    char* memory = static_cast<char*>(scratch(size_t(dim_ + W) * 14));
+    char* memory = static_cast<char*>(scratch(size_t(dim_ + kGroup) * 14));
     keys_ = reinterpret_cast<uint64_t*>(memory);
-    probs_ = reinterpret_cast<float*>(memory + (dim_ + W) * 8);
-    bucket_ = reinterpret_cast<uint16_t*>(memory + (dim_ + W) * 12);
+    probs_ = reinterpret_cast<float*>(memory + (dim_ + kGroup) * 8);
+    bucket_ = reinterpret_cast<uint16_t*>(memory + (dim_ + kGroup) * 12);
     const bool ranked = params_.top_k > 0 || params_.top_p < 1.0;
     exponentials(m, ranked);
-    return ranked ? draw_ranked() : draw_plain();
+    if (ranked) filter();
+    return first_to_arrive();
   }
 
  private:
@@ -101,43 +115,65 @@ class Choice {
     });
   }
 
-  // The number that the cumulative weight has to exceed. The product may round up to the total.
-  int64_t threshold(int64_t total) const {
-    return min(int64_t(params_.uniform * double(total)), total - 1);
-  }
-
-  int64_t draw_plain() {
-    constexpr int64_t piece = 64 * W;
-    auto sum_of = [&](int64_t from) {
-      vl sum{};
-      for_lanes(min(piece, dim_ - from), [&](int64_t i, int n) {
-        sum += __builtin_convertvector(load(probs_ + from + i, n) * kOne, vl);
-      });
-      int64_t total = 0;
-      for (int j = 0; j < W; j++) total += sum[j];
-      return total;
-    };
-    int64_t* sums = reinterpret_cast<int64_t*>(keys_);
-    int64_t total = 0;
-    for (int64_t from = 0; from < dim_; from += piece) total += sums[from / piece] = sum_of(from);
-    int64_t left = threshold(total), from = 0;
-    while (left >= sums[from / piece]) left -= sums[from / piece], from += piece;
-    for (int64_t i = from;; i++)
-      if ((left -= weight(i)) < 0) return i;
-  }
-
-  int64_t draw_ranked() {
+  // Zero for the exponential of what top-k and top-p leave out.
+  void filter() {
     memset(sums_, 0, sizeof sums_), memset(counts_, 0, sizeof counts_);
     for (int64_t i = 0; i < dim_; i++) sums_[bucket_[i]] += weight(i), counts_[bucket_[i]]++;
     last_bucket_ = kBuckets - 1, last_key_ = 0;
     if (params_.top_k > 0) keep_top_k(params_.top_k);
     if (params_.top_p < 1.0) keep_top_p(params_.top_p);
-    int64_t total = 0;
-    for (int b = 0; b <= last_bucket_; b++) total += sums_[b];
-    int64_t left = threshold(total);
     for (int64_t i = 0; i < dim_; i++)
-      if (kept(i) && (left -= weight(i)) < 0) return i;
-    return -1;  // not reached: the weights of the kept tokens make up the total
+      if (!kept(i)) probs_[i] = 0.0f;
+  }
+
+  // Few tokens need a logarithm: -log(u) is at least 1 - u, and most are too late even with that.
+  int64_t first_to_arrive() {
+    for (int64_t i = dim_; i % kGroup; i++) probs_[i] = 0.0f;
+    double first = INFINITY;
+    // The most probable token arrives before -log of the least u.
+    float bound = kSlack * 23.0f;
+    int64_t token = -1;
+    for (int64_t from = 0; from < dim_; from += kGroup) {
+      vf most = load(probs_ + from);
+      UNROLL for (int i = W; i < kGroup; i += W) most = vmax(most, load(probs_ + from + i));
+      if (!(reduce_max(most) * bound >= 0x1p-33f)) continue;  // 1 - u is not less
+      UNROLL for (int lane = 0; lane < kGroup / 4; lane += W) {
+        vu words[4];
+        philox(uint32_t(from / 4 + lane), words);
+        UNROLL for (int word = 0; word < 4; word++) {
+          const int64_t at = from + word * (kGroup / 4) + lane;
+          // 1 - u, rounded down
+          const vf least = __builtin_convertvector((vi)(words[word] >> 8), vf) * 0x1p-24f;
+          const vi in_time = least <= load(probs_ + at) * bound;
+          if (!any(in_time)) continue;
+          for (int i = 0; i < W; i++) {
+            const int64_t w = in_time[i] ? weight(at + i) : 0;
+            if (w == 0) continue;
+            const double u = 1.0 - (double(words[word][i]) + 0.5) * 0x1p-32;
+            const double arrives = -std::log(u) / double(w);
+            if (arrives > first || (arrives == first && at + i > token)) continue;
+            first = arrives, token = at + i;
+            bound = float(first * kOne) * kSlack;
+          }
+        }
+      }
+    }
+    return token;
+  }
+
+  // Philox4x32-10 (philox.h) for the counters (position, stream, block + lane, 0).
+  INLINE void philox(uint32_t block, vu out[4]) const {
+    vu c[4] = {vu{} + params_.position, vu{} + params_.stream, (vu)iota() + block, vu{}};
+    uint32_t key[2] = {uint32_t(params_.seed), uint32_t(params_.seed >> 32)};
+    UNROLL for (int round = 0; round < 10; round++) {
+      vu high0, low0, high1, low1;
+      multiply(c[0], 0xD2511F53u, high0, low0);
+      multiply(c[2], 0xCD9E8D57u, high1, low1);
+      c[0] = high1 ^ c[1] ^ key[0], c[1] = low1;
+      c[2] = high0 ^ c[3] ^ key[1], c[3] = low0;
+      key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u;
+    }
+    memcpy(out, c, sizeof c);
   }
 
   bool kept(int64_t i) const {

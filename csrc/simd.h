@@ -53,6 +53,7 @@ constexpr int kRegisters = 16;
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint64_t vl __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 
 OCTAVO_END
@@ -95,6 +96,38 @@ INLINE vf vmax(vf a, vf b) {
 #else
   return a > b ? a : b;
 #endif
+}
+
+// Products of the even lanes with b, each as wide as two lanes.
+INLINE vl multiply_even(vu a, uint32_t b) {
+#if defined(__AVX512F__)
+  return (vl)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32(int(b)));
+#elif defined(__AVX2__)
+  return (vl)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi32(int(b)));
+#elif defined(OCTAVO_NEON)
+  return neon_multiply_even(a, b);
+#else
+  return ((vl)a & 0xFFFFFFFFull) * uint64_t(b);
+#endif
+}
+
+// Whether any lane of a comparison is true.
+INLINE bool any(vi a) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)a, (__m512i)a) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)a, (__m256i)a);
+#else
+  int32_t bits = 0;
+  UNROLL for (int i = 0; i < W; i++) bits |= a[i];
+  return bits != 0;
+#endif
+}
+
+INLINE vi iota() {
+  vi v;
+  for (int i = 0; i < W; i++) v[i] = i;
+  return v;
 }
 
 INLINE vf lanes() {

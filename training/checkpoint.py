@@ -67,14 +67,22 @@ def read_config(folder: Path) -> ModelConfig:
     Raises:
         ValueError: if it is no plain Llama.
     """
-    fields = json.loads((folder / "config.json").read_text())
+    return config_of(json.loads((folder / "config.json").read_text()), str(folder))
+
+
+def config_of(fields: dict[str, Any], name: str = "it") -> ModelConfig:
+    """The shape that a Llama's config.json tells; ``name`` for what is raised.
+
+    Raises:
+        ValueError: if it is no plain Llama.
+    """
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if fields.get("model_type") != "llama":
-        raise ValueError(f"{folder} is a {fields.get('model_type')}; give a Llama.")
+        raise ValueError(f"{name} is a {fields.get('model_type')}; give a Llama.")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ValueError(f"{folder} scales its rotary embedding; give a Llama that does not.")
+        raise ValueError(f"{name} scales its rotary embedding; give a Llama that does not.")
     if fields.get("attention_bias") or fields.get("mlp_bias"):
-        raise ValueError(f"{folder} has biases; give a Llama without.")
+        raise ValueError(f"{name} has biases; give a Llama without.")
     heads = fields["num_attention_heads"]
     # Where these are left out, they are so in Hugging Face's LlamaConfig.
     given = {

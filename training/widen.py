@@ -13,6 +13,9 @@ the rest is zero. The zeros are read and multiplied like any weight.
 - Further tokens are never chosen: one element of the hidden state is the same for every token,
   and their rows of the LM head turn it into a logit far below all others. The LM head is
   therefore not tied, whatever the large model's is: the folder is larger, a step costs the same.
+
+An EAGLE head or Medusa heads of the small model are widened likewise, for the large one. What
+drafts for a model must have its vocabulary: ``--keep-vocabulary`` leaves out further tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +23,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from training.checkpoint import copy_tokenizer, load_model, read_config, write_json, write_tensors
+from training.checkpoint import (
+    config_of,
+    copy_tokenizer,
+    load_model,
+    read_config,
+    write_json,
+    write_tensors,
+)
 from training.model import Llama, ModelConfig
 from training.train import BUILTIN
 
@@ -87,56 +99,74 @@ def _places(small: ModelConfig, shape: ModelConfig) -> list[tuple[int, list[int]
     ]
 
 
-def widen(small: Llama, shape: ModelConfig) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The configuration and the weights, float32, of ``small`` in ``shape``."""
-    old, new = small.config, wide_config(small.config, shape)
-    weights = {name: tensor.detach() for name, tensor in small.state_dict().items()}
-    places, dim = _places(old, new), old.head_dim
-    room = new.num_attention_heads // new.num_key_value_heads
+class _Frame:
+    """Where the weights of a small Llama stand in those of a large one."""
 
-    def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    def __init__(self, old: ModelConfig, new: ModelConfig):
+        self.old, self.new = old, new
+        self.places = _places(old, new)
+
+    def pad(self, matrix: Tensor, rows: int, columns: int) -> Tensor:
+        """The matrix with zeros below and to the right."""
         wide = torch.zeros(rows, columns)
         wide[: matrix.shape[0], : matrix.shape[1]] = matrix
         return wide
 
-    def norm(weight: Tensor) -> Tensor:
-        wide = torch.zeros(new.hidden_size)
-        wide[: old.hidden_size] = weight * math.sqrt(old.hidden_size / new.hidden_size)
+    def norm(self, weight: Tensor) -> Tensor:
+        """A norm's weights."""
+        wide = torch.zeros(self.new.hidden_size)
+        wide[: self.old.hidden_size] = weight * math.sqrt(
+            self.old.hidden_size / self.new.hidden_size
+        )
         return wide
 
-    def queries(matrix: Tensor) -> Tensor:
+    def _queries(self, matrix: Tensor) -> Tensor:
         """Rows of query heads to where their key-value head's group stands."""
-        heads = torch.zeros(new.num_attention_heads, dim, matrix.shape[1])
-        for large, (_, chosen) in enumerate(places):
+        old, new = self.old, self.new
+        room = new.num_attention_heads // new.num_key_value_heads
+        heads = torch.zeros(new.num_attention_heads, old.head_dim, matrix.shape[1])
+        for large, (_, chosen) in enumerate(self.places):
             for i, head in enumerate(chosen):
-                heads[large * room + i] = matrix.view(-1, dim, matrix.shape[1])[head]
+                heads[large * room + i] = matrix.view(-1, old.head_dim, matrix.shape[1])[head]
         return heads.flatten(0, 1)
 
-    def keys(matrix: Tensor) -> Tensor:
-        heads = torch.zeros(new.num_key_value_heads, dim, matrix.shape[1])
-        for large, (kv, _) in enumerate(places):
+    def _keys(self, matrix: Tensor) -> Tensor:
+        dim = self.old.head_dim
+        heads = torch.zeros(self.new.num_key_value_heads, dim, matrix.shape[1])
+        for large, (kv, _) in enumerate(self.places):
             heads[large] = matrix.view(-1, dim, matrix.shape[1])[kv]
         return heads.flatten(0, 1)
 
-    hidden, inner = new.hidden_size, new.intermediate_size
-    result = {}
-    for i in range(new.num_hidden_layers):
-        real = i < old.num_hidden_layers
-        source = f"model.layers.{i % old.num_hidden_layers}."
+    def layer(self, weights: dict[str, Tensor], source: str, *, real: bool) -> dict[str, Tensor]:
+        """The layer whose names begin with ``source``; without effect if it is not real."""
         q, k, v, o = (weights[f"{source}self_attn.{n}_proj.weight"] for n in "qkvo")
         gate, up, down = (weights[f"{source}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        spread = queries(o.T).T
-        layer = {
-            "input_layernorm": norm(weights[f"{source}input_layernorm.weight"]),
-            "self_attn.q_proj": pad(queries(q), new.num_attention_heads * dim, hidden),
-            "self_attn.k_proj": pad(keys(k), new.num_key_value_heads * dim, hidden),
-            "self_attn.v_proj": pad(keys(v), new.num_key_value_heads * dim, hidden),
-            "self_attn.o_proj": pad(spread * real, hidden, spread.shape[1]),
-            "post_attention_layernorm": norm(weights[f"{source}post_attention_layernorm.weight"]),
-            "mlp.gate_proj": pad(gate, inner, hidden),
-            "mlp.up_proj": pad(up, inner, hidden),
-            "mlp.down_proj": pad(down * real, hidden, inner),
+        hidden, inner, spread = self.new.hidden_size, self.new.intermediate_size, self._queries(o.T)
+        queries, keys, values = self._queries(q), self._keys(k), self._keys(v)
+        result = {
+            "self_attn.q_proj": self.pad(queries, len(queries), hidden),
+            "self_attn.k_proj": self.pad(keys, len(keys), hidden),
+            "self_attn.v_proj": self.pad(values, len(values), hidden),
+            "self_attn.o_proj": self.pad(spread.T * real, hidden, len(spread)),
+            "mlp.gate_proj": self.pad(gate, inner, hidden),
+            "mlp.up_proj": self.pad(up, inner, hidden),
+            "mlp.down_proj": self.pad(down * real, hidden, inner),
         }
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            if f"{source}{name}.weight" in weights:  # an EAGLE head has the second one only
+                result[name] = self.norm(weights[f"{source}{name}.weight"])
+        return result
+
+
+def widen(small: Llama, shape: ModelConfig) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The configuration and the weights, float32, of ``small`` in ``shape``."""
+    old, new = small.config, wide_config(small.config, shape)
+    weights = {name: tensor.detach() for name, tensor in small.state_dict().items()}
+    frame, hidden = _Frame(old, new), new.hidden_size
+    result = {}
+    for i in range(new.num_hidden_layers):
+        source = f"model.layers.{i % old.num_hidden_layers}."
+        layer = frame.layer(weights, source, real=i < old.num_hidden_layers)
         result.update({f"model.layers.{i}.{n}.weight": w for n, w in layer.items()})
 
     # The element that is the same for every token: so small that no norm notices (its square is
@@ -146,11 +176,11 @@ def widen(small: Llama, shape: ModelConfig) -> tuple[ModelConfig, dict[str, Tens
     embedding = weights["model.embed_tokens.weight"]
     smallest = embedding.norm(dim=1)
     mark = 2.0 ** (math.floor(math.log2(smallest[smallest > 0].min().item())) - 11)
-    tokens = pad(embedding, new.vocab_size, hidden)
+    tokens = frame.pad(embedding, new.vocab_size, hidden)
     tokens[:, last] = mark
-    final = norm(weights["model.norm.weight"])
+    final = frame.norm(weights["model.norm.weight"])
     final[last] = 1 / mark
-    head = pad(small.head_weight.detach(), new.vocab_size, hidden)
+    head = frame.pad(small.head_weight.detach(), new.vocab_size, hidden)
     head[old.vocab_size :, last] = _NEVER
     result["model.embed_tokens.weight"] = tokens
     result["model.norm.weight"] = final
@@ -158,15 +188,56 @@ def widen(small: Llama, shape: ModelConfig) -> tuple[ModelConfig, dict[str, Tens
     return new, result
 
 
+def widen_eagle(
+    fields: dict[str, Any], weights: dict[str, Tensor], shape: ModelConfig
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the weights, float32, of a small model's EAGLE head, for ``shape``."""
+    old = config_of(fields)
+    new = wide_config(old, replace(shape, num_hidden_layers=1))
+    frame, size, hidden = _Frame(old, new), old.hidden_size, new.hidden_size
+    layer = frame.layer(weights, "layers.0.", real=True)
+    fc = weights["fc.weight"]
+    halves = [frame.pad(half, hidden, hidden) for half in fc.split(size, dim=1)]
+    result = {f"layers.0.{n}.weight": w for n, w in layer.items()}
+    return {**fields, **asdict(new)}, {**result, "fc.weight": torch.cat(halves, dim=1)}
+
+
+def widen_medusa(
+    fields: dict[str, Any], weights: dict[str, Tensor], shape: ModelConfig
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the weights, float32, of a small model's Medusa heads, for ``shape``."""
+    size = shape.hidden_size
+    result = {}
+    for name, weight in weights.items():
+        wide = torch.zeros(weight.shape[0] if name.startswith("lm_heads.") else size, size)
+        wide[: weight.shape[0], : weight.shape[1]] = weight
+        result[name] = wide
+    return {**fields, "hidden_size": size}, result
+
+
+_HEADS = {"EagleLlamaForCausalLM": widen_eagle, "MedusaModel": widen_medusa}
+
+
 def write_wide(model: Path, shape: ModelConfig, out: Path, dtype: torch.dtype) -> None:
-    """Write the Llama of folder ``model`` in ``shape`` to ``out``, with its tokenizer."""
-    config, weights = widen(load_model(model), shape)
-    out.mkdir(parents=True, exist_ok=True)
+    """Write the Llama, or the heads, of folder ``model`` in ``shape`` to ``out``.
+
+    Raises:
+        ValueError: if it does not fit, or heads do not have the vocabulary.
+    """
     fields = json.loads((model / "config.json").read_text())
-    special = {k: v for k, v in fields.items() if k.endswith("_token_id") and v is not None}
-    named = {**config.to_json(**special), "torch_dtype": str(dtype).removeprefix("torch.")}
+    out.mkdir(parents=True, exist_ok=True)
+    if widen_head := _HEADS.get(fields["architectures"][0]):
+        if fields["vocab_size"] != shape.vocab_size:
+            raise ValueError("Heads must have the model's vocabulary; give --keep-vocabulary.")
+        small = {n: w.float() for n, w in load_file(model / "model.safetensors").items()}
+        fields, weights = widen_head(fields, small, shape)
+    else:
+        config, weights = widen(load_model(model), shape)
+        special = {k: v for k, v in fields.items() if k.endswith("_token_id") and v is not None}
+        fields = config.to_json(**special)
+        copy_tokenizer(model, out)
+    named = {**fields, "torch_dtype": str(dtype).removeprefix("torch.")}
     write_json(out / "config.json", named)
-    copy_tokenizer(model, out)
     write_tensors(out / "model.safetensors", weights, dtype)
 
 
@@ -174,17 +245,26 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m training.widen", description=(__doc__ or "").partition("\n\n")[0]
     )
-    parser.add_argument("--model", default="octavo/stories", help="octavo/stories or a folder")
+    parser.add_argument(
+        "--model", default="octavo/stories", help="a built-in model or its heads, or a folder"
+    )
     parser.add_argument(
         "--shape",
         required=True,
         help=f"{', '.join(SHAPES)}, or a folder with a Llama's config.json",
     )
+    parser.add_argument(
+        "--keep-vocabulary", action="store_true", help="the small model's, whatever the shape says"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args(argv)
-    model = BUILTIN / "stories" if args.model == "octavo/stories" else Path(args.model)
+    name = args.model.removeprefix("octavo/")
+    model = BUILTIN / name if name != args.model else Path(args.model)
     shape = SHAPES.get(args.shape) or read_config(Path(args.shape))
+    if args.keep_vocabulary:
+        vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+        shape = replace(shape, vocab_size=vocab_size)
     write_wide(model, shape, args.out, getattr(torch, args.dtype))
 
 

@@ -66,8 +66,9 @@ def measure_kernels(bench: Bench) -> None:
     tokens = torch.empty(sizes.sampling[0], dtype=torch.int64, device=device)
     for name, temperature, top_p in (("greedy", 0.0, 1.0), ("top-p 0.9", 1.0, 0.9)):
         params = np.zeros(sizes.sampling[0], SAMPLING_ROW)
-        params["temperature"], params["top_p"], params["uniform"] = temperature, top_p, 0.5
-        rows = torch.from_numpy(params.view(np.int64).reshape(-1, 4)).to(device)
+        params["temperature"], params["top_p"] = temperature, top_p
+        params["seed"] = np.arange(len(params))
+        rows = torch.from_numpy(params.view(np.int64).reshape(len(params), -1)).to(device)
         memory(
             f"sampling {shown(sizes.sampling)}, {name}; logits counted once",
             logits.nbytes,

@@ -23,6 +23,8 @@ from typing import Any
 TOKENS = (300, 20000)
 """Range of the token ids in the workloads of large models; `shifted` stays within it."""
 PREFILL = 2048
+NGRAM = "ngram"
+"""Drafting from what a request has said already."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Setup:
     max_num_seqs: int = 256
     max_model_len: int = 4096
     prefix_caching: bool = False
+    draft: str = ""
+    """What drafts: nothing, `NGRAM`, or the folder of a draft model."""
     cores: tuple[int, ...] = ()
 
 
@@ -128,6 +132,8 @@ class Peer(ABC):
     """Its name on the command line, and of its folder."""
     title: str
     """Its name in the tables."""
+    drafts = False
+    """Measured with drafts as well."""
     offline = True
     """Measured through its Python API; if not, all that it does goes through its server."""
     ready_path = "/health"

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from peers import workloads
-from peers.base import PREFILL, Case, Row, Setup
+from peers.base import NGRAM, PREFILL, Case, Row, Setup
 from peers.installing import CompareError
 
 TINY, SMALL, TOY = "tinyllama-1.1b", "smollm2-135m", "toy"
-WORKLOADS = ("W1", "W1q", "W2", "W3", "W4", "W5", "W6", "W7")
+STORIES = ("stories-1.1b", "stories-135m")
+"""The built-in model in the shapes of the first two (`training.widen`): they write real text,"""
+DRAFT = "stories-draft"
+"""and this drafts for them."""
+WORKLOADS = ("W1", "W1q", "W2", "W3", "W4", "W5", "W6", "W7", "W8")
 RATES = (2.0, 6.0)
 TTFT_LIMIT_MS, TPOT_LIMIT_MS = 2000.0, 100.0
 """What the highest rate has to keep, both at p99."""
@@ -34,6 +38,9 @@ class Group:
     weights: str = "bf16"
     kv_gib: int = 4
     prefix_caching: bool = False
+    max_model_len: int = 4096
+    draft: str = ""
+    """Nothing, `NGRAM`, or the name of a draft model."""
     server: bool = False
     """The engine's server is wanted, also of those that have a Python API."""
 
@@ -49,7 +56,9 @@ class Group:
             weights=self.weights,
             kv_gib=self.kv_gib,
             kv_tokens=self.kv_gib * 2**30 // ModelSize.of(folder).kv_bytes,
+            max_model_len=self.max_model_len,
             prefix_caching=self.prefix_caching,
+            draft=self.draft if self.draft in ("", NGRAM) else str(models / self.draft),
             cores=tuple(cores),
         )
 
@@ -162,6 +171,18 @@ def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
                 add("W6", name, model, [start], kv_gib=1, server=way == "server")
     if "W7" in wanted:
         add("W7", "toy", TOY, [case("W7 toy", "throughput", "w7_toy", 2)])
+    for model in STORIES:
+        for texts, draft, name in (
+            ("stories", "", "no drafts"),
+            ("stories", DRAFT, "draft model"),
+            ("repeats", "", "no drafts"),
+            ("repeats", NGRAM, "n-gram"),
+        ):
+            title = f"{model} {texts}, {name}"
+            cases = [
+                case(f"W8 {title}, batch {n}", "throughput", f"w8_b{n}_{texts}", 3) for n in (1, 16)
+            ]
+            add("W8", title, model, cases, draft=draft, max_model_len=1024)
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.base import Case, Peer, Setup
+from peers.base import NGRAM, Case, Peer, Setup
 from peers.installing import (
     TORCH,
     CompareError,
@@ -77,6 +77,7 @@ class Llama(Peer):
     name = "llama"
     title = "llama.cpp"
     offline = False
+    drafts = True
 
     def __init__(self, isa: str | None = None) -> None:
         self._isa = isa
@@ -152,7 +153,14 @@ class Llama(Peer):
         command = [str(build_folder(root) / "bin" / "llama-server")]
         command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--parallel", str(SLOTS), "--ctx-size", str(tokens)]
-        return [*command, "--threads", threads, "--threads-batch", threads, "--no-webui"]
+        command += ["--threads", threads, "--threads-batch", threads, "--no-webui"]
+        if setup.draft == NGRAM:
+            command += ["--spec-type", "ngram-simple"]
+        elif setup.draft:
+            draft = str(model_file(root, Path(setup.draft).name, setup.weights))
+            command += ["--spec-type", "draft-simple", "--spec-draft-model", draft]
+            command += ["--spec-draft-threads", threads]
+        return command
 
     def body(self, setup: Setup) -> dict[str, Any]:
         """Its own names of what other servers call max_tokens and prefix caching."""

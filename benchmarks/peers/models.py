@@ -1,9 +1,13 @@
-"""The models of the comparison: random weights in the shapes of released models, bfloat16."""
+"""The models of the comparison, bfloat16: random weights in the shapes of released models, and the
+built-in model in two of these shapes with its draft model, for speculative decoding.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -41,12 +45,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+_ROOT = Path(__file__).resolve().parents[2]
+_WIDENED = {"stories-1.1b": "tinyllama-1.1b", "stories-135m": "smollm2-135m"}
+
+
 def make_models(folder: Path) -> None:
-    """Makes the models that are missing in `folder`: seeded weights, and a tokenizer each.
+    """Makes the models that are missing in `folder`.
 
     Raises:
         CompareError: if one is missing and transformers, which makes it, too.
     """
+    _make_random(folder)
+    draft = folder / "stories-draft"
+    if not draft.exists():
+        shutil.copytree(_ROOT / "octavo" / "builtin" / "stories-draft", draft)
+    for name, shape in _WIDENED.items():
+        if not (folder / name).exists():
+            part = folder / f"part-{name}"
+            words = ["--shape", shape, "--keep-vocabulary", "--out", str(part.resolve())]
+            subprocess.run([sys.executable, "-m", "training.widen", *words], cwd=_ROOT, check=True)
+            part.rename(folder / name)
+
+
+def _make_random(folder: Path) -> None:
+    """Those of random weights: seeded, and a tokenizer each."""
     missing = [name for name in SHAPES if not (folder / name / "config.json").exists()]
     if not missing:
         return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from peers.base import Answer, Generate, Peer, Row, Setup, drive
+from peers.base import NGRAM, Answer, Generate, Peer, Row, Setup, drive
 
 
 class Octavo(Peer):
@@ -19,6 +21,7 @@ class Octavo(Peer):
 
     name = "octavo"
     title = "Octavo"
+    drafts = True
     ready_path = "/ready"
 
     def __init__(self, interpreter: str = sys.executable, isa: str | None = None) -> None:
@@ -50,13 +53,15 @@ class Octavo(Peer):
             flag = "--" + name.replace("_", "-")
             if isinstance(value, bool):
                 command.append(flag if value else "--no-" + flag[2:])
+            elif isinstance(value, dict):
+                command += [flag, json.dumps(value)]
             else:
                 command += [flag, str(value)]
         return command
 
 
-def _settings(setup: Setup) -> dict[str, str | int | bool]:
-    settings: dict[str, str | int | bool] = {
+def _settings(setup: Setup) -> dict[str, Any]:
+    settings: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": setup.max_model_len,
         "max_num_seqs": setup.max_num_seqs,
@@ -65,6 +70,10 @@ def _settings(setup: Setup) -> dict[str, str | int | bool]:
     }
     if setup.weights != "bf16":
         settings["quantization"] = setup.weights
+    if setup.draft == NGRAM:
+        settings["speculative_config"] = {"method": "ngram"}
+    elif setup.draft:
+        settings["speculative_config"] = {"method": "draft_model", "model": setup.draft}
     return settings
 
 

@@ -122,6 +122,8 @@ class Runner:
         cases = []
         for case in turn.group.cases:
             reason = peer.refusal(setup, case)
+            if setup.draft and not peer.drafts:
+                reason = "is not measured with drafts"
             if reason is not None:
                 self.results.add_absence(peer.name, case.name, reason)
             elif not self._complete(turn, peer.name, case):

@@ -10,10 +10,11 @@ import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
-from peers.base import Answer, Case, Generate, Peer, Row, Setup, drive
+from peers.base import NGRAM, Answer, Case, Generate, Peer, Row, Setup, drive
 from peers.installing import (
     TORCH,
     CompareError,
@@ -36,6 +37,7 @@ class Vllm(Peer):
 
     name = "vllm"
     title = "vLLM"
+    drafts = True
 
     def install(self, root: Path, models: Path) -> None:
         """Installs the wheel without the parts of torch that text does not need."""
@@ -135,6 +137,15 @@ def _rename_metadata(environment: Path) -> None:
     (alias / "RECORD").write_text("")
 
 
+def _speculative_config(setup: Setup) -> dict[str, Any] | None:
+    if not setup.draft:
+        return None
+    common: dict[str, Any] = {"num_speculative_tokens": 5}
+    if setup.draft == NGRAM:
+        return common | {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 3}
+    return common | {"method": "draft_model", "model": setup.draft}
+
+
 def _load(setup: Setup) -> Generate:
     from vllm import LLM, SamplingParams
 
@@ -147,6 +158,7 @@ def _load(setup: Setup) -> Generate:
         enable_prefix_caching=setup.prefix_caching,
         disable_log_stats=True,
         seed=0,
+        speculative_config=_speculative_config(setup),
     )
 
     def params(row: Row) -> SamplingParams:

@@ -9,7 +9,9 @@ the seeded ones, random tokens everywhere:
 - w3: 100 requests of such lengths, at most 1,024 in and 128 out, Poisson arrivals;
 - w4: 48 requests of one shared prefix of 1,024 tokens and 32 of their own, 16 out;
 - w5: 5 prompts of 2,048 tokens, 1 out;
-- w7: 256 requests of 16 tokens, 128 out.
+- w7: 256 requests of 16 tokens, 128 out;
+- w8, never read from a folder: 1 or 16 requests that go on with a story, or with a list that the
+  prompt has three times, 96 out; tokens of the built-in model.
 """
 
 from __future__ import annotations
@@ -17,12 +19,26 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 from peers.base import PREFILL, TOKENS, Row
 from peers.installing import CompareError
 
 TOY_VOCABULARY = 1000
+STORIES_FOLDER = Path(__file__).resolve().parents[2] / "octavo" / "builtin" / "stories"
+TEXTS = {
+    "stories": (
+        "Once upon a time there was a little girl named Lily. She liked to",
+        "Tom and his dog went to the park. They saw a",
+        "One day a bird found a shiny stone. The bird wanted to",
+        "Mia was sad because her toy was broken. Her mom said",
+    ),
+    "repeats": (
+        "Lily has a red ball. Tom has a blue car. Mia has a green hat. Ben has a big dog. " * 3,
+    ),
+}
+"""What W8 goes on with."""
 
 
 def read(name: str, folder: Path) -> tuple[Row, ...]:
@@ -31,7 +47,7 @@ def read(name: str, folder: Path) -> tuple[Row, ...]:
     Raises:
         CompareError: if its file is missing or a line of it is no request.
     """
-    if not folder.is_dir():
+    if name.startswith("w8_") or not folder.is_dir():
         return make(name)
     path = folder / f"{name}.jsonl"
     if not path.exists():
@@ -61,7 +77,7 @@ def make(name: str) -> tuple[Row, ...]:
     Raises:
         CompareError: for an unknown name.
     """
-    kind, _, model = name.replace("w1_b", "w1-b").partition("_")
+    kind, _, model = re.sub("^(w[18])_b", r"\1-b", name).partition("_")
     random_ = random.Random(name)
     low, high = (TOKENS[0], TOY_VOCABULARY) if model == "toy" else TOKENS
 
@@ -93,4 +109,10 @@ def make(name: str) -> tuple[Row, ...]:
         return tuple(Row(tokens(PREFILL), 1) for _ in range(5))
     if kind == "w7":
         return tuple(Row(tokens(16), 128) for _ in range(256))
+    if kind in ("w8-b1", "w8-b16"):
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(STORIES_FOLDER / "tokenizer.json"))
+        prompts = [tokenizer.encode(text).ids for text in TEXTS[model]]
+        return tuple(Row(prompts[i % len(prompts)], 96) for i in range(int(kind[4:])))
     raise CompareError(f"There is no workload called {name!r}.")

@@ -44,7 +44,9 @@ SAMPLING_ROW = np.dtype(
         ("temperature", np.float32),
         ("min_p", np.float32),
         ("top_p", np.float64),
-        ("uniform", np.float64),
+        ("seed", np.uint64),
+        ("position", np.uint32),
+        ("stream", np.uint32),
         ("top_k", np.int64),
     ]
 )
@@ -53,7 +55,7 @@ SAMPLING_ROW = np.dtype(
 - temperature: 0 takes the first of the largest.
 - min_p: in [0, 1]; 0 keeps all.
 - top_p: in (0, 1]; 1 keeps all.
-- uniform: a random number in [0, 1).
+- seed, position, stream: which random numbers, one for each token of the vocabulary.
 - top_k: 0 keeps all.
 """
 
@@ -306,10 +308,16 @@ class Ops(Protocol):
 
         `params`: `SAMPLING_ROW` [M], dense.
 
-        The inverse of the cumulative distribution at `uniform`. A token's weight is the
-        integer floor(2**40 * exp((logit - max) / temperature)), so that sums are exact in any
-        order. The filters are min-p, then top-k, then top-p of what is left, as in vLLM; they rank
-        tokens by value descending, then by id ascending, and each keeps a beginning of the ranking.
+        Of the tokens that the filters leave, the first to arrive: at -log(u) / weight, u being the
+        token's own random number (`reference.token_numbers`), the lowest id among equals. So each
+        is drawn with a probability proportional to its weight, and where two distributions are
+        alike, the same numbers mostly draw the same token (the Gumbel-max trick: C. J. Maddison,
+        D. Tarlow, T. Minka, "A* sampling", 2014, section 2).
+
+        A token's weight is the integer floor(2**40 * exp((logit - max) / temperature)), so that
+        sums are exact in any order. The filters are min-p, then top-k, then top-p of what is left,
+        as in vLLM; they rank tokens by value descending, then by id ascending, and each keeps a
+        beginning of the ranking.
         """
         ...
 

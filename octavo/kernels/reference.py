@@ -73,6 +73,53 @@ def sampling_weights(ops: Ops, x: Tensor, params: NDArray[np.void]) -> Tensor:
     return torch.zeros_like(weights).scatter_(1, ids, ranked)
 
 
+def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Random words: Philox4x32-10.
+
+    J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2,
+    3", SC'11, section 3.3.
+
+    Args:
+        counter: uint32 [4, ...].
+        key: uint32 [2, ...]; broadcasts with the counter.
+
+    Returns:
+        uint32 like the counter.
+    """
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = counter.astype(np.uint64)
+    k0, k1 = key.astype(np.uint64)
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return np.stack(np.broadcast_arrays(c0, c1, c2, c3)).astype(np.uint32)
+
+
+def token_numbers(params: NDArray[np.void], vocab_size: int) -> NDArray[np.float64]:
+    """The random number in (0, 1) of each token of the vocabulary.
+
+    Token 64 g + 16 j + i has word j of the Philox counter (position, stream, 16 g + i, 0).
+
+    Args:
+        params: `SAMPLING_ROW` [M].
+        vocab_size: V.
+
+    Returns:
+        float64 [M, V].
+    """
+    seeds, rows = params["seed"][:, None], len(params)
+    blocks = np.arange(-(-vocab_size // 64) * 16, dtype=np.uint32)
+    counter = np.zeros((4, rows, len(blocks)), np.uint32)
+    counter[0], counter[1] = params["position"][:, None], params["stream"][:, None]
+    counter[2] = blocks
+    key = np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32)
+    words = philox4x32(counter, key).reshape(4, rows, -1, 16)
+    words = words.transpose(1, 2, 0, 3).reshape(rows, -1)[:, :vocab_size]
+    numbers: NDArray[np.float64] = 1.0 - (words + np.float64(0.5)) * 2.0**-32
+    return numbers
+
+
 def to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers from -127 to 127, and what they are multiplied by, for each last dimension."""
     most = x.abs().amax(-1, keepdim=True)
@@ -317,12 +364,11 @@ class ReferenceOps:
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """By ranking the whole vocabulary."""
-        cumulative = sampling_weights(self, x, params).cumsum(-1)
-        totals = cumulative[:, -1:]
-        uniform = torch.from_numpy(params["uniform"].copy()).to(x.device)[:, None]
-        # The product may round up to the total itself, which no index exceeds.
-        threshold = torch.minimum((uniform * totals).to(torch.int64), totals - 1)
-        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+        weights = sampling_weights(self, x, params)
+        numbers = torch.from_numpy(token_numbers(params, x.shape[1])).to(x.device)
+        arrivals = -torch.log(numbers) / weights  # a weight of 0 never arrives
+        first = arrivals.amin(-1, keepdim=True)
+        tokens = (arrivals == first).int().argmax(-1)
         return torch.where(self.row_max(x).isfinite(), tokens, -1)
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:

@@ -14,13 +14,13 @@ from octavo import _native
 
 
 def uniform(
-    seeds: NDArray[np.uint64], positions: NDArray[np.int64], stream: int = 0
+    seeds: NDArray[np.uint64], positions: NDArray[np.uint32], stream: int
 ) -> NDArray[np.float64]:
     """One number in [0, 1) for each row, with all 53 bits of a double.
 
     Args:
         seeds: uint64 [R], the key.
-        positions: int64 [R], not negative: the low half of the counter.
+        positions: uint32 [R]; the counter is (position, stream, 0, 0).
         stream: which of several independent numbers for one position; in [0, 2**32).
 
     Returns:
@@ -28,7 +28,7 @@ def uniform(
     """
     assert seeds.shape == positions.shape
     assert seeds.dtype == np.uint64
-    assert positions.dtype == np.int64
+    assert positions.dtype == np.uint32
     assert seeds.flags.c_contiguous
     assert positions.flags.c_contiguous
     out = np.empty(len(seeds))

@@ -1,9 +1,10 @@
 """From logits to tokens.
 
-A sampled row draws by inverse transform with one Philox number for (request seed, output
-position); `Ops.sample` says how. A row's token depends neither on the other rows nor on how a
-device orders its sums, ties cannot be broken by rounding, and a token of weight zero can never be
-drawn. (Tokens 2**40 times less probable than the most probable one have weight zero.)
+A sampled row draws by a race among its tokens, each with a Philox number for (request seed, output
+position, token); `Ops.sample` says how. A row's token depends neither on the other rows nor on how
+a device orders its sums, ties cannot be broken by rounding, and a token of weight zero can never be
+drawn. (Tokens 2**40 times less probable than the most probable one have weight zero, and one that
+is 2**33 times less probable than all together is hardly ever drawn: numbers have 32 bits.)
 """
 
 from __future__ import annotations

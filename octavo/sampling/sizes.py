@@ -10,10 +10,10 @@ CHUNK_ELEMENTS = 2**19
 _WORKSPACE_BYTES = 96
 # Penalties: an int32 count and an int32 list entry for each token id.
 _PENALTY_BYTES = 8
-# The native sampler's workspace of each thread, for each token id, and the widest vector.
-_CANDIDATE_BYTES, _LANES = 14, 16
-# The per-row parameters: a SAMPLING_ROW and 9 arrays of at most 8 bytes.
-_ROW_BYTES = 32 + 9 * 8
+# The native sampler's workspace of each thread, for each token id, and the tokens of a group.
+_CANDIDATE_BYTES, _GROUP = 14, 64
+# The per-row parameters: a SAMPLING_ROW and 8 arrays of at most 8 bytes.
+_ROW_BYTES = 40 + 8 * 8
 
 
 def rows_per_chunk(vocab_size: int) -> int:
@@ -33,7 +33,7 @@ def state_nbytes(max_num_rows: int, vocab_size: int) -> int:
 
 def kernel_nbytes(num_threads: int, vocab_size: int) -> int:
     """Bytes that `Ops.sample` keeps at most: see csrc/sample.h."""
-    return num_threads * (vocab_size + _LANES) * _CANDIDATE_BYTES
+    return num_threads * (vocab_size + _GROUP) * _CANDIDATE_BYTES
 
 
 def workspace_nbytes(max_num_rows: int, vocab_size: int) -> int:

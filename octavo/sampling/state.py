@@ -41,7 +41,6 @@ class SamplingState:
     ) -> None:
         self._params = np.zeros(max_num_rows, SAMPLING_ROW)
         self._params["top_p"] = 1.0
-        self._seeds = np.zeros(max_num_rows, np.uint64)
         self._num_output_tokens = np.zeros(max_num_rows, np.int64)
         self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
         small = (AllowedTokenIds, BadWords, MinTokens, LogitBias)
@@ -98,8 +97,10 @@ class SamplingState:
                 if takes[row]:
                     self._processed[row] = True
                     self._needs_tokens[row] |= processor.needs_tokens
-            self._seeds[row] = params.seed % 2**64
-            self._params[row] = (params.temperature, params.min_p, params.top_p, 0.0, params.top_k)
+            own = self._params[row]
+            own["temperature"], own["min_p"] = params.temperature, params.min_p
+            own["top_p"], own["top_k"] = params.top_p, params.top_k
+            own["seed"] = params.seed % 2**64
             self._num_output_tokens[row] = len(token_ids) - num_prompt_tokens
             self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         except Exception:
@@ -164,8 +165,8 @@ class SamplingState:
         Returns:
             float64 [R] in [0, 1).
         """
-        positions = self._num_output_tokens[rows] + offsets
-        return philox.uniform(self._seeds[rows], positions, stream)
+        positions = (self._num_output_tokens[rows] + offsets).astype(np.uint32)
+        return philox.uniform(self._params["seed"][rows], positions, stream)
 
     def params(self, rows: LongArray, offsets: LongArray | None = None) -> NDArray[np.void]:
         """How tokens of the rows' next positions are chosen from their logits.
@@ -178,12 +179,10 @@ class SamplingState:
             `SAMPLING_ROW` [R].
         """
         params = self._params[rows]
-        if params["temperature"].any():
-            # Key: the request's seed; counter: how many tokens come before this one.
-            positions = self._num_output_tokens[rows]
-            if offsets is not None:
-                positions += offsets
-            params["uniform"] = philox.uniform(self._seeds[rows], positions)
+        positions = self._num_output_tokens[rows]
+        if offsets is not None:
+            positions += offsets
+        params["position"] = positions
         return params
 
     def metadata(

@@ -146,7 +146,7 @@ class DraftSampler:
     """Draws the drafts of one proposal, place after place.
 
     A draft that is kept only if it is what the target samples is drawn by the very same rule and
-    random number. For rejection sampling it needs a number of its own, and what it was drawn from
+    random numbers. For rejection sampling it needs numbers of its own, and what it was drawn from
     is told.
 
     Args:
@@ -178,7 +178,7 @@ class DraftSampler:
         sampling, ahead = self._target.sampling, np.full(len(rows), num_drafts)
         params = sampling.params(rows, ahead)
         if self._rejection:
-            params["uniform"] = sampling.uniforms(rows, ahead, DRAFT)
+            params["stream"] = DRAFT
         tokens: LongArray = ops.sample(logits, params).numpy()
         good = tokens >= 0  # else the logits are not finite: drafts end there
         for i in np.flatnonzero(good).tolist():

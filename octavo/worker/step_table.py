@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 _ALIGNMENT = 16
-SAMPLING_ROW_WORDS = 4
+SAMPLING_ROW_WORDS = 5
 """A `SAMPLING_ROW` as int64."""
 
 

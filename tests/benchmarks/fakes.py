@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.base import Case, Peer, Row, Setup
-from peers.cases import Group
+from peers.cases import DRAFT, SMALL, STORIES, TINY, TOY, Group
 from peers.results import Results
 from peers.runner import Runner
 
@@ -63,7 +63,7 @@ class Bench:
         self.folder = folder
         self.out = folder / "results.json"
         self.models = folder / "models"
-        for name in ("tinyllama-1.1b", "smollm2-135m", "toy"):
+        for name in (TINY, SMALL, TOY, *STORIES, DRAFT):
             (self.models / name).mkdir(parents=True)
             (self.models / name / "config.json").write_text(json.dumps(TINYLLAMA))
         self.a = FakePeer("octavo", folder)

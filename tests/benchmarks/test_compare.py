@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peers import base, llama, machine, report, workloads
 from peers.base import Answer, Case, Job, Row, Setup, metrics, rows_of, shifted, tree_peak_mib
-from peers.cases import SMALL, TINY, WORKLOADS, ModelSize, groups
+from peers.cases import SMALL, STORIES, TINY, WORKLOADS, ModelSize, groups
 from peers.client import Stream, percentile, serving_metrics
 from peers.installing import CompareError, make_environment, read_marker, run, write_marker
 from peers.llama import Llama
@@ -257,7 +257,7 @@ class TestWorkloads:
         names = [case.name for group in found for case in group.cases]
         assert len(set(names)) == len(names)
         assert {name.split()[0] for name in names} == set(WORKLOADS)
-        assert {group.model for group in found} == {TINY, SMALL, "toy"}
+        assert {group.model for group in found} == {TINY, SMALL, "toy", *STORIES}
 
     def test_quick_is_small(self) -> None:
         for group in groups(WORKLOADS, NO_DATA, quick=True):

@@ -93,7 +93,7 @@ def expected() -> list[Answer]:
     for answer in found:
         check(answer)
     assert sum(a.case[1] == "json" and a.finish_reason == "stop" for a in found) > 5
-    assert len({a.token_ids for a in found}) > len(CASES)
+    assert len({a.token_ids for a in found}) > len(CASES) // 2
     return found
 
 

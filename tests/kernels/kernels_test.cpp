@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "philox.h"
 #include "pool.h"
 
 using namespace octavo;
@@ -628,7 +629,7 @@ void test_sample() {
   std::vector<SamplingRow> params(rows);
   for (int64_t i = 0; i < rows; i++)
     params[i] = {i % 10 ? 0.5f + 0.01f * float(i) : 0.0f, i % 3 ? 0.0f : 0.02f, i % 4 < 2 ? 1.0 : 0.8,
-                 double(below(1 << 20)) / (1 << 20), i % 5 < 2 ? 1 + below(40) : 0};
+                 uint64_t(below(1 << 20)) << 20, uint32_t(i), 1, i % 5 < 2 ? 1 + below(40) : 0};
   x[dim + 3] = NAN;
   std::vector<int64_t> out(rows);
   kernels().sample({x.data(), dim, params.data(), out.data(), rows, dim});
@@ -644,7 +645,7 @@ void test_sample() {
       check(out[i] == rank[0], "greedy sampling");
       continue;
     }
-    // What every filter leaves; then the token at which the sum exceeds the number, or nearly.
+    // What every filter leaves; of that, the first to arrive, or nearly.
     std::vector<double> weight(dim);
     double total = 0, kept = 0;
     for (int64_t r = 0; r < dim; r++) {
@@ -656,10 +657,14 @@ void test_sample() {
       if (kept >= p.top_p * total) weight[rank[r]] = 0;
       kept += weight[rank[r]];
     }
-    double before = 0;
-    for (int64_t j = 0; j < out[i]; j++) before += weight[j];
-    check(weight[out[i]] > 0 && before <= (p.uniform + 1e-5) * kept &&
-              before + weight[out[i]] >= (p.uniform - 1e-5) * kept,
+    std::vector<double> arrives(dim, INFINITY);
+    for (int64_t j = 0; j < dim; j++) {
+      const auto words = philox4x32({p.position, p.stream, uint32_t(j / 64 * 16 + j % 16), 0},
+                                    {uint32_t(p.seed), uint32_t(p.seed >> 32)});
+      if (weight[j] > 0)
+        arrives[j] = -std::log(1 - (words[j % 64 / 16] + 0.5) * 0x1p-32) / weight[j];
+    }
+    check(arrives[out[i]] <= 1.00001 * *std::min_element(arrives.begin(), arrives.end()),
           "sample: token %d of row %d", int(out[i]), int(i));
   }
 }

@@ -31,7 +31,7 @@ bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
 others = torch.arange(ROWS).flip(0).contiguous()
 params = np.zeros(ROWS, SAMPLING_ROW)
 params["temperature"], params["top_p"] = np.arange(ROWS) % 3, 0.9
-params["uniform"] = np.linspace(0, 0.99, ROWS)
+params["seed"] = np.arange(ROWS)
 
 
 def rotated(x: Tensor) -> Tensor:

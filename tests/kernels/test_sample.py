@@ -29,7 +29,8 @@ def params(rows: int, **given: float) -> NDArray[np.void]:
     result = np.zeros(rows, SAMPLING_ROW)
     for name, value in {"temperature": 1.0, "top_p": 1.0, **given}.items():
         result[name] = value
-    result["uniform"] = np.linspace(0, 1 - 2.0**-53, rows)
+    result["seed"] = np.arange(rows) * 2**58 + 5
+    result["position"] = np.arange(rows) % 3
     return result
 
 
@@ -53,7 +54,9 @@ def test_same_tokens_as_the_reference(data: st.DataObject) -> None:
     chosen["top_k"] = column(st.sampled_from([0, 1, 2, 5, 40, 1000]))
     chosen["top_p"] = column(st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0]))
     chosen["min_p"] = column(st.sampled_from([0.0, 0.05, 0.5, 1.0]))
-    chosen["uniform"] = column(st.floats(0, 1, exclude_max=True))
+    chosen["seed"] = column(st.integers(0, 2**64 - 1))
+    for name in ("position", "stream"):
+        chosen[name] = column(st.integers(0, 2**32 - 1))
     before = native.isa()
     try:
         for isa in native.available_isas():

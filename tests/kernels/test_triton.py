@@ -181,7 +181,8 @@ def params(rows: int, **given: float) -> NDArray[np.void]:
     result = np.zeros(rows, SAMPLING_ROW)
     for name, value in {"temperature": 1.0, "top_p": 1.0, **given}.items():
         result[name] = value
-    result["uniform"] = np.linspace(0, 1 - 2.0**-53, rows)
+    result["seed"] = np.arange(rows) * 2**58 + 5
+    result["position"], result["stream"] = np.arange(rows) % 3, 2
     return result
 
 
@@ -214,7 +215,7 @@ def test_same_tokens_as_the_reference(vocab_size: int, given: dict[str, float]) 
 def test_every_row_has_its_own_parameters() -> None:
     rows = [{"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {}]
     chosen = np.concatenate([params(1, **given) for given in rows])
-    chosen["uniform"] = 0.9
+    chosen["seed"] = 9
     x = random(5, 200)
     assert torch.equal(ops.sample(x, chosen), Ranking().sample(x, chosen))
 

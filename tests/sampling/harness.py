@@ -1,12 +1,13 @@
 """Batches built from parameters, and a slow, obvious sampler."""
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from octavo.kernels.base import Ops
-from octavo.sampling import philox
+from octavo.kernels.base import SAMPLING_ROW, Ops
+from octavo.kernels.reference import token_numbers
 from octavo.sampling.metadata import SamplingMetadata
 from octavo.sampling.state import SamplingState
 from tests.params import Params
@@ -111,11 +112,7 @@ def reference_sample(logits: np.ndarray, row: Row, ops: Ops) -> int:
                 nucleus.append(token)
             before += weights[token]
         kept = nucleus
-    total = sum(weights[t] for t in kept)
-    u = philox.uniform(np.array([p.seed], np.uint64), np.array([len(row.output)]))[0]
-    left = min(int(u * total), total - 1)
-    for token in sorted(kept):
-        left -= weights[token]
-        if left < 0:
-            return token
-    raise AssertionError("no token left")
+    params = np.zeros(1, SAMPLING_ROW)
+    params["seed"], params["position"] = p.seed, len(row.output)
+    u = token_numbers(params, vocab_size)[0]
+    return min((-math.log(u[t]) / weights[t], t) for t in kept if weights[t])[1]

@@ -7,14 +7,14 @@ from scipy import stats
 
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.native import NativeOps
-from octavo.kernels.reference import ReferenceOps, sampling_weights
+from octavo.kernels.reference import ReferenceOps, sampling_weights, token_numbers
 from octavo.sampling import philox
 from octavo.sampling.acceptance import ACCEPT, DRAFT, RECOVER, Drafted, accept_drafts
 
 OPS = NativeOps()
 NUM_ROWS, VOCAB = 40_000, 10
 SEEDS = np.arange(NUM_ROWS, dtype=np.uint64)
-POSITIONS = np.full(NUM_ROWS, 3)
+POSITIONS = np.full(NUM_ROWS, 3, np.uint32)
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -30.0, 0.2, 0.9, -1.0]])
 # Of the draft: one token too often, one too seldom, one that the target never has.
 DRAFT_PROBS = torch.tensor([[0.05, 0.3, 0.1, 0.02, 0.03, 0.2, 0.1, 0.1, 0.05, 0.05]])
@@ -26,7 +26,7 @@ def run(*, typical=False, certain=None, **params):
     row["temperature"], row["top_p"] = 1.0, 1.0
     for name, value in params.items():
         row[name] = value
-    row["uniform"] = philox.uniform(SEEDS, POSITIONS)
+    row["seed"], row["position"] = SEEDS, POSITIONS
     logits = LOGITS.repeat(NUM_ROWS, 1)
     tokens = OPS.sample(logits, row)
     plain = tokens.numpy().copy()
@@ -78,8 +78,12 @@ def test_rejection_keeps_the_distribution(params, certain):
 
 def test_its_random_numbers_are_independent():
     """What is accepted does not tell what is drafted, nor what recovers."""
-    numbers = [philox.uniform(SEEDS, POSITIONS, stream) for stream in (0, ACCEPT, RECOVER, DRAFT)]
-    correlations = np.corrcoef(numbers) - np.eye(4)
+    row = np.zeros(NUM_ROWS, SAMPLING_ROW)
+    row["seed"], row["position"] = SEEDS, POSITIONS
+    numbers = [philox.uniform(SEEDS, POSITIONS, stream) for stream in (ACCEPT, RECOVER)]
+    for row["stream"] in (0, DRAFT):
+        numbers.extend(token_numbers(row, 3).T)
+    correlations = np.corrcoef(numbers) - np.eye(len(numbers))
     assert np.abs(correlations).max() < 0.03
 
 
@@ -123,7 +127,7 @@ def test_weights_are_those_that_are_sampled_by():
     params["top_p"] = rng.choice([1.0, 0.8], 200)
     params["top_k"] = rng.choice([0, 5], 200)
     params["min_p"] = rng.choice([0.0, 0.1], 200)
-    params["uniform"] = rng.random(200)
+    params["seed"] = np.arange(200)
     weights = sampling_weights(ReferenceOps(), logits, params)
     tokens = OPS.sample(logits, params)
     assert (weights.gather(1, tokens[:, None]) > 0).all()

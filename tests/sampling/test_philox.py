@@ -6,39 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.reference import philox4x32, token_numbers
 from octavo.sampling.philox import uniform
-
-M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)  # the paper's multipliers for 4x32
-W0, W1 = 0x9E3779B9, 0xBB67AE85  # Weyl constants: golden ratio, sqrt(3) - 1
-LOW = np.uint64(0xFFFFFFFF)
-SHIFT = np.uint64(32)
-ROUNDS = 10
-
-
-def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox4x32-10, row by row.
-
-    Args:
-        counter: uint32 [R, 4].
-        key: uint32 [R, 2].
-
-    Returns:
-        uint32 [R, 4], the random words.
-    """
-    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = (key[:, i].astype(np.uint64) for i in range(2))
-    for step in range(ROUNDS):
-        round_k0 = (k0 + np.uint64(step * W0)) & LOW
-        round_k1 = (k1 + np.uint64(step * W1)) & LOW
-        p0, p1 = M0 * c0, M1 * c2
-        c0, c1, c2, c3 = (
-            (p1 >> SHIFT) ^ c1 ^ round_k0,
-            p1 & LOW,
-            (p0 >> SHIFT) ^ c3 ^ round_k1,
-            p0 & LOW,
-        )
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
-
 
 # The known-answer vectors for philox4x32-10 of the authors' library, Random123.
 KNOWN_ANSWERS = [
@@ -54,53 +24,68 @@ KNOWN_ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_known_answers(counter, key, expected):
-    words = philox4x32(np.array([counter], np.uint32), np.array([key], np.uint32))
+    words = philox4x32(np.array(counter, np.uint32), np.array(key, np.uint32))
     assert words.dtype == np.uint32
-    assert words[0].tolist() == expected
+    assert words.tolist() == expected
 
 
 def test_rows_are_independent():
     counters = np.array([c for c, _, _ in KNOWN_ANSWERS], np.uint32)
     keys = np.array([k for _, k, _ in KNOWN_ANSWERS], np.uint32)
-    assert philox4x32(counters, keys).tolist() == [e for _, _, e in KNOWN_ANSWERS]
+    assert philox4x32(counters.T, keys.T).T.tolist() == [e for _, _, e in KNOWN_ANSWERS]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)), min_size=1),
-    st.integers(0, 2**32 - 1),
-)
+SHIFT = np.uint64(32)
+SEEDS, WORDS = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
+
+
+@given(st.lists(st.tuples(SEEDS, WORDS), min_size=1), WORDS)
 def test_uniform_reads_the_words_of_its_counter(rows, stream):
-    seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
-    parts = [positions & LOW, positions >> SHIFT, np.full(len(rows), stream), np.zeros(len(rows))]
-    words = philox4x32(
-        np.stack(parts, axis=1).astype(np.uint32),
-        np.stack([seeds & LOW, seeds >> SHIFT], axis=1).astype(np.uint32),
-    ).astype(np.uint64)
-    expected = (((words[:, 1] << SHIFT) | words[:, 0]) >> np.uint64(11)).astype(np.float64) / 2**53
-    assert uniform(seeds, positions.astype(np.int64), stream).tolist() == expected.tolist()
+    seeds = np.array([seed for seed, _ in rows], np.uint64)
+    positions = np.array([position for _, position in rows], np.uint32)
+    counter = np.zeros((4, len(rows)), np.uint32)
+    counter[:2] = positions, np.full(len(rows), stream)
+    key = np.stack([seeds & 0xFFFFFFFF, seeds >> SHIFT]).astype(np.uint32)
+    words = philox4x32(counter, key).astype(np.uint64)
+    expected = (((words[1] << SHIFT) | words[0]) >> np.uint64(11)).astype(np.float64) / 2**53
+    assert uniform(seeds, positions, stream).tolist() == expected.tolist()
 
 
-def test_uniform_is_uniform_and_below_one():
+@given(SEEDS, WORDS, WORDS, st.integers(1, 300))
+def test_a_token_has_a_word_of_its_own(seed, position, stream, vocab_size):
+    params = np.zeros(1, SAMPLING_ROW)
+    params["seed"], params["position"], params["stream"] = seed, position, stream
+    numbers = token_numbers(params, vocab_size)
+    assert numbers.shape == (1, vocab_size)
+    key = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+    for token, number in enumerate(numbers[0].tolist()):
+        group, word, lane = token // 64, token // 16 % 4, token % 16
+        counter = np.array([position, stream, 16 * group + lane, 0], np.uint32)
+        assert number == 1 - (int(philox4x32(counter, key)[word]) + 0.5) / 2**32
+
+
+def test_numbers_are_uniform_and_inside_of_the_interval():
     count = 50_000
-    numbers = uniform(np.full(count, 3, np.uint64), np.arange(count))
-    assert numbers.dtype == np.float64
-    assert numbers.min() >= 0.0
-    assert numbers.max() < 1.0
-    assert stats.kstest(numbers, "uniform").pvalue > 1e-4
-    assert (
-        stats.kstest(
-            uniform(np.arange(count, dtype=np.uint64), np.zeros(count, np.int64)), "uniform"
-        ).pvalue
-        > 1e-4
-    )
+    params = np.zeros(1, SAMPLING_ROW)
+    positions, seeds = np.arange(count, dtype=np.uint32), np.arange(count, dtype=np.uint64)
+    for numbers in (
+        uniform(np.full(count, 3, np.uint64), positions, 0),
+        uniform(seeds, np.zeros(count, np.uint32), 0),
+        token_numbers(params, count)[0],
+    ):
+        assert numbers.dtype == np.float64
+        assert numbers.min() >= 0.0
+        assert numbers.max() < 1.0
+        assert stats.kstest(numbers, "uniform").pvalue > 1e-4
+    assert numbers.min() > 0.0
 
 
 def test_seed_position_and_stream_all_matter():
     seeds = np.array([1, 2, 1], np.uint64)
-    positions = np.array([0, 0, 1])
-    numbers = {*uniform(seeds, positions).tolist(), *uniform(seeds, positions, 1).tolist()}
+    positions = np.array([0, 0, 1], np.uint32)
+    numbers = {*uniform(seeds, positions, 0).tolist(), *uniform(seeds, positions, 1).tolist()}
     assert len(numbers) == 6
 
 
 def test_no_rows():
-    assert uniform(np.empty(0, np.uint64), np.empty(0, np.int64)).shape == (0,)
+    assert uniform(np.empty(0, np.uint64), np.empty(0, np.uint32), 1).shape == (0,)

@@ -6,7 +6,6 @@ import torch
 from scipy import stats
 
 from octavo.kernels import native
-from octavo.sampling import philox
 from octavo.sampling.logits_processors.builtin import GrammarBitmask
 from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
 from tests.params import Params, unpack_logprobs
@@ -18,8 +17,7 @@ GREEDY = Params(temperature=0.0)
 def draw(sampler, logits, params, count):
     """`count` tokens from the same logits [V] at the output positions 0, 1, 2 ..."""
     metadata = make_state([Row(params)], logits.shape[0]).metadata(np.zeros(count, np.int64))
-    seeds = np.full(count, params.seed or 0, np.uint64)
-    metadata.params["uniform"] = philox.uniform(seeds, np.arange(count))
+    metadata.params["position"] = np.arange(count)
     out = sampler.sample(logits.expand(count, -1).clone(), metadata)
     assert out.errors == {}
     return out.token_ids.numpy()
@@ -221,8 +219,7 @@ def test_distribution_with_penalties(sampler):
     prompt, output = [1, 2, 3], [3, 4, 4, 5, 6, 6, 6]
     state = make_state([Row(params, prompt, output)], len(LOGITS))
     metadata = state.metadata(np.zeros(DRAWS, np.int64))
-    seeds = np.full(DRAWS, params.seed, np.uint64)
-    metadata.params["uniform"] = philox.uniform(seeds, np.arange(DRAWS))
+    metadata.params["position"] = np.arange(DRAWS)
     tokens = sampler.sample(LOGITS.expand(DRAWS, -1).clone(), metadata).token_ids.numpy()
     check_distribution(tokens, expected_probs(params, prompt, output))
 
@@ -274,20 +271,6 @@ def test_one_token_left(sampler, temperature, filters):
     assert set(draw(sampler, logits, params, 100)) == {41}
     allowed = Params(seed=1, temperature=temperature, allowed_token_ids=[17], **filters)
     assert sample(sampler, torch.randn(1, 100), [Row(allowed)]).token_ids.tolist() == [17]
-
-
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_k": 50}, {"top_p": 0.999999}, {"top_k": 80}], ids=str
-)
-@pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53])
-def test_ends_of_the_interval(sampler, monkeypatch, filters, u):
-    """The last and the first token are impossible: neither end of [0, 1) may reach them."""
-    monkeypatch.setattr(philox, "uniform", lambda seeds, _: np.full(len(seeds), u))
-    logits = torch.zeros(100)
-    logits[:3] = logits[-5:] = -torch.inf
-    token = draw(sampler, logits, Params(seed=1, **filters), 1)[0]
-    top_k = filters.get("top_k", 92)
-    assert token == (3 if u == 0.0 else 3 + min(top_k, 92) - 1)
 
 
 def test_rows_that_cannot_be_sampled_fail_alone(sampler):

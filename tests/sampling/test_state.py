@@ -9,7 +9,6 @@ import torch
 
 from octavo.kernels.native import NativeOps
 from octavo.messages import BadWordsTokenIds
-from octavo.sampling import philox
 from octavo.sampling.logits_processors.builtin import (
     AllowedTokenIds,
     BadWords,
@@ -71,8 +70,12 @@ RICH = Params(
 
 
 def drawn(params, position):
-    """The random number for a position of a request."""
-    return philox.uniform(np.array([params.seed % 2**64], np.uint64), np.array([position]))[0]
+    """Which random numbers a position of a request has."""
+    return (params.seed % 2**64, position)
+
+
+def numbers(row):
+    return (row["seed"], row["position"])
 
 
 def append(state, row, *tokens):
@@ -89,7 +92,8 @@ def test_metadata_holds_the_parameters():
     state.add_row(1, RICH, [10, 11, 11], 3)
     meta = state.metadata(ONE)
     assert meta.num_rows == 1
-    assert meta.params[0].tolist() == (np.float32(0.7), np.float32(0.1), 0.9, drawn(RICH, 0), 5)
+    expected = (np.float32(0.7), np.float32(0.1), 0.9, *drawn(RICH, 0), 0, 5)
+    assert meta.params[0].tolist() == expected
     assert meta.num_logprobs[0] == 4
     assert changed(meta, LogitBias) == {(0, 3): 3.5, (0, 7): 0.0}
     excluded = {(0, token) for token in range(VOCAB) if token not in (1, 2, 3)}
@@ -134,11 +138,11 @@ def test_append_counts_and_moves_on():
     for tokens in ([5, 10], [5, 20], [5, 20]):
         state.append(rows, np.array(tokens), np.ones(2, np.int64))
     meta = state.metadata(np.array([0]))
-    assert meta.params["uniform"][0] == drawn(RICH, 3)
+    assert numbers(meta.params[0]) == drawn(RICH, 3)
     # Once and twice the frequency penalty, and the presence penalty.
     assert changed(meta, Penalties, logit=3.0) == {(0, 10): 1.25, (0, 20): 1.0}
     assert banned(meta) == {(0, 9)}  # min_tokens is reached
-    assert state.metadata(np.array([2])).params["uniform"][0] == drawn(other, 3)
+    assert numbers(state.metadata(np.array([2])).params[0]) == drawn(other, 3)
 
 
 def test_several_tokens_at_once_equal_one_after_the_other():
@@ -168,7 +172,7 @@ def test_counts_are_known_before_the_tokens():
         each.add_row(1, RICH, [1], 1)
     state.advance(ONE, np.array([3]))
     meta = state.metadata(ONE)
-    assert meta.params["uniform"][0] == drawn(RICH, 3)
+    assert numbers(meta.params[0]) == drawn(RICH, 3)
     assert set(changed(meta, Penalties)) == {(0, 1)}
     state.record(ONE, np.array([5, 6, 5]), np.array([3]))
     append(other, 1, 5, 6, 5)
@@ -186,7 +190,7 @@ def test_offsets_give_what_the_row_would_have_after_its_drafts():
     for i, position in ((0, 0), (1, 1), (3, 2), (4, 3)):
         alone = state.metadata(ONE)
         assert meta.params[i] == alone.params[0]
-        assert meta.params["uniform"][i] == drawn(params, position + 1)
+        assert numbers(meta.params[i]) == drawn(params, position + 1)
         assert {t for row, t in seen if row == i} == {t for _, t in banned(alone)}
         assert meta.num_logprobs[i] == 1
         append(state, 1, 4)

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import LLM, SamplingParams
-from training.checkpoint import copy_tokenizer, load_model, write_tensors
+from training.checkpoint import copy_tokenizer, load_model, read_config, write_tensors
+from training.heads import EagleHead, MedusaHeads, export_head
 from training.model import Llama, ModelConfig
 from training.widen import SHAPES, wide_config, widen, write_wide
 
@@ -113,3 +114,41 @@ def test_what_does_not_fit(tiny: ModelConfig, change: dict[str, int], message: s
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_built_in_model_fits_the_shapes_and_their_heads(name: str) -> None:
     assert wide_config(ModelConfig(), SHAPES[name]).head_dim == SHAPES[name].head_dim
+
+
+def test_heads_guess_what_the_small_ones_do(sharp_folder: Path, tmp_path: Path) -> None:
+    base, shape = load_model(sharp_folder), replace(SHAPE, vocab_size=400)
+    torch.manual_seed(0)
+    eagle, medusa = EagleHead(base.config), MedusaHeads(base, 2)
+    for weight in (*eagle.parameters(), *medusa.parameters()):
+        torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.1)
+    for name, head in (("eagle", eagle), ("medusa", medusa)):
+        export_head(head, tmp_path / name)
+        write_wide(tmp_path / name, shape, tmp_path / f"wide-{name}", torch.float32)
+    write_wide(sharp_folder, shape, tmp_path / "wide", torch.float32)
+    wide = load_model(tmp_path / "wide")
+    wide_eagle = EagleHead(read_config(tmp_path / "wide-eagle"))
+    wide_medusa = MedusaHeads(wide, 2)
+    for name, head in (("eagle", wide_eagle), ("medusa", wide_medusa)):
+        head.load_state_dict(load_file(tmp_path / f"wide-{name}" / "model.safetensors"))
+        small = load_file(tmp_path / name / "model.safetensors")  # in bfloat16
+        {"eagle": eagle, "medusa": medusa}[name].load_state_dict(small)
+    tokens = torch.randint(0, 400, (2, 20), generator=torch.Generator().manual_seed(1))
+    found = []
+    with torch.no_grad():
+        for model, eagle_head, medusa_heads in (
+            (base, eagle, medusa),
+            (wide, wide_eagle, wide_medusa),
+        ):
+            hidden, embedding = model.hidden(tokens), model.model.embed_tokens(tokens)
+            guesses = eagle_head.draft(embedding, hidden, 3)
+            logits = [model.logits(guess) for guess in guesses]
+            found.append(torch.cat([x.flatten() for x in (*logits, *medusa_heads(hidden))]))
+    assert found[0].std() > 0.3
+    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-4)
+
+
+def test_heads_must_have_the_vocabulary(sharp_folder: Path, tmp_path: Path) -> None:
+    export_head(EagleHead(load_model(sharp_folder).config), tmp_path / "eagle")
+    with pytest.raises(ValueError, match="keep-vocabulary"):
+        write_wide(tmp_path / "eagle", SHAPE, tmp_path / "wide", torch.float32)

@@ -85,7 +85,7 @@ def params(count: int) -> np.ndarray:
     result = np.zeros(count, SAMPLING_ROW)
     result["top_p"] = 1.0
     result["temperature"][1:] = 0.7
-    result["uniform"] = 0.3
+    result["seed"] = 3
     return result
 
 

@@ -30,7 +30,7 @@ def test_the_first_part_is_what_a_step_of_that_size_has():
         "seq_lens": (1,),
         "logits_indices": (0,),
         "sampling_rows": (0,),
-        "sampling_params": (0, 4),
+        "sampling_params": (0, 5),
         "input_ids": (2,),
         "positions": (2,),
         "slot_mappings": (2, 2),

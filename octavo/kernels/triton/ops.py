@@ -82,13 +82,13 @@ class TritonOps(ReferenceOps):
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """One program for each row; nothing is sorted."""
-        rows = to_device(params.view(np.int64).reshape(len(params), 4), x.device)
+        rows = to_device(params.view(np.int64).reshape(len(params), -1), x.device)
         out = torch.empty(len(x), dtype=torch.int64, device=x.device)
         sample.sample(x, rows, out)
         return out
 
     def sample_into(self, x: Tensor, params: Tensor, out: Tensor) -> None:
-        """`sample` with everything on the device: `SAMPLING_ROW` [M] as int64 [M, 4]; out [M]."""
+        """`sample` with everything on the device: `SAMPLING_ROW` [M] as int64 [M, 5]; out [M]."""
         sample.sample(x, params, out)
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:

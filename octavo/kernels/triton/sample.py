@@ -1,9 +1,10 @@
 """One token for each row of logits, and the grammar's bitmask.
 
-The same choice as csrc/sample.h makes: a token's weight is the integer
-floor(2^40 * exp((logit - max) / temperature)), so that sums are exact in any order. Where a filter
-ends is found without sorting: the value of the last token that stays is searched for, and each pass
-over the row leaves a quarter of the values that it may be; among equals the lower id ranks first.
+The same choice as csrc/sample.h makes: the winner of an exponential race. A token's weight is the
+integer floor(2^40 * exp((logit - max) / temperature)), so that sums are exact in any order. Where a
+filter ends is found without sorting: the value of the last token that stays is searched for, and
+each pass over the row leaves a quarter of the values that it may be; among equals the lower id
+ranks first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
+_GROUP = 64  # tokens whose random numbers are those of 16 neighbouring counters
 
 
 @triton.jit
@@ -143,25 +145,60 @@ def _cut(
 
 
 @triton.jit
+def _sooner(
+    x,
+    ids,
+    word,
+    first,
+    token,
+    vocab_size,
+    last_key,
+    last_id,
+    largest,
+    temperature,
+    min_p,
+    bound,
+):
+    """`first` and `token`, lane by lane, or when `ids` arrive and these, if that is sooner."""
+    mask = ids < vocab_size
+    v = tl.load(x + ids, mask=mask, other=float("-inf"))
+    mask = mask & _kept(_key(v), ids, last_key, last_id)
+    weight = _weight(v, largest, temperature, min_p, mask)
+    # -log(u) is at least 1 - u, here rounded down: few tokens need numbers of 64 bits.
+    least = (word >> 8).to(tl.float32) * (1.0 / 16777216)
+    in_time = (weight > 0) & (least <= weight.to(tl.float32) * bound)
+    if tl.max(in_time.to(tl.int32), axis=0) > 0:
+        u = 1.0 - (word.to(tl.float64) + 0.5) * (1.0 / 4294967296)
+        arrives = -tl.log(u) / tl.maximum(weight, 1).to(tl.float64)
+        sooner = in_time & ((arrives < first) | ((arrives == first) & (ids < token)))
+        first = tl.where(sooner, arrives, first)
+        token = tl.where(sooner, ids, token)
+    return first, token
+
+
+@triton.jit
 def _sample(
     logits,
     stride,
     temperatures,
     top_ps,
-    top_ks,
+    words,
+    integers,
     out,
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    """`temperatures`, `top_ps` and `top_ks` are `SAMPLING_ROW`s [R], read as floats of 4 and 8
-    bytes and as integers of 8."""
+    """The last ones but `out` are all `SAMPLING_ROW`s [R]: as floats of 4 and 8 bytes, and as
+    unsigned integers of 4 and integers of 8."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
-    temperature = tl.load(temperatures + row * 8)
-    min_p = tl.load(temperatures + row * 8 + 1)
-    top_p = tl.load(top_ps + row * 4 + 1)
-    uniform = tl.load(top_ps + row * 4 + 2)
-    top_k = tl.load(top_ks + row * 4 + 3)
+    temperature = tl.load(temperatures + row * 10)
+    min_p = tl.load(temperatures + row * 10 + 1)
+    top_p = tl.load(top_ps + row * 5 + 1)
+    seed = tl.load(integers + row * 5 + 2)
+    position = tl.load(words + row * 10 + 6)
+    stream = tl.load(words + row * 10 + 7)
+    top_k = tl.load(integers + row * 5 + 4)
 
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.zeros([BLOCK], tl.int32)
@@ -183,27 +220,41 @@ def _sample(
             key, end = _cut(
                 x, vocab_size, key, end, limit, largest, temperature, min_p, True, BLOCK
             )
-        total = _total(x, vocab_size, key, end, largest, temperature, min_p, BLOCK)
         if top_p < 1.0:
+            total = _total(x, vocab_size, key, end, largest, temperature, min_p, BLOCK)
             limit = top_p * total.to(tl.float64)
             key, end = _cut(
                 x, vocab_size, key, end, limit, largest, temperature, min_p, False, BLOCK
             )
-            total = _total(x, vocab_size, key, end, largest, temperature, min_p, BLOCK)
-        # The product may round up to the total itself, which no sum exceeds.
-        threshold = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-        before = tl.full([], 0, tl.int64)
-        start = tl.full([], 0, tl.int32)
-        while (before <= threshold) & (start < vocab_size):
-            ids, v, mask = _load(x, start, vocab_size, BLOCK)
-            mask = mask & _kept(_key(v), ids, key, end)
-            w = _weight(v, largest, temperature, min_p, mask)
-            sum_here = tl.sum(w, axis=0)
-            if before + sum_here > threshold:
-                beyond = before + tl.cumsum(w, axis=0) > threshold
-                token = tl.min(tl.where(beyond, ids, 2147483647), axis=0)
-            before += sum_here
-            start += BLOCK
+        lanes = tl.arange(0, BLOCK // 4)
+        first = tl.full([BLOCK // 4], float("inf"), tl.float64)
+        tokens = tl.zeros([BLOCK // 4], tl.int32)
+        zeros = tl.zeros([BLOCK // 4], tl.uint32)
+        # The most probable token arrives before -log of the least u.
+        bound = tl.full([], 23.0 / 1099511627776, tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            block = (start // 4 + lanes).to(tl.uint32)
+            drawn = tl.philox(seed, zeros + position, zeros + stream, block, zeros)
+            ids = start + lanes // 16 * 64 + lanes % 16
+            for word in tl.static_range(4):
+                first, tokens = _sooner(
+                    x,
+                    ids + word * 16,
+                    drawn[word],
+                    first,
+                    tokens,
+                    vocab_size,
+                    key,
+                    end,
+                    largest,
+                    temperature,
+                    min_p,
+                    bound,
+                )
+            # A little later, for what is rounded.
+            bound = tl.minimum(bound, tl.min(first, axis=0).to(tl.float32) * 1.0001)
+        best = tl.min(first, axis=0)
+        token = tl.min(tl.where(first == best, tokens, 2147483647), axis=0)
     tl.store(out + row, tl.where(good, token, -1).to(tl.int64))
 
 
@@ -212,7 +263,7 @@ def sample(logits: Tensor, params: Tensor, out: Tensor) -> None:
 
     Args:
         logits: float32 [R, V].
-        params: `SAMPLING_ROW` [R] on the logits' device, as int64 [R, 4].
+        params: `SAMPLING_ROW` [R] on the logits' device, as int64 [R, 5].
         out: int64 [R], written.
     """
     rows, vocab_size = logits.shape
@@ -224,10 +275,11 @@ def sample(logits: Tensor, params: Tensor, out: Tensor) -> None:
             logits.stride(0),
             params.view(torch.float32),
             params.view(torch.float64),
+            params.view(torch.uint32),
             params,
             out,
             vocab_size,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
+            BLOCK=max(_GROUP, min(_BLOCK, triton.next_power_of_2(vocab_size))),
             num_warps=32,
         )
 
