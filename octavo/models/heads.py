@@ -22,6 +22,8 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weights import Names, Weight
 
 _MOST_HEADS, _MOST_LAYERS = 64, 16
+MOST_LATE = 32
+"""Hidden states that an EAGLE head keeps of each request while nobody asks for drafts."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ class EagleSpec(HeadsSpec):
         return 2 * self.hidden_size
 
     def buffers_nbytes(self, num_tokens: int, num_reqs: int, dtype: str) -> int:
-        """Inputs of its layer, hidden states on their way there, and logits of its guesses."""
+        """Inputs of its layer, hidden states on their way there or kept, and logits of guesses."""
         states = (self.input_size + (2 * len(self.kept_layers) + 3) * self.hidden_size) * num_tokens
+        states += (MOST_LATE + 1) * self.hidden_size * num_reqs
         guesses = num_reqs * (self.vocab_size + self.num_draft_tokens) * DTYPE_NBYTES["float32"]
         return states * DTYPE_NBYTES[dtype] + guesses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from octavo import LLM
 from octavo.errors import ConfigError, ModelError
+from octavo.scheduler.speculation import DraftLengths
 from octavo.spec_decode.eagle import EagleProposer
 from tests.spec_decode.heads import (
     GREEDY,
@@ -155,9 +157,13 @@ def test_the_answer_is_the_same(expected, head, settings, monkeypatch):
     assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in settings
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS, {"block_size": 8}])
+@pytest.mark.parametrize("settings", [*SETTINGS, {"block_size": 8}, {"idle": True}])
 def test_drafts_are_those_of_the_head_over_all_tokens(head, settings, monkeypatch):
     """What it has kept of earlier steps, chunks and drafts is what one pass over them gives."""
+    settings = dict(settings)
+    if settings.pop("idle", False):  # it computes nothing before it is asked for drafts
+        monkeypatch.setattr("octavo.spec_decode.eagle._IDLE_AFTER", 0)
+        monkeypatch.setattr("octavo.spec_decode.eagle.MOST_LATE", 128)
     proposals = record_proposals(monkeypatch, EagleProposer)
     speculative = config(head.folder, method="eagle")
     with LLM(max_model_len=128, dtype="float32", speculative_config=speculative, **settings) as llm:
@@ -172,6 +178,16 @@ def test_drafts_are_those_of_the_head_over_all_tokens(head, settings, monkeypatc
                 assert logits[draft] >= logits.max() - 1e-4 * logits.max().abs()
                 if logits.argmax() != draft:
                     break
+
+
+def test_drafts_after_a_pause_may_be_worse_and_answers_are_not(eagle, expected, monkeypatch):
+    monkeypatch.setattr("octavo.spec_decode.eagle._IDLE_AFTER", 0)
+    monkeypatch.setattr("octavo.spec_decode.eagle.MOST_LATE", 2)
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: next(turns))
+    turns = itertools.cycle((0, 0, 0, 0, 3))
+    with LLM(max_model_len=128, speculative_config=config(eagle.folder)) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().num_draft_tokens > 0
 
 
 def test_rejection_knows_what_drafts_were_drawn_from(head):
