@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Weight of the newest step in the running means.
+# Weight of the newest step's time, and of each draft, in the running means.
 _WEIGHT = 1 / 16
 # Before anything is known a draft is right that often, if the one before it was.
 _FIRST_GUESS = 0.7
@@ -57,7 +57,8 @@ class DraftLengths:
         for place in range(self.most):
             if count := sum(n > place for n in drafted):
                 share = sum(n > place for n in accepted) / count
-                self._accepted[place] += _WEIGHT * (share - self._accepted[place])
+                weight = 1 - (1 - _WEIGHT) ** count
+                self._accepted[place] += weight * (share - self._accepted[place])
             elif place and any(drafted):  # not seen: it goes on as it went up to there
                 earlier = self._accepted[place - 2] if place > 1 else 1.0
                 self._accepted[place] = self._accepted[place - 1] ** 2 / max(earlier, 1e-9)
@@ -104,12 +105,13 @@ class _Load:
         self.until_probe = _FIRST_PAUSE // _STEPS_BETWEEN
 
     def record(self, num_drafts: int, seconds: float) -> None:
-        """Takes in a step's time: first into the mean of all, then into a running one."""
+        """Takes in a step's time: the least of a look's steps, then into a running mean."""
         count = self._counts[num_drafts] = self._counts.get(num_drafts, 0) + 1
         mean = self.seconds.setdefault(num_drafts, seconds)
-        # Of a step that was held up twice the mean counts.
-        share = max(_WEIGHT, 1 / count)
-        self.seconds[num_drafts] += share * (min(seconds, 2 * mean) - mean)
+        if count <= _STEPS_OF_PROBE:  # in the first one a draft model catches up with the prompts
+            self.seconds[num_drafts] = min(seconds, mean)
+        else:  # of a step that was held up twice the mean counts
+            self.seconds[num_drafts] += _WEIGHT * (min(seconds, 2 * mean) - mean)
 
     def estimate(self, num_drafts: int) -> float:
         """Seconds of a step: what was measured, or what lies between or beside that."""
