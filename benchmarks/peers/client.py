@@ -143,10 +143,8 @@ def serving_metrics(streams: Sequence[Stream], begin: float, end: float) -> dict
 
 async def measure(job: dict[str, Any], case: Case) -> None:
     """Warms up and measures a case, one JSON line for each iteration."""
-    # llama-server closes connections that were idle for 5 s: a request must not meet that.
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0
-    )
+    # A connection for each request: llama-server closes idle ones, and a request must not meet that.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=job["url"], timeout=900.0, limits=limits) as client:
         body = {"model": job["model"], **job["body"]}
         await replay(client, body, warm_up_rows(case), None)
