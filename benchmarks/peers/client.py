@@ -143,7 +143,7 @@ def serving_metrics(streams: Sequence[Stream], begin: float, end: float) -> dict
 
 async def measure(job: dict[str, Any], case: Case) -> None:
     """Warms up and measures a case, one JSON line for each iteration."""
-    # A connection for each request: llama-server closes idle ones, and a request must not meet that.
+    # A connection for each request: llama-server closes idle ones, which a request must not meet.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=job["url"], timeout=900.0, limits=limits) as client:
         body = {"model": job["model"], **job["body"]}
