@@ -24,7 +24,6 @@ from octavo.server.generation import (
     token_text,
 )
 from octavo.server.schema import ChatBody, Message
-from octavo.tokenizer import MAX_TOKENS, is_longer
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -127,15 +126,6 @@ class ChatCompletion(Generation[ChatBody]):
         )
         # The template writes the special tokens itself.
         special = bool(body.add_special_tokens)
-        limit = engine.max_model_len
-        wished = given_limit is not None or params.max_tokens is None
-        if not wished and not is_longer(prompt, limit):
-            # The model's own limit is no wish of the client: it gives way to what fits.
-            most = max(limit, MAX_TOKENS)
-            ids = await offload(len(prompt), tokenizer.encode, prompt, special, most)
-            left = limit - len(ids)
-            params.max_tokens = max(1, params.min_tokens, min(params.max_tokens or left, left))
-            return [ids], params, special
         return [prompt], params, special
 
     def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:

@@ -69,7 +69,7 @@ def _fields() -> dict[str, list[Any]]:
         ],
         "stream": ["true", 1, [], {}],
         "stream_options": ["x", 5, [], {"include_usage": "yes"}],
-        "max_tokens": [*integer, -1, HUGE, 2**62, 100_000],
+        "max_tokens": [*integer, -1, HUGE],
         "min_tokens": [*integer, -1, HUGE, 2**62, 100_000],
         "stop_token_ids": ["x", 5, [-1], ["x"], [1.5], [2**31], [HUGE], [9_999_999], [None]],
         "ignore_eos": ["no", 0, []],
@@ -257,7 +257,6 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
     }.items():
         body = {"max_tokens": 2} if prompt is ... else {"prompt": prompt, "max_tokens": 2}
         add(f"prompt {name}", COMPLETIONS, body, param="prompt")
-    add("too long together", COMPLETIONS, {"prompt": "hi", "max_tokens": 1_000_000})
     add("long in a stream", COMPLETIONS, {"prompt": [5] * 300_000, "stream": True}, param="prompt")
     for value in ("5", True, 1.5, -2, 10_000, HUGE, [], {}):
         body = {"prompt": "hi", "logprobs": value}

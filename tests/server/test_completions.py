@@ -454,13 +454,31 @@ def test_the_whole_range_of_seeds():
     with_server(scenario)
 
 
-def test_too_long_names_the_counts():
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_is_lowered_to_what_fits(stream):
     async def scenario(served):
-        response = await served.complete(prompt=[5] * 250, max_tokens=20)
+        response = await served.complete(
+            prompt=[5] * 250, max_tokens=20, stream=stream, return_token_ids=True
+        )
+        found = [json.loads(item) for item in await events(response)] if stream else None
+        choices = [c["choices"][0] for c in found or [response.json()]]
+        assert sum(len(choice["token_ids"]) for choice in choices) == 6
+        assert choices[-1]["finish_reason"] == "length"
+        # Beams, too.
+        fields = {"use_beam_search": True, "n": 2, "ignore_eos": True}
+        beams = (await served.complete(prompt=[5] * 250, max_tokens=20, **fields)).json()
+        assert beams["usage"]["completion_tokens"] == 12
+
+    with_server(scenario)
+
+
+def test_a_prompt_that_leaves_no_room():
+    async def scenario(served):
+        response = await served.complete(prompt=[5] * 256, max_tokens=1)
         error = response.json()["error"]
         assert response.status_code == 400
-        assert error["code"] == "context_length_exceeded"
-        for count in ("256", "250", "270"):
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+        for count in ("maximum context length is 256", "your prompt has 256 tokens"):
             assert count in error["message"]
 
     with_server(scenario)
