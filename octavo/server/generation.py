@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.request_memory import logprobs_nbytes
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import RequestError
 from octavo.offload import offload
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -215,10 +215,8 @@ class Generation(ABC, Generic[B]):
             except RequestError as error:
                 raise self._blamed(error) from None
             if params.priority and engine.config.scheduler.scheduling_policy != "priority":
-                raise UnsupportedError(
-                    "priority needs a server that runs with --scheduling-policy priority.",
-                    "priority",
-                )
+                self.context.ignored_fields.append("priority")
+                self.state.warn_of_priority()
             if self.state.config.enable_log_requests:
                 # Not the prompts: logs are kept and read by others than the user chose. Nor
                 # schemas, which may be as long.

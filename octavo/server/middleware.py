@@ -37,7 +37,7 @@ class RequestContext:
     """Second of `time.monotonic`."""
     api_key: str | None = field(default=None, repr=False)
     ignored_fields: list[str] = field(default_factory=list)
-    """Fields of the body that nobody knows."""
+    """Fields of the body that nobody knows, or that mean nothing to this server."""
     body_bytes: int = 0
     """Of the body, as far as it has come."""
     status: int | None = None

@@ -92,6 +92,7 @@ class ServerState:
         self._num_admitted = 0
         self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
         self._counter = itertools.count()
+        self._warned_of_priority = False
         self._template: asyncio.Task[ChatTemplate] | None = None
 
     # Life of the engine
@@ -287,6 +288,14 @@ class ServerState:
             task.cancel()
             watcher.cancel()
             await asyncio.gather(task, watcher, return_exceptions=True)
+
+    def warn_of_priority(self) -> None:
+        """Says once that requests have priorities which this server does not heed."""
+        if not self._warned_of_priority:
+            self._warned_of_priority = True
+            logger.warning(
+                "requests have a priority, which is ignored without --scheduling-policy priority"
+            )
 
     # Chat templates
 
