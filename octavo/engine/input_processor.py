@@ -192,7 +192,9 @@ class InputProcessor:
             )
         if keep == -1:
             keep = max(1, self._max_model_len - (params.max_tokens or 1))
-        return ids if keep is None else ids[-keep:]
+        if keep is None:
+            return ids
+        return ids[-keep:] if params.truncation_side == "left" else ids[:keep]
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Most tokens of the answer: as many as are asked for and fit the context."""

@@ -21,7 +21,6 @@ from octavo.server.generation import (
     finite,
     prompt_logprobs_json,
     raw,
-    token_text,
 )
 from octavo.server.schema import ChatBody, Message
 
@@ -89,7 +88,13 @@ class ChatCompletion(Generation[ChatBody]):
     def __init__(self, request: Request, body: ChatBody) -> None:
         super().__init__(request, body)
         last = body.messages[-1]
-        self._role = last.role if body.continue_final_message else self.state.config.response_role
+        # Where no answer is begun, what comes belongs to the last message.
+        opened = body.add_generation_prompt
+        if opened is None:
+            opened = not body.continue_final_message
+        self._role = self.state.config.response_role if opened else last.role
+        self._echoed = last.content if body.echo and last.role == self._role else ""
+        """Text of the last message, if it is to stand before the answers."""
 
     @property
     def num_prompts(self) -> int:
@@ -135,7 +140,7 @@ class ChatCompletion(Generation[ChatBody]):
                 "index": completion.index,
                 "message": {
                     "role": self._role,
-                    "content": completion.text,
+                    "content": self._echoed + completion.text,
                     "refusal": None,
                 },
                 "logprobs": self._logprobs(completion),
@@ -155,16 +160,20 @@ class ChatCompletion(Generation[ChatBody]):
         }
 
     def opening(self, output: RequestOutput) -> list[dict[str, object]]:
-        """See `Generation.opening`: the role of each answer."""
+        """See `Generation.opening`: the role of each answer, and what is echoed before it."""
+        deltas = [{"role": self._role, "content": ""}]
+        if self._echoed:
+            deltas.append({"content": self._echoed})
         opening: list[dict[str, object]] = []
         for number in range(self.n):
-            role: dict[str, object] = {
-                "index": number,
-                "delta": {"role": self._role, "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            opening.append({"choices": [role]})
+            for delta in deltas:
+                choice: dict[str, object] = {
+                    "index": number,
+                    "delta": delta,
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
+                opening.append({"choices": [choice]})
         ids = output.prompt_token_ids if self.body.return_token_ids else None
         opening[0]["prompt_token_ids"] = ids
         return opening
@@ -216,6 +225,6 @@ class ChatCompletion(Generation[ChatBody]):
         return {"content": content, "refusal": None}
 
     def _candidate(self, token_id: int, entry: Logprob) -> dict[str, object]:
-        text = token_text(token_id, entry, self.tokenizer)
+        text = self.token_text(token_id, entry)
         data = text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": finite(entry.logprob), "bytes": list(data)}

@@ -21,7 +21,6 @@ from octavo.server.generation import (
     finite,
     prompt_logprobs_json,
     raw,
-    token_text,
 )
 from octavo.server.schema import CompletionBody, Prompts
 from octavo.tokenizer import Tokenizer
@@ -197,14 +196,12 @@ class Completion(Generation[CompletionBody]):
         tops: list[object] = []
         for token_id, row in zip(token_ids, rows, strict=True):
             entry = None if row is None else row[token_id]
-            tokens.append(token_text(token_id, entry, self.tokenizer))
+            tokens.append(self.token_text(token_id, entry))
             logprobs.append(None if entry is None else finite(entry.logprob))
             tops.append(
                 None
                 if row is None
-                else raw(
-                    {token_text(t, e, self.tokenizer): finite(e.logprob) for t, e in row.items()}
-                )
+                else raw({self.token_text(t, e): finite(e.logprob) for t, e in row.items()})
             )
         return {
             "tokens": tokens,

@@ -148,6 +148,16 @@ class Generation(ABC, Generic[B]):
         """What the answer has beside its choices."""
         return {}
 
+    def token_text(self, token_id: int, entry: Logprob | None) -> str:
+        """What stands for a candidate token in the logprobs: its text, or its id."""
+        if self.body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        if entry is not None and entry.decoded_token is not None:
+            return entry.decoded_token
+        if self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_text(token_id)
+
     async def answer(self) -> Response:
         """The whole answer; one with many logprobs is written while it is sent."""
         outputs: dict[int, RequestOutput] = {}
@@ -474,13 +484,6 @@ def raw(value: object) -> msgspec.Raw:
 def finite(logprob: float) -> float:
     """A logprob that JSON can express."""
     return max(logprob, MIN_LOGPROB)
-
-
-def token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | None) -> str:
-    """The text of a candidate token."""
-    if entry is not None and entry.decoded_token is not None:
-        return entry.decoded_token
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def prompt_logprobs_json(rows: PromptLogprobs | None) -> list[object] | None:

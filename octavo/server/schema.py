@@ -289,6 +289,7 @@ class GenerationBody(StructuredOutputsBody):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Int | None = None
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -297,6 +298,7 @@ class GenerationBody(StructuredOutputsBody):
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     request_id: RequestId | None = None
     deadline_ms: Annotated[int, Field(gt=0, le=2**53), BeforeValidator(_read_int)] | None = None
 
@@ -420,6 +422,7 @@ _SAMPLING_FIELDS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
+    "truncation_side",
     "prompt_logprobs",
     "allowed_token_ids",
     "bad_words",
@@ -436,6 +439,7 @@ _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("min_tokens", "priority"), (None, 0)),
     **dict.fromkeys(("stop", "stop_token_ids", "bad_words"), (None, [])),
     "skip_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
     "temperature": (None, 0.0, 1.0),
     "top_k": (None, 0, -1),
     "logit_bias": (None, {}),
@@ -485,6 +489,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    echo: bool | None = None
     max_completion_tokens: (
         Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(_read_int)] | None
     ) = None

@@ -189,6 +189,13 @@ def test_truncation():
     assert run(ids, truncate_prompt_tokens=-1, max_tokens=10)[0].prompt_token_ids == ids[-22:]
     assert run(ids, truncate_prompt_tokens=-1, max_tokens=None)[0].prompt_token_ids == ids[-31:]
     assert run([1, 2], truncate_prompt_tokens=5)[0].prompt_token_ids == [1, 2]
+    for keep, kept in ((5, ids[:5]), (-1, ids[:22])):
+        options = {"truncate_prompt_tokens": keep, "truncation_side": "right", "max_tokens": 10}
+        assert run(ids, **options)[0].prompt_token_ids == kept
+    assert run(truncation_side="right")[0].prompt_token_ids == [97, 98, 99]
+    with pytest.raises(RequestError, match="truncation_side='up' is not left or right") as caught:
+        run(truncation_side="up")
+    assert caught.value.param == "truncation_side"
     request, text = run("x" * 5000, truncate_prompt_tokens=3)
     assert request.prompt_token_ids == [120] * 3
     assert len(text) == 5000
