@@ -65,6 +65,11 @@ class ChatTemplate:
         return template
 
     @property
+    def source(self) -> str | None:
+        """The template of chats without tools; None if there is none."""
+        return self._sources.get("default")
+
+    @property
     def available(self) -> bool:
         """Whether there is a template at all."""
         return bool(self._sources)

@@ -320,6 +320,13 @@ class ServerConfig(_Section, frozen=True):
             " X-Octavo-Ignored-Fields names them."
         ),
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        Meta(
+            description="Answer /tokenizer_info, which shows the tokenizer's configuration and the"
+            " chat template."
+        ),
+    ] = False
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

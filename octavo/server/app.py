@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -15,12 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.errors import NotFoundError
+from octavo.config import HIDDEN, config_fields
+from octavo.errors import NotFoundError, RequestError
 from octavo.metrics import CONTENT_TYPE
 from octavo.server.body import check_media_type
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.errors import AdminError, RouteError, on_http_exception, show
+from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.openapi import OPERATIONS, document
 from octavo.server.state import ServerState, state_of
@@ -66,15 +70,21 @@ def build_app(state: ServerState) -> FastAPI:
     for path, endpoint, methods in (
         ("/", index, get),
         ("/health", health, get),
+        ("/ping", health, get),
+        ("/ping", health, post),
         ("/ready", ready, get),
+        ("/load", load, get),
         ("/version", version, get),
         ("/metrics", metrics, get),
         ("/v1/models", list_models, get),
         ("/v1/models/{model:path}", get_model, get),
         ("/v1/completions", create_completion, post),
         ("/v1/chat/completions", create_chat_completion, post),
+        ("/invocations", create_invocation, post),
         ("/tokenize", tokenize, post),
         ("/detokenize", detokenize, post),
+        ("/tokenizer_info", tokenizer_info, get),
+        ("/server_info", server_info, get),
         ("/reset_prefix_cache", reset_prefix_cache, post),
         ("/start_profile", start_profile, post),
         ("/stop_profile", stop_profile, post),
@@ -136,6 +146,11 @@ async def ready(request: Request) -> Response:
     return _json({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})
 
 
+async def load(request: Request) -> Response:
+    """How many requests are being answered, probes not counted."""
+    return _json({"server_load": state_of(request).num_active})
+
+
 async def version(request: Request) -> Response:
     """The version of Octavo."""
     return _json({"version": __version__})
@@ -166,6 +181,51 @@ async def get_model(request: Request) -> Response:
     return _json(_model_card(state, name))
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's configuration; 404 without --enable-tokenizer-info-endpoint."""
+    state = state_of(request)
+    if not state.config.enable_tokenizer_info_endpoint:
+        raise RouteError(
+            404, "This is off; start the server with --enable-tokenizer-info-endpoint."
+        )
+    tokenizer = state.tokenizer(await state.get_engine(), "tokenizer_info")
+    template = await state.chat_template(tokenizer)
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    return _json(kind | tokenizer.config | {"chat_template": template.source})
+
+
+async def server_info(request: Request) -> Response:
+    """Settings, environment and machine, for the operator."""
+    _check_operator(request)
+    form = request.query_params.get("config_format", "text")
+    if form not in ("text", "json"):
+        raise RequestError(
+            f"config_format={show(form)} is not allowed; it is text or json.", "config_format"
+        )
+    config = state_of(request).engine_config
+    settings: dict[str, dict[str, object]] = {}
+    for field in config_fields():
+        value = HIDDEN if field.secret else getattr(getattr(config, field.section), field.name)
+        settings.setdefault(field.section, {})[field.name] = value
+    named = ("OCTAVO_", "VLLM_")
+    return _json(
+        {
+            "vllm_config": settings if form == "json" else str(config),
+            "vllm_env": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(named) and "KEY" not in name
+            },
+            "system_env": {
+                "octavo_version": __version__,
+                "python_version": platform.python_version(),
+                "os": platform.platform(),
+                "machine": platform.machine(),
+            },
+        }
+    )
+
+
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets all cached prefixes; `success` is false while requests hold blocks."""
     _check_admin(request)
@@ -184,11 +244,16 @@ async def stop_profile(request: Request) -> Response:
     return _json({"path": await (await _profiled_engine(request)).stop_profile()})
 
 
-def _check_admin(request: Request) -> None:
+def _check_operator(request: Request) -> None:
     """Lets the operator in: who has a key, or everybody with --enable-admin."""
     state = state_of(request)
     if not (state.api_keys or state.config.enable_admin):
         raise AdminError(request.url.path)
+
+
+def _check_admin(request: Request) -> None:
+    """The same for a POST, which a web page could send."""
+    _check_operator(request)
     check_media_type(request)
 
 

@@ -13,7 +13,9 @@ from octavo.errors import ConfigError
 from octavo.server.errors import AuthenticationError, HostError, show
 
 # Probes, scrapers and a browser that reads the documentation carry no key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    ["/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"]
+)
 
 
 class ApiKeys:

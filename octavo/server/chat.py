@@ -14,6 +14,7 @@ from octavo.errors import RequestError
 from octavo.offload import offload
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
     Prompt,
@@ -23,6 +24,7 @@ from octavo.server.generation import (
     raw,
 )
 from octavo.server.schema import ChatBody, Message
+from octavo.server.state import state_of
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 async def create_chat_completion(request: Request) -> Response:
     """Writes the next message of a chat."""
-    return await ChatCompletion.respond(request, ChatBody)
+    limit = state_of(request).config.max_request_bytes
+    return await ChatCompletion.respond(request, await read_model(request, ChatBody, limit))
 
 
 async def render_messages(

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.engine.detokenizer import TextStream, make_text_stream
 from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
     Prompt,
@@ -23,6 +24,7 @@ from octavo.server.generation import (
     raw,
 )
 from octavo.server.schema import CompletionBody, Prompts
+from octavo.server.state import state_of
 from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: Request) -> Response:
     """Continues one or several prompts."""
-    return await Completion.respond(request, CompletionBody)
+    limit = state_of(request).config.max_request_bytes
+    return await Completion.respond(request, await read_model(request, CompletionBody, limit))
 
 
 class Completion(Generation[CompletionBody]):

@@ -21,7 +21,6 @@ from octavo.offload import offload
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
-from octavo.server.body import read_model
 from octavo.server.errors import ClientDisconnectError, error_json, log_unexpected
 from octavo.server.middleware import context_of
 from octavo.server.schema import GenerationBody
@@ -87,10 +86,9 @@ class Generation(ABC, Generic[B]):
         }
 
     @classmethod
-    async def respond(cls, request: Request, model: type[B]) -> Response:
-        """Reads and checks the body and answers it, as a stream or at once."""
+    async def respond(cls, request: Request, body: B) -> Response:
+        """Answers a body, as a stream or at once."""
         state = state_of(request)
-        body = await read_model(request, model, state.config.max_request_bytes)
         body.check()
         state.check_model(body.model)
         generation = cls(request, body)

@@ -8,7 +8,7 @@ import octavo
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import EngineDeadError
 from octavo.server.state import ServerState
-from tests.server.fake_engine import FakeAsyncLLM, with_server
+from tests.server.fake_engine import FakeAsyncLLM, events, with_server
 
 
 def loading_engine():
@@ -28,15 +28,21 @@ def test_index_lists_the_addresses():
             "GET /docs",
             "GET /",
             "GET /health",
+            "GET /ping",
+            "POST /ping",
             "GET /ready",
+            "GET /load",
             "GET /version",
             "GET /metrics",
             "GET /v1/models",
             "GET /v1/models/{model:path}",
             "POST /v1/completions",
             "POST /v1/chat/completions",
+            "POST /invocations",
             "POST /tokenize",
             "POST /detokenize",
+            "GET /tokenizer_info",
+            "GET /server_info",
             "POST /reset_prefix_cache",
             "POST /start_profile",
             "POST /stop_profile",
@@ -442,3 +448,107 @@ def test_an_unexpected_error_is_a_500_and_harms_no_other():
         assert (await served.complete()).status_code == 200
 
     with_server(scenario, enable_admin=True)
+
+
+def test_ping_is_health():
+    async def scenario(served):
+        for method in ("GET", "POST"):
+            assert (await served.http.request(method, "/ping")).status_code == 200
+        served.engine.die("gone")
+        response = await served.http.post("/ping")
+        assert (response.status_code, response.json()["reason"]) == (503, "gone")
+
+    with_server(scenario, api_key=["secret"])
+
+
+def test_load_counts_what_is_being_answered():
+    async def scenario(served):
+        async def load():
+            return (await served.http.get("/load")).json()["server_load"]
+
+        assert await load() == 0
+        served.engine.paused = True
+        tasks = [asyncio.create_task(served.complete()) for _ in range(3)]
+        while served.engine.num_unfinished_requests < 3:
+            await asyncio.sleep(0)
+        assert await load() == 3
+        served.engine.paused = False
+        await asyncio.gather(*tasks)
+        assert await load() == 0
+
+    with_server(scenario)
+
+
+def test_the_tokenizers_configuration():
+    async def scenario(served):
+        answer = (await served.http.get("/tokenizer_info")).json()
+        assert answer["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert (answer["bos_token"], answer["chat_template"]) == ("<s>", "own: {{ messages }}")
+
+    flags = {"enable_tokenizer_info_endpoint": True, "chat_template": "own: {{ messages }}"}
+    with_server(scenario, **flags)
+
+
+def test_the_tokenizers_configuration_is_shown_to_nobody_unasked():
+    async def scenario(served):
+        response = await served.http.get("/tokenizer_info")
+        assert response.status_code == 404
+        assert "--enable-tokenizer-info-endpoint" in response.json()["error"]["message"]
+
+    with_server(scenario)
+
+
+def test_server_info(monkeypatch):
+    monkeypatch.setenv("OCTAVO_ISA_OF_TEST", "avx2")
+    monkeypatch.setenv("OCTAVO_API_KEY", "top-secret")
+    config = EngineConfig.from_kwargs(served_model_name=["fake"], seed=7)
+
+    async def scenario(served):
+        text, data = [
+            await served.http.get("/server_info", params={"config_format": form})
+            for form in ("text", "json")
+        ]
+        assert "seed=7" in text.json()["vllm_config"]
+        assert data.json()["vllm_config"]["model"]["seed"] == 7
+        for response in (text, data):
+            assert response.json()["vllm_env"]["OCTAVO_ISA_OF_TEST"] == "avx2"
+            assert response.json()["system_env"]["octavo_version"] == octavo.__version__
+            assert "top-secret" not in response.text
+        response = await served.http.get("/server_info?config_format=yaml")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "config_format"
+
+    with_server(scenario, lambda: FakeAsyncLLM(config), enable_admin=True)
+
+
+def test_server_info_is_the_operators():
+    async def scenario(served):
+        response = await served.http.get("/server_info")
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_disabled")
+
+    with_server(scenario)
+
+
+def test_invocations():
+    async def scenario(served):
+        post = served.post
+        answer = (await post("/invocations", prompt="hi", max_tokens=3)).json()
+        assert (answer["object"], answer["choices"][0]["text"]) == ("text_completion", "Hel")
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        answer = (await post("/invocations", **chat)).json()
+        assert answer["choices"][0]["message"]["content"] == "Hel"
+        streamed = await events(await post("/invocations", **chat, stream=True))
+        assert '"object":"chat.completion.chunk"' in streamed[0]
+        response = await post("/invocations", **chat, mood=1)
+        assert response.headers["X-Octavo-Ignored-Fields"] == "mood"
+        for body, param in (
+            ({}, "prompt"),
+            ({**chat, "prompt": "x"}, "prompt"),
+            ({"n": 1}, "prompt"),
+        ):
+            response = await post("/invocations", **body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+        assert (await post("/invocations", **chat, top_p=7)).json()["error"]["param"] == "top_p"
+
+    with_server(scenario)
