@@ -117,7 +117,7 @@ class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
 
 
 class Envelope(Answer):

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+import pkgutil
 import platform
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from octavo import __version__
 from octavo.config import HIDDEN, config_fields
-from octavo.errors import NotFoundError, RequestError
+from octavo.errors import ConfigError, NotFoundError, RequestError
 from octavo.metrics import CONTENT_TYPE
 from octavo.server.body import check_media_type
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
+from octavo.server.docs import HEADERS, docs_page
 from octavo.server.errors import AdminError, RouteError, on_http_exception, show
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
@@ -41,11 +45,14 @@ def build_app(state: ServerState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.start()
         # Made once; it takes a tenth of a second, in which streams would stand still.
-        documented = asyncio.create_task(asyncio.to_thread(app.openapi))
+        described = asyncio.create_task(asyncio.to_thread(app.openapi))
         yield
-        await documented
+        await described
 
+    documented = not state.config.disable_fastapi_docs
     app = FastAPI(
+        openapi_url="/openapi.json" if documented else None,
+        docs_url=None,
         title="Octavo",
         version=__version__,
         description="OpenAI-compatible inference server.",
@@ -56,6 +63,7 @@ def build_app(state: ServerState) -> FastAPI:
         exception_handlers={HTTPException: on_http_exception},
     )
     app.state.octavo = state
+    app.root_path = state.config.root_path
     # Middleware added later lies further out: CORS answers preflights before keys are asked for.
     app.add_middleware(RequestMiddleware, state=state)
     if state.config.allowed_origins:
@@ -66,6 +74,8 @@ def build_app(state: ServerState) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Octavo-Ignored-Fields", "Retry-After"],
         )
+    if documented:
+        app.add_route("/docs", docs, include_in_schema=False)
     get, post = ["GET"], ["POST"]
     for path, endpoint, methods in (
         ("/", index, get),
@@ -98,7 +108,39 @@ def build_app(state: ServerState) -> FastAPI:
             openapi_extra=OPERATIONS[path].extra(path),
         )
     document(app)
+    add_middleware(app, state.config.middleware)
     return app
+
+
+def add_middleware(app: FastAPI, paths: list[str]) -> None:
+    """Puts the operator's middleware around an application, each around the one before it.
+
+    Raises:
+        ConfigError: one cannot be imported, or is neither a class nor a coroutine function.
+    """
+    for path in paths:
+        try:
+            found: Any = pkgutil.resolve_name(path)
+        except Exception as error:  # whatever the module does when it is imported
+            raise ConfigError(
+                f"middleware={path!r} cannot be imported: {error!r}. Write it as "
+                "package.module.name, and see to it that PYTHONPATH has the package."
+            ) from error
+        is_class = inspect.isclass(found)
+        if is_class:
+            app.add_middleware(found)
+        elif inspect.iscoroutinefunction(found):
+            app.add_middleware(BaseHTTPMiddleware, dispatch=found)
+        else:
+            raise ConfigError(
+                f"middleware={path!r} is neither an ASGI middleware class nor an async function "
+                "(request, call_next)."
+            )
+
+
+async def docs(request: Request) -> Response:
+    """The description at /openapi.json for people."""
+    return HTMLResponse(docs_page(request.app.openapi()), headers=HEADERS)
 
 
 async def index(request: Request) -> Response:

@@ -130,7 +130,7 @@ class ChatCompletion(Generation[ChatBody]):
             body.messages,
             body.add_generation_prompt,
             body.continue_final_message,
-            body.chat_template_kwargs,
+            self.state.template_kwargs(body.chat_template_kwargs),
         )
         # The template writes the special tokens itself.
         special = bool(body.add_special_tokens)

@@ -51,7 +51,8 @@ class Completion(Generation[CompletionBody]):
         super().__init__(request, body)
         self._prompts = _split(body.prompt)
         self._only_echo = bool(body.echo) and body.max_tokens == 0
-        self.usage = Usage(count_completions=not self._only_echo)
+        details = self.state.config.enable_prompt_tokens_details
+        self.usage = Usage(details, count_completions=not self._only_echo)
         self._sent: dict[int, int] = {}
         """Length of the text of each choice that has been streamed."""
         self._offsets: dict[int, _Offsets] = {}

@@ -75,7 +75,7 @@ class Generation(ABC, Generic[B]):
         self.id = f"{self.id_prefix}-{self.context.request_id}"
         self.deadline = self.state.deadline(self.context.arrival, body.deadline_ms)
         self.n = 1 if body.n is None else body.n
-        self.usage = Usage()
+        self.usage = Usage(self.state.config.enable_prompt_tokens_details)
         self.tokenizer: Tokenizer | None = None
         self._envelope: dict[str, object] = {
             "id": self.id,
@@ -186,7 +186,9 @@ class Generation(ABC, Generic[B]):
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of the answer, without the last one ([DONE])."""
         options = self.body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
+        with_usage = self.state.config.enable_force_include_usage or (
+            options is not None and bool(options.include_usage)
+        )
         always = with_usage and options is not None and bool(options.continuous_usage_stats)
         head = b"data: " + encode(self._envelope)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
@@ -282,7 +284,8 @@ class Generation(ABC, Generic[B]):
 class Usage:
     """Token counts of one request."""
 
-    def __init__(self, *, count_completions: bool = True) -> None:
+    def __init__(self, with_details: bool, *, count_completions: bool = True) -> None:
+        self._with_details = with_details
         self._count_completions = count_completions
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -309,7 +312,9 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())}
+            if self._with_details
+            else None,
         }
 
 

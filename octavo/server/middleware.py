@@ -68,7 +68,9 @@ class RequestMiddleware:
         context = RequestContext(_request_id(headers.get("x-request-id")), time.monotonic())
         scope["octavo"] = context
         token = REQUEST_ID.set(context.request_id)
-        probe = scope["path"] in OPEN_PATHS
+        path, root = scope["path"], scope.get("root_path", "")
+        # As the router sees it: a proxy may leave its own path in front.
+        probe = (path.removeprefix(root) if path.startswith(f"{root}/") else path) in OPEN_PATHS
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

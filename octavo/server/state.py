@@ -299,6 +299,10 @@ class ServerState:
 
     # Chat templates
 
+    def template_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A request's variables for the template, and the server's own for those not given."""
+        return {**self.config.default_chat_template_kwargs, **(given or {})} or None
+
     def tokenizer(self, engine: AsyncLLM, param: str) -> Tokenizer:
         """The engine's tokenizer.
 

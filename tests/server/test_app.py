@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 import time
 
@@ -552,3 +553,104 @@ def test_invocations():
         assert (await post("/invocations", **chat, top_p=7)).json()["error"]["param"] == "top_p"
 
     with_server(scenario)
+
+
+def test_the_documentation_needs_no_network():
+    async def scenario(served):
+        response = await served.http.get("/docs")
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+        assert response.headers["content-security-policy"].startswith("default-src 'none'")
+        page = response.text
+        for reference in re.findall(r'(?:src|href)="?([^ >"]+)', page):
+            assert reference == "openapi.json" or f'id="{reference.removeprefix("#")}"' in page
+        for shown in ("/v1/chat/completions", "max_completion_tokens", "config_format", "messages"):
+            assert shown in page
+        assert "//" not in page
+
+    with_server(scenario)
+
+
+def test_no_documentation():
+    async def scenario(served):
+        for path in ("/docs", "/openapi.json", "/redoc"):
+            assert (await served.http.get(path)).status_code == 404
+        assert (await served.complete()).status_code == 200
+
+    with_server(scenario, disable_fastapi_docs=True)
+
+
+def test_behind_a_path_of_a_proxys():
+    async def scenario(served):
+        for prefix in ("", "/llm"):  # a proxy may leave it out or not
+            assert (await served.http.get(prefix + "/health")).status_code == 200
+            assert (await served.http.get(prefix + "/v1/models")).status_code == 401
+            described = (await served.http.get(prefix + "/openapi.json")).json()
+            assert described["servers"] == [{"url": "/llm"}]
+        for path in ("/llmhealth", "/llm/llm/health"):
+            assert (await served.http.get(path)).status_code == 401
+
+    with_server(scenario, root_path="/llm", api_key=["secret"])
+
+
+async def tag_answer(request, call_next):
+    response = await call_next(request)
+    response.headers["X-Tags"] = response.headers.get("X-Tags", "") + "function"
+    return response
+
+
+class TagAnswer:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        async def send_tagged(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-tags", b"class,")]
+            await send(message)
+
+        await self.app(scope, receive, send_tagged)
+
+
+def test_the_operators_middleware():
+    async def scenario(served):
+        for stream in (False, True):
+            response = await served.complete(stream=stream)
+            assert response.status_code == 200
+            assert response.headers["X-Tags"] == "class,function"
+        assert (await served.complete(top_p=7)).headers["X-Tags"] == "class,function"
+
+    with_server(scenario, middleware=[f"{__name__}.TagAnswer", f"{__name__}.tag_answer"])
+
+
+def test_the_templates_default_variables():
+    async def scenario(served):
+        prompts = []
+        for given in (None, {}, {"hint": "mine"}, {"other": 1}):
+            await served.chat(chat_template_kwargs=given)
+            prompts.append(bytes(i for i in served.engine.requests[-1].prompt_token_ids if i < 256))
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        tokens = (await served.post("/tokenize", **chat)).json()["tokens"]
+        prompts.append(bytes(i for i in tokens if i < 256))
+        hints = [p.removeprefix(b"<user>hi").removesuffix(b"<assistant>") for p in prompts]
+        assert hints == [b"ours", b"ours", b"mine", b"ours", b"ours"]
+
+    with_server(scenario, default_chat_template_kwargs={"hint": "ours"})
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"continuous_usage_stats": True}}])
+def test_usage_of_every_stream(options):
+    async def scenario(served):
+        for ask in (served.complete, served.chat):
+            chunks = await events(await ask(stream=True, max_tokens=2, **options))
+            usages = [json.loads(chunk)["usage"] for chunk in chunks]
+            assert usages[-1]["completion_tokens"] == 2
+            assert (usages[0] is not None) == bool(options)
+
+    with_server(scenario, enable_force_include_usage=True)
+
+
+def test_usage_without_details():
+    async def scenario(served):
+        assert (await served.chat()).json()["usage"]["prompt_tokens_details"] is None
+
+    with_server(scenario, enable_prompt_tokens_details=False)
