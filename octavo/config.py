@@ -346,7 +346,7 @@ class ServerConfig(_Section, frozen=True):
         ),
     ] = []
     enable_force_include_usage: Annotated[
-        bool, Meta(description="Tell the usage at the end of every stream, asked for or not.")
+        bool, Meta(description="Tell the usage with every chunk of every stream.")
     ] = False
     enable_prompt_tokens_details: Annotated[
         bool, Meta(description="Tell in the usage how many prompt tokens were cached.")

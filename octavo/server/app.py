@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import pkgutil
 import platform
@@ -232,8 +233,14 @@ async def tokenizer_info(request: Request) -> Response:
         )
     tokenizer = state.tokenizer(await state.get_engine(), "tokenizer_info")
     template = await state.chat_template(tokenizer)
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return _json(kind | tokenizer.config | {"chat_template": template.source})
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokenizer.config,
+        **tokenizer.special_tokens,
+        "chat_template": template.source,
+    }
+    # Its integers may have more than 64 bits: model_max_length often stands for infinity.
+    return Response(json.dumps(config), media_type="application/json")
 
 
 async def server_info(request: Request) -> Response:

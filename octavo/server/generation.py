@@ -186,10 +186,10 @@ class Generation(ABC, Generic[B]):
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of the answer, without the last one ([DONE])."""
         options = self.body.stream_options
-        with_usage = self.state.config.enable_force_include_usage or (
-            options is not None and bool(options.include_usage)
-        )
+        with_usage = options is not None and bool(options.include_usage)
         always = with_usage and options is not None and bool(options.continuous_usage_stats)
+        if self.state.config.enable_force_include_usage:
+            with_usage = always = True
         head = b"data: " + encode(self._envelope)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         opened = False

@@ -9,7 +9,7 @@ import octavo
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import EngineDeadError
 from octavo.server.state import ServerState
-from tests.server.fake_engine import FakeAsyncLLM, events, with_server
+from tests.server.fake_engine import FakeAsyncLLM, events, make_tokenizer, with_server
 
 
 def loading_engine():
@@ -481,13 +481,28 @@ def test_load_counts_what_is_being_answered():
 
 
 def test_the_tokenizers_configuration():
+    def engine():
+        tokenizer = make_tokenizer()
+        tokenizer.config |= {
+            "bos_token": {"content": "<s>", "special": True},
+            "model_max_length": 10**30,
+            "chat_template": [],
+        }
+        return FakeAsyncLLM(tokenizer=tokenizer)
+
     async def scenario(served):
         answer = (await served.http.get("/tokenizer_info")).json()
-        assert answer["tokenizer_class"] == "PreTrainedTokenizerFast"
-        assert (answer["bos_token"], answer["chat_template"]) == ("<s>", "own: {{ messages }}")
+        assert answer == {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "add_bos_token": True,
+            "model_max_length": 10**30,
+            "chat_template": "own: {{ messages }}",
+        }
 
     flags = {"enable_tokenizer_info_endpoint": True, "chat_template": "own: {{ messages }}"}
-    with_server(scenario, **flags)
+    with_server(scenario, engine, **flags)
 
 
 def test_the_tokenizers_configuration_is_shown_to_nobody_unasked():
@@ -637,14 +652,14 @@ def test_the_templates_default_variables():
     with_server(scenario, default_chat_template_kwargs={"hint": "ours"})
 
 
-@pytest.mark.parametrize("options", [{}, {"stream_options": {"continuous_usage_stats": True}}])
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
 def test_usage_of_every_stream(options):
     async def scenario(served):
         for ask in (served.complete, served.chat):
             chunks = await events(await ask(stream=True, max_tokens=2, **options))
-            usages = [json.loads(chunk)["usage"] for chunk in chunks]
-            assert usages[-1]["completion_tokens"] == 2
-            assert (usages[0] is not None) == bool(options)
+            usages = [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks]
+            assert usages == sorted(usages)
+            assert usages[-1] == 2
 
     with_server(scenario, enable_force_include_usage=True)
 
