@@ -351,6 +351,13 @@ class ServerConfig(_Section, frozen=True):
     enable_prompt_tokens_details: Annotated[
         bool, Meta(description="Tell in the usage how many prompt tokens were cached.")
     ] = True
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(
+            description="Name tokens in logprobs token_id:5 instead of by their text, unless a"
+            " request says otherwise."
+        ),
+    ] = False
     disable_fastapi_docs: Annotated[
         bool, Meta(description="Answer neither /docs nor /openapi.json.")
     ] = False

@@ -109,7 +109,8 @@ def build_app(state: ServerState) -> FastAPI:
             openapi_extra=OPERATIONS[path].extra(path),
         )
     document(app)
-    add_middleware(app, state.config.middleware)
+    if state.config.middleware:
+        add_middleware(app, state.config.middleware)
     return app
 
 
@@ -117,7 +118,7 @@ def add_middleware(app: FastAPI, paths: list[str]) -> None:
     """Puts the operator's middleware around an application, each around the one before it.
 
     Raises:
-        ConfigError: one cannot be imported, or is neither a class nor a coroutine function.
+        ConfigError: one cannot be imported or made, or is neither a class nor a coroutine function.
     """
     for path in paths:
         try:
@@ -137,6 +138,10 @@ def add_middleware(app: FastAPI, paths: list[str]) -> None:
                 f"middleware={path!r} is neither an ASGI middleware class nor an async function "
                 "(request, call_next)."
             )
+    try:
+        app.middleware_stack = app.build_middleware_stack()  # else the first request would fail
+    except Exception as error:
+        raise ConfigError(f"middleware={paths} cannot be used: {error!r}.") from error
 
 
 async def docs(request: Request) -> Response:

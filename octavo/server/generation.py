@@ -77,6 +77,9 @@ class Generation(ABC, Generic[B]):
         self.n = 1 if body.n is None else body.n
         self.usage = Usage(self.state.config.enable_prompt_tokens_details)
         self.tokenizer: Tokenizer | None = None
+        self._tokens_as_ids = body.return_tokens_as_token_ids
+        if self._tokens_as_ids is None:
+            self._tokens_as_ids = self.state.config.return_tokens_as_token_ids
         self._envelope: dict[str, object] = {
             "id": self.id,
             "object": self.chunk_object_name if body.stream else self.object_name,
@@ -148,7 +151,7 @@ class Generation(ABC, Generic[B]):
 
     def token_text(self, token_id: int, entry: Logprob | None) -> str:
         """What stands for a candidate token in the logprobs: its text, or its id."""
-        if self.body.return_tokens_as_token_ids:
+        if self._tokens_as_ids:
             return f"token_id:{token_id}"
         if entry is not None and entry.decoded_token is not None:
             return entry.decoded_token

@@ -594,3 +594,13 @@ def test_tokens_as_ids():
         assert entry["bytes"] == [72]
 
     with_server(scenario)
+
+
+def test_tokens_as_ids_unless_a_request_says_otherwise():
+    async def scenario(served):
+        for asked, token in ((None, "token_id:72"), (True, "token_id:72"), (False, "H")):
+            fields = {"logprobs": True, "return_tokens_as_token_ids": asked, "max_tokens": 1}
+            answer = (await served.chat(**fields)).json()
+            assert answer["choices"][0]["logprobs"]["content"][0]["token"] == token
+
+    with_server(scenario, return_tokens_as_token_ids=True)

@@ -303,6 +303,7 @@ def test_what_is_no_unix_socket_is_left_alone(tmp_path):
     ("flags", "said"),
     [
         (("--middleware", "no.such.module"), "middleware='no.such.module' cannot be imported"),
+        (("--middleware", "subprocess.Popen"), "['subprocess.Popen'] cannot be used: TypeError"),
         (("--middleware", "os.path"), "middleware='os.path' is neither"),
         (("--default-chat-template-kwargs", '{"messages": 1}'), "has 'messages', which the server"),
     ],
