@@ -8,6 +8,7 @@ import json
 import os
 import pkgutil
 import platform
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,10 @@ from octavo.server.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
+
+
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+"""In names of environment variables that are shown to nobody."""
 
 
 def build_app(state: ServerState) -> FastAPI:
@@ -261,14 +266,13 @@ async def server_info(request: Request) -> Response:
     for field in config_fields():
         value = HIDDEN if field.secret else getattr(getattr(config, field.section), field.name)
         settings.setdefault(field.section, {})[field.name] = value
-    named = ("OCTAVO_", "VLLM_")
     return _json(
         {
             "vllm_config": settings if form == "json" else str(config),
             "vllm_env": {
                 name: value
                 for name, value in sorted(os.environ.items())
-                if name.startswith(named) and "KEY" not in name
+                if name.startswith(("OCTAVO_", "VLLM_")) and not _SECRET.search(name)
             },
             "system_env": {
                 "octavo_version": __version__,

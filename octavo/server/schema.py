@@ -27,6 +27,7 @@ from octavo.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096
+MAX_ROLE_LENGTH = 64
 
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
@@ -224,10 +225,10 @@ def _check_messages(value: object) -> object:
         role = message.get("role")
         if role in ("tool", "function"):
             raise UnsupportedError(f"{where}: tool calls are not supported yet.", "messages")
-        if not isinstance(role, str) or not role:
+        if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_LENGTH:
             raise RequestError(
-                f"{where}.role={show(role)} is not allowed; it is a string such as system, user or "
-                "assistant.",
+                f"{where}.role={show(role)} is not allowed; it is a string of 1 to "
+                f"{MAX_ROLE_LENGTH} characters, such as system, user or assistant.",
                 "messages",
             )
         if role == "assistant" and message.get("content", ...) is None:

@@ -289,6 +289,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         "object content": [{"role": "user", "content": text_part}],
         "role number": [{"role": 5, "content": "hi"}],
         "role list": [{"role": ["user"], "content": "hi"}],
+        "long role": [{"role": "x" * 65, "content": "hi"}],
         "empty role": [{"role": "", "content": "hi"}],
         "tool role": [*chat, {"role": "tool", "content": "5", "tool_call_id": "x"}],
         "function role": [*chat, {"role": "function", "name": "f", "content": "5"}],

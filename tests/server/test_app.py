@@ -516,7 +516,8 @@ def test_the_tokenizers_configuration_is_shown_to_nobody_unasked():
 
 def test_server_info(monkeypatch):
     monkeypatch.setenv("OCTAVO_ISA_OF_TEST", "avx2")
-    monkeypatch.setenv("OCTAVO_API_KEY", "top-secret")
+    for name in ("OCTAVO_API_KEY", "VLLM_HF_TOKEN"):
+        monkeypatch.setenv(name, "top-secret")
     config = EngineConfig.from_kwargs(served_model_name=["fake"], seed=7)
 
     async def scenario(served):

@@ -205,7 +205,8 @@ WRONG = {
         ),
         (
             messages({"role": "", "content": "x"}),
-            "messages[0].role='' is not allowed; it is a string such as system, user or assistant.",
+            "messages[0].role='' is not allowed; it is a string of 1 to 64 characters, such as "
+            "system, user or assistant.",
             "messages",
             None,
         ),
