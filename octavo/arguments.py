@@ -33,7 +33,7 @@ def add_settings(
     group = parser.add_argument_group(title)
     for field in fields:
         plain, _ = optional_type(field.type)
-        shown = "" if field.default in (None, []) else f" [{field.default}]"
+        shown = "" if field.default in (None, [], {}, "") else f" [{field.default}]"
         kwargs: dict[str, Any] = {
             "default": argparse.SUPPRESS,
             "help": (field.doc + shown).replace("%", "%%"),

@@ -14,7 +14,10 @@ from octavo.template_client import RenderRequest, TemplateClient
 if TYPE_CHECKING:
     from octavo.tokenizer import Tokenizer
 
-_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
+"""Variables of templates that no caller sets by name."""
 # Two processes for all templates: a short chat does not wait while a long one is rendered.
 _short_client = TemplateClient()
 _long_client = TemplateClient()
@@ -65,6 +68,11 @@ class ChatTemplate:
         return template
 
     @property
+    def source(self) -> str | None:
+        """The template of chats without tools; None if there is none."""
+        return self._sources.get("default")
+
+    @property
     def available(self) -> bool:
         """Whether there is a template at all."""
         return bool(self._sources)
@@ -90,7 +98,7 @@ class ChatTemplate:
                 "continue_final_message",
             )
         for name in template_kwargs or {}:
-            if name in _RESERVED:
+            if name in RESERVED_VARIABLES:
                 raise RequestError(
                     f"{name!r} is a variable of its own; do not give it in chat_template_kwargs.",
                     "chat_template_kwargs",

@@ -320,6 +320,55 @@ class ServerConfig(_Section, frozen=True):
             " X-Octavo-Ignored-Fields names them."
         ),
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        Meta(
+            description="Answer /tokenizer_info, which shows the tokenizer's configuration and the"
+            " chat template."
+        ),
+    ] = False
+    root_path: Annotated[
+        str,
+        Meta(
+            description="Path under which a proxy shows this server, such as /llm.",
+            pattern="^(/[^/]+)*$",
+        ),
+    ] = ""
+    uds: Annotated[
+        str | None,
+        Meta(description="Unix socket to listen on, instead of host and port."),
+    ] = None
+    middleware: Annotated[
+        list[str],
+        Meta(
+            description="ASGI middleware classes, or functions (request, call_next), by import path"
+            " (package.module.name); the last one lies outermost."
+        ),
+    ] = []
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="Tell the usage with every chunk of every stream.")
+    ] = False
+    enable_prompt_tokens_details: Annotated[
+        bool, Meta(description="Tell in the usage how many prompt tokens were cached.")
+    ] = True
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Meta(
+            description="Name tokens in logprobs token_id:5 instead of by their text, unless a"
+            " request says otherwise."
+        ),
+    ] = False
+    disable_fastapi_docs: Annotated[
+        bool, Meta(description="Answer neither /docs nor /openapi.json.")
+    ] = False
+    uvicorn_log_level: Annotated[
+        Literal["critical", "error", "warning", "info", "debug", "trace"],
+        Meta(description="Least level to log of uvicorn, which speaks HTTP."),
+    ] = "warning"
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Meta(description="Variables for the chat template, which requests may override."),
+    ] = {}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -478,8 +527,9 @@ class ConfigField:
 
     @property
     def is_json(self) -> bool:
-        """Whether it has settings of its own: a dict, and JSON on the command line."""
-        return isinstance(optional_type(self.type)[0], type(msgspec.Struct))
+        """Whether it is a dict, of settings or of anything: JSON on the command line."""
+        plain, _ = optional_type(self.type)
+        return isinstance(plain, type(msgspec.Struct)) or typing.get_origin(plain) is dict
 
     @property
     def choices(self) -> tuple[Any, ...] | None:

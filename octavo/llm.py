@@ -358,7 +358,6 @@ class LLM:
             prompt,
             params,
             arrival_time=clock.now(),
-            clip_max_tokens=True,
             add_special_tokens=add_special_tokens,
         )
 

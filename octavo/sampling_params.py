@@ -254,7 +254,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     bad_words: list[str] | None = None
     """Texts whose token sequences may not be generated."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many last prompt tokens; -1: as many as the context allows."""
+    """Keep only this many prompt tokens; -1: as many as the context allows."""
     priority: int = 0
     """Smaller is served earlier (with `scheduling_policy=priority`)."""
     cache_salt: str | None = None
@@ -265,6 +265,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Older name of `structured_outputs`, which it becomes."""
     extra_args: dict[str, Any] | None = None
     """What it asks of logits processors of plug-ins: plain data by key."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where `truncate_prompt_tokens` cuts: left keeps the prompt's last tokens, right the first."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -310,6 +312,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 raise RequestError(
                     f"{name}={_show(getattr(self, name))} is not true or false.", name
                 )
+        if self.truncation_side not in ("left", "right"):
+            raise RequestError(
+                f"truncation_side={_show(self.truncation_side)} is not left or right.",
+                "truncation_side",
+            )
         if self.truncate_prompt_tokens == 0:
             raise RequestError(
                 "truncate_prompt_tokens=0 would leave no prompt; use -1 or a positive number.",

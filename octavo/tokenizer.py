@@ -38,6 +38,7 @@ class Tokenizer:
     """An immutable tokenizer; every method may be called from several threads at once.
 
     Attributes:
+        config: what tokenizer_config.json and special_tokens_map.json say, as it stands there.
         chat_templates: jinja sources by name ("default", "tool_use" ...); empty if there are none.
         special_tokens: the named special tokens ("bos_token" -> "<s>" ...).
         bos_token_id: id of the beginning-of-sequence token, None if there is none.
@@ -53,6 +54,7 @@ class Tokenizer:
         chat_templates: dict[str, str] | None = None,
     ) -> None:
         config = config or {}
+        self.config = config
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend

@@ -52,6 +52,10 @@ def example(field):
         return ["7777" if "batched" in field.name else "77"], (
             7777 if "batched" in field.name else 77
         )
+    if field.name == "default_chat_template_kwargs":
+        return ['{"a": 1}'], {"a": 1}
+    if field.name == "root_path":
+        return ["/text"], "/text"
     return ["text"], "text"
 
 

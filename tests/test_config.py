@@ -163,6 +163,16 @@ BAD_SERVER = {
     "log_level": ["INFO", "trace"],
     "log_format": ["xml"],
     "enable_log_requests": [1],
+    "enable_tokenizer_info_endpoint": [1],
+    "root_path": ["llm", "/llm/", "/", None],
+    "uds": [5],
+    "middleware": [5, [None]],
+    "enable_force_include_usage": ["yes"],
+    "enable_prompt_tokens_details": ["yes"],
+    "return_tokens_as_token_ids": ["yes"],
+    "disable_fastapi_docs": [1],
+    "uvicorn_log_level": ["INFO", None],
+    "default_chat_template_kwargs": [5, "x", "[]", None],
 }
 
 

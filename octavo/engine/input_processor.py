@@ -93,7 +93,6 @@ class InputProcessor:
         arrival_time: float,
         cache_salt: str | None = None,
         deadline: float | None = None,
-        clip_max_tokens: bool = False,
         add_special_tokens: bool = True,
         turn: int = 0,
     ) -> tuple[EngineCoreRequest, str | None]:
@@ -108,15 +107,13 @@ class InputProcessor:
             arrival_time: by `clock.now`.
             cache_salt: scope of the prefix cache; `params.cache_salt` divides it further.
             deadline: after which the request fails; likewise.
-            clip_max_tokens: lower `max_tokens` to what fits the context (offline use) instead of
-                refusing the request.
             add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
                 for a rendered chat template.
             turn: how many prompts came before it in the same call.
 
         Raises:
             RequestError: for anything that this model cannot do.
-            ContextLengthError: prompt, or prompt and answer, are too long.
+            ContextLengthError: the prompt leaves no room for an answer, or for `min_tokens`.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
@@ -128,7 +125,7 @@ class InputProcessor:
             ids = self._encode(text, params, add_special_tokens)
         self._check_ids("prompt", ids)
         ids = self._truncate(ids, params)
-        max_tokens = self._max_tokens(len(ids), params, clip_max_tokens)
+        max_tokens = self._max_tokens(len(ids), params)
         seed = self._derive_seed(request_id) if params.seed is None else params.seed
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -195,10 +192,12 @@ class InputProcessor:
             )
         if keep == -1:
             keep = max(1, self._max_model_len - (params.max_tokens or 1))
-        return ids if keep is None else ids[-keep:]
+        if keep is None:
+            return ids
+        return ids[-keep:] if params.truncation_side == "left" else ids[:keep]
 
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, clip: bool) -> int:
-        """The length of the answer, once prompt and answer are known to fit."""
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Most tokens of the answer: as many as are asked for and fit the context."""
         limit = self._max_model_len
         if num_prompt_tokens == 0:
             raise RequestError("The prompt is empty; give at least one token.", "prompt")
@@ -210,14 +209,6 @@ class InputProcessor:
                 "prompt or set truncate_prompt_tokens.",
                 "prompt",
             )
-        asked = left if params.max_tokens is None else params.max_tokens
-        if asked > left and not clip:
-            raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens; you asked for "
-                f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the prompt, {asked} "
-                f"for the answer). Shorten the prompt or set max_tokens to at most {left}.",
-                "max_tokens",
-            )
         if params.min_tokens > left:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens; your prompt has "
@@ -225,7 +216,7 @@ class InputProcessor:
                 f"min_tokens={params.min_tokens}.",
                 "min_tokens",
             )
-        return min(asked, left)
+        return left if params.max_tokens is None else min(params.max_tokens, left)
 
     def _check_params(self, params: SamplingParams) -> None:
         _check_unicode("stop", params.stop)

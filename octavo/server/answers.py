@@ -5,9 +5,9 @@ Nothing is built from these classes at run time; tests hold the real answers aga
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 
 class Answer(BaseModel):
@@ -61,6 +61,30 @@ class Readiness(Answer):
     reason: str | None = None
 
 
+class Load(Answer):
+    """GET /load."""
+
+    server_load: int
+
+
+class ServerInfo(Answer):
+    """GET /server_info."""
+
+    vllm_config: str | dict[str, dict[str, Any]]
+    """The engine's settings by section; as text only those that differ from their defaults."""
+    vllm_env: dict[str, str]
+    system_env: dict[str, str]
+
+
+class TokenizerInfo(BaseModel):
+    """GET /tokenizer_info: all of tokenizer_config.json."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    tokenizer_class: str
+    chat_template: str | None
+
+
 class ModelCard(Answer):
     """One served name."""
 
@@ -93,7 +117,7 @@ class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
 
 
 class Envelope(Answer):
@@ -242,6 +266,14 @@ class ChatChunk(Envelope):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+
+
+class InvocationAnswer(RootModel[ChatAnswer | CompletionAnswer]):
+    """POST /invocations."""
+
+
+class InvocationChunk(RootModel[ChatChunk | CompletionChunk]):
+    """An event of a stream of /invocations."""
 
 
 class Tokens(Answer):

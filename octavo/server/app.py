@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
+import os
+import pkgutil
+import platform
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from octavo import __version__
-from octavo.errors import NotFoundError
+from octavo.config import HIDDEN, config_fields
+from octavo.errors import ConfigError, NotFoundError, RequestError
 from octavo.metrics import CONTENT_TYPE
 from octavo.server.body import check_media_type
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
+from octavo.server.docs import HEADERS, docs_page
 from octavo.server.errors import AdminError, RouteError, on_http_exception, show
+from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.openapi import OPERATIONS, document
 from octavo.server.state import ServerState, state_of
@@ -30,6 +40,10 @@ if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
 
 
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+"""In names of environment variables that are shown to nobody."""
+
+
 def build_app(state: ServerState) -> FastAPI:
     """Makes the application; its lifespan starts the engine, which `state.close` ends."""
 
@@ -37,11 +51,14 @@ def build_app(state: ServerState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.start()
         # Made once; it takes a tenth of a second, in which streams would stand still.
-        documented = asyncio.create_task(asyncio.to_thread(app.openapi))
+        described = asyncio.create_task(asyncio.to_thread(app.openapi))
         yield
-        await documented
+        await described
 
+    documented = not state.config.disable_fastapi_docs
     app = FastAPI(
+        openapi_url="/openapi.json" if documented else None,
+        docs_url=None,
         title="Octavo",
         version=__version__,
         description="OpenAI-compatible inference server.",
@@ -52,6 +69,7 @@ def build_app(state: ServerState) -> FastAPI:
         exception_handlers={HTTPException: on_http_exception},
     )
     app.state.octavo = state
+    app.root_path = state.config.root_path
     # Middleware added later lies further out: CORS answers preflights before keys are asked for.
     app.add_middleware(RequestMiddleware, state=state)
     if state.config.allowed_origins:
@@ -62,19 +80,27 @@ def build_app(state: ServerState) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Octavo-Ignored-Fields", "Retry-After"],
         )
+    if documented:
+        app.add_route("/docs", docs, include_in_schema=False)
     get, post = ["GET"], ["POST"]
     for path, endpoint, methods in (
         ("/", index, get),
         ("/health", health, get),
+        ("/ping", health, get),
+        ("/ping", health, post),
         ("/ready", ready, get),
+        ("/load", load, get),
         ("/version", version, get),
         ("/metrics", metrics, get),
         ("/v1/models", list_models, get),
         ("/v1/models/{model:path}", get_model, get),
         ("/v1/completions", create_completion, post),
         ("/v1/chat/completions", create_chat_completion, post),
+        ("/invocations", create_invocation, post),
         ("/tokenize", tokenize, post),
         ("/detokenize", detokenize, post),
+        ("/tokenizer_info", tokenizer_info, get),
+        ("/server_info", server_info, get),
         ("/reset_prefix_cache", reset_prefix_cache, post),
         ("/start_profile", start_profile, post),
         ("/stop_profile", stop_profile, post),
@@ -88,7 +114,44 @@ def build_app(state: ServerState) -> FastAPI:
             openapi_extra=OPERATIONS[path].extra(path),
         )
     document(app)
+    if state.config.middleware:
+        add_middleware(app, state.config.middleware)
     return app
+
+
+def add_middleware(app: FastAPI, paths: list[str]) -> None:
+    """Puts the operator's middleware around an application, each around the one before it.
+
+    Raises:
+        ConfigError: one cannot be imported or made, or is neither a class nor a coroutine function.
+    """
+    for path in paths:
+        try:
+            found: Any = pkgutil.resolve_name(path)
+        except Exception as error:  # whatever the module does when it is imported
+            raise ConfigError(
+                f"middleware={path!r} cannot be imported: {error!r}. Write it as "
+                "package.module.name, and see to it that PYTHONPATH has the package."
+            ) from error
+        is_class = inspect.isclass(found)
+        if is_class:
+            app.add_middleware(found)
+        elif inspect.iscoroutinefunction(found):
+            app.add_middleware(BaseHTTPMiddleware, dispatch=found)
+        else:
+            raise ConfigError(
+                f"middleware={path!r} is neither an ASGI middleware class nor an async function "
+                "(request, call_next)."
+            )
+    try:
+        app.middleware_stack = app.build_middleware_stack()  # else the first request would fail
+    except Exception as error:
+        raise ConfigError(f"middleware={paths} cannot be used: {error!r}.") from error
+
+
+async def docs(request: Request) -> Response:
+    """The description at /openapi.json for people."""
+    return HTMLResponse(docs_page(request.app.openapi()), headers=HEADERS)
 
 
 async def index(request: Request) -> Response:
@@ -136,6 +199,11 @@ async def ready(request: Request) -> Response:
     return _json({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})
 
 
+async def load(request: Request) -> Response:
+    """How many requests are being answered, probes not counted."""
+    return _json({"server_load": state_of(request).num_active})
+
+
 async def version(request: Request) -> Response:
     """The version of Octavo."""
     return _json({"version": __version__})
@@ -166,6 +234,56 @@ async def get_model(request: Request) -> Response:
     return _json(_model_card(state, name))
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's configuration; 404 without --enable-tokenizer-info-endpoint."""
+    state = state_of(request)
+    if not state.config.enable_tokenizer_info_endpoint:
+        raise RouteError(
+            404, "This is off; start the server with --enable-tokenizer-info-endpoint."
+        )
+    tokenizer = state.tokenizer(await state.get_engine(), "tokenizer_info")
+    template = await state.chat_template(tokenizer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokenizer.config,
+        **tokenizer.special_tokens,
+        "chat_template": template.source,
+    }
+    # Its integers may have more than 64 bits: model_max_length often stands for infinity.
+    return Response(json.dumps(config), media_type="application/json")
+
+
+async def server_info(request: Request) -> Response:
+    """Settings, environment and machine, for the operator."""
+    _check_operator(request)
+    form = request.query_params.get("config_format", "text")
+    if form not in ("text", "json"):
+        raise RequestError(
+            f"config_format={show(form)} is not allowed; it is text or json.", "config_format"
+        )
+    config = state_of(request).engine_config
+    settings: dict[str, dict[str, object]] = {}
+    for field in config_fields():
+        value = HIDDEN if field.secret else getattr(getattr(config, field.section), field.name)
+        settings.setdefault(field.section, {})[field.name] = value
+    return _json(
+        {
+            "vllm_config": settings if form == "json" else str(config),
+            "vllm_env": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(("OCTAVO_", "VLLM_")) and not _SECRET.search(name)
+            },
+            "system_env": {
+                "octavo_version": __version__,
+                "python_version": platform.python_version(),
+                "os": platform.platform(),
+                "machine": platform.machine(),
+            },
+        }
+    )
+
+
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets all cached prefixes; `success` is false while requests hold blocks."""
     _check_admin(request)
@@ -184,11 +302,16 @@ async def stop_profile(request: Request) -> Response:
     return _json({"path": await (await _profiled_engine(request)).stop_profile()})
 
 
-def _check_admin(request: Request) -> None:
+def _check_operator(request: Request) -> None:
     """Lets the operator in: who has a key, or everybody with --enable-admin."""
     state = state_of(request)
     if not (state.api_keys or state.config.enable_admin):
         raise AdminError(request.url.path)
+
+
+def _check_admin(request: Request) -> None:
+    """The same for a POST, which a web page could send."""
+    _check_operator(request)
     check_media_type(request)
 
 

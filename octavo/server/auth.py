@@ -13,7 +13,9 @@ from octavo.errors import ConfigError
 from octavo.server.errors import AuthenticationError, HostError, show
 
 # Probes, scrapers and a browser that reads the documentation carry no key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    ["/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"]
+)
 
 
 class ApiKeys:
@@ -73,7 +75,8 @@ class AllowedHosts:
 
     def __init__(self, config: ServerConfig) -> None:
         names = config.allowed_hosts
-        if not names and _is_loopback(config.host):
+        # No web page reaches a Unix socket.
+        if not names and config.uds is None and _is_loopback(config.host):
             names = ["localhost", "127.0.0.1", "::1", config.host]
         self._names = frozenset(_bare_host(name) for name in names)
         self._all = not names or "*" in names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
@@ -197,8 +197,15 @@ def _look_for_unknown(
             found[where + name] = None
 
 
-async def read_model(request: Request, model: type[M], limit: int) -> M:
+async def read_model(
+    request: Request, model: type[M] | Callable[[dict[str, Any]], type[M]], limit: int
+) -> M:
     """Reads, parses and checks a request's body.
+
+    Args:
+        request: whose body it is.
+        model: what it must be, or what says so once it is parsed.
+        limit: most bytes of it.
 
     Raises:
         RequestError: anything is wrong with it; with --strict-fields an unknown field is, too.
@@ -206,8 +213,9 @@ async def read_model(request: Request, model: type[M], limit: int) -> M:
 
     def check() -> tuple[M, list[str]]:
         body = parse_json(data)
-        unknown = unknown_fields(model, body)
-        return validate(model, body), unknown
+        kind = model if isinstance(model, type) else model(body)
+        unknown = unknown_fields(kind, body)
+        return validate(kind, body), unknown
 
     data = await read_body(request, limit)
     checked, unknown = await offload(len(data) // 8, check)

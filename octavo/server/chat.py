@@ -14,6 +14,7 @@ from octavo.errors import RequestError
 from octavo.offload import offload
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
     Prompt,
@@ -21,10 +22,9 @@ from octavo.server.generation import (
     finite,
     prompt_logprobs_json,
     raw,
-    token_text,
 )
 from octavo.server.schema import ChatBody, Message
-from octavo.tokenizer import MAX_TOKENS, is_longer
+from octavo.server.state import state_of
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 async def create_chat_completion(request: Request) -> Response:
     """Writes the next message of a chat."""
-    return await ChatCompletion.respond(request, ChatBody)
+    limit = state_of(request).config.max_request_bytes
+    return await ChatCompletion.respond(request, await read_model(request, ChatBody, limit))
 
 
 async def render_messages(
@@ -90,7 +91,13 @@ class ChatCompletion(Generation[ChatBody]):
     def __init__(self, request: Request, body: ChatBody) -> None:
         super().__init__(request, body)
         last = body.messages[-1]
-        self._role = last.role if body.continue_final_message else self.state.config.response_role
+        # Where no answer is begun, what comes belongs to the last message.
+        opened = body.add_generation_prompt
+        if opened is None:
+            opened = not body.continue_final_message
+        self._role = self.state.config.response_role if opened else last.role
+        self._echoed = last.content if body.echo and last.role == self._role else ""
+        """Text of the last message, if it is to stand before the answers."""
 
     @property
     def num_prompts(self) -> int:
@@ -123,19 +130,10 @@ class ChatCompletion(Generation[ChatBody]):
             body.messages,
             body.add_generation_prompt,
             body.continue_final_message,
-            body.chat_template_kwargs,
+            self.state.template_kwargs(body.chat_template_kwargs),
         )
         # The template writes the special tokens itself.
         special = bool(body.add_special_tokens)
-        limit = engine.max_model_len
-        wished = given_limit is not None or params.max_tokens is None
-        if not wished and not is_longer(prompt, limit):
-            # The model's own limit is no wish of the client: it gives way to what fits.
-            most = max(limit, MAX_TOKENS)
-            ids = await offload(len(prompt), tokenizer.encode, prompt, special, most)
-            left = limit - len(ids)
-            params.max_tokens = max(1, params.min_tokens, min(params.max_tokens or left, left))
-            return [ids], params, special
         return [prompt], params, special
 
     def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
@@ -145,7 +143,7 @@ class ChatCompletion(Generation[ChatBody]):
                 "index": completion.index,
                 "message": {
                     "role": self._role,
-                    "content": completion.text,
+                    "content": self._echoed + completion.text,
                     "refusal": None,
                 },
                 "logprobs": self._logprobs(completion),
@@ -165,16 +163,20 @@ class ChatCompletion(Generation[ChatBody]):
         }
 
     def opening(self, output: RequestOutput) -> list[dict[str, object]]:
-        """See `Generation.opening`: the role of each answer."""
+        """See `Generation.opening`: the role of each answer, and what is echoed before it."""
+        deltas = [{"role": self._role, "content": ""}]
+        if self._echoed:
+            deltas.append({"content": self._echoed})
         opening: list[dict[str, object]] = []
         for number in range(self.n):
-            role: dict[str, object] = {
-                "index": number,
-                "delta": {"role": self._role, "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            opening.append({"choices": [role]})
+            for delta in deltas:
+                choice: dict[str, object] = {
+                    "index": number,
+                    "delta": delta,
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
+                opening.append({"choices": [choice]})
         ids = output.prompt_token_ids if self.body.return_token_ids else None
         opening[0]["prompt_token_ids"] = ids
         return opening
@@ -226,6 +228,6 @@ class ChatCompletion(Generation[ChatBody]):
         return {"content": content, "refusal": None}
 
     def _candidate(self, token_id: int, entry: Logprob) -> dict[str, object]:
-        text = token_text(token_id, entry, self.tokenizer)
+        text = self.token_text(token_id, entry)
         data = text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": finite(entry.logprob), "bytes": list(data)}

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.engine.detokenizer import TextStream, make_text_stream
 from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
     Prompt,
@@ -21,9 +22,9 @@ from octavo.server.generation import (
     finite,
     prompt_logprobs_json,
     raw,
-    token_text,
 )
 from octavo.server.schema import CompletionBody, Prompts
+from octavo.server.state import state_of
 from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: Request) -> Response:
     """Continues one or several prompts."""
-    return await Completion.respond(request, CompletionBody)
+    limit = state_of(request).config.max_request_bytes
+    return await Completion.respond(request, await read_model(request, CompletionBody, limit))
 
 
 class Completion(Generation[CompletionBody]):
@@ -49,7 +51,8 @@ class Completion(Generation[CompletionBody]):
         super().__init__(request, body)
         self._prompts = _split(body.prompt)
         self._only_echo = bool(body.echo) and body.max_tokens == 0
-        self.usage = Usage(count_completions=not self._only_echo)
+        details = self.state.config.enable_prompt_tokens_details
+        self.usage = Usage(details, count_completions=not self._only_echo)
         self._sent: dict[int, int] = {}
         """Length of the text of each choice that has been streamed."""
         self._offsets: dict[int, _Offsets] = {}
@@ -197,14 +200,12 @@ class Completion(Generation[CompletionBody]):
         tops: list[object] = []
         for token_id, row in zip(token_ids, rows, strict=True):
             entry = None if row is None else row[token_id]
-            tokens.append(token_text(token_id, entry, self.tokenizer))
+            tokens.append(self.token_text(token_id, entry))
             logprobs.append(None if entry is None else finite(entry.logprob))
             tops.append(
                 None
                 if row is None
-                else raw(
-                    {token_text(t, e, self.tokenizer): finite(e.logprob) for t, e in row.items()}
-                )
+                else raw({self.token_text(t, e): finite(e.logprob) for t, e in row.items()})
             )
         return {
             "tokens": tokens,

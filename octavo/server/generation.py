@@ -16,12 +16,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.engine.request_memory import logprobs_nbytes
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import RequestError
 from octavo.offload import offload
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
-from octavo.server.body import read_model
 from octavo.server.errors import ClientDisconnectError, error_json, log_unexpected
 from octavo.server.middleware import context_of
 from octavo.server.schema import GenerationBody
@@ -76,8 +75,11 @@ class Generation(ABC, Generic[B]):
         self.id = f"{self.id_prefix}-{self.context.request_id}"
         self.deadline = self.state.deadline(self.context.arrival, body.deadline_ms)
         self.n = 1 if body.n is None else body.n
-        self.usage = Usage()
+        self.usage = Usage(self.state.config.enable_prompt_tokens_details)
         self.tokenizer: Tokenizer | None = None
+        self._tokens_as_ids = body.return_tokens_as_token_ids
+        if self._tokens_as_ids is None:
+            self._tokens_as_ids = self.state.config.return_tokens_as_token_ids
         self._envelope: dict[str, object] = {
             "id": self.id,
             "object": self.chunk_object_name if body.stream else self.object_name,
@@ -87,10 +89,9 @@ class Generation(ABC, Generic[B]):
         }
 
     @classmethod
-    async def respond(cls, request: Request, model: type[B]) -> Response:
-        """Reads and checks the body and answers it, as a stream or at once."""
+    async def respond(cls, request: Request, body: B) -> Response:
+        """Answers a body, as a stream or at once."""
         state = state_of(request)
-        body = await read_model(request, model, state.config.max_request_bytes)
         body.check()
         state.check_model(body.model)
         generation = cls(request, body)
@@ -148,6 +149,16 @@ class Generation(ABC, Generic[B]):
         """What the answer has beside its choices."""
         return {}
 
+    def token_text(self, token_id: int, entry: Logprob | None) -> str:
+        """What stands for a candidate token in the logprobs: its text, or its id."""
+        if self._tokens_as_ids:
+            return f"token_id:{token_id}"
+        if entry is not None and entry.decoded_token is not None:
+            return entry.decoded_token
+        if self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_text(token_id)
+
     async def answer(self) -> Response:
         """The whole answer; one with many logprobs is written while it is sent."""
         outputs: dict[int, RequestOutput] = {}
@@ -180,6 +191,8 @@ class Generation(ABC, Generic[B]):
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         always = with_usage and options is not None and bool(options.continuous_usage_stats)
+        if self.state.config.enable_force_include_usage:
+            with_usage = always = True
         head = b"data: " + encode(self._envelope)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         opened = False
@@ -215,10 +228,8 @@ class Generation(ABC, Generic[B]):
             except RequestError as error:
                 raise self._blamed(error) from None
             if params.priority and engine.config.scheduler.scheduling_policy != "priority":
-                raise UnsupportedError(
-                    "priority needs a server that runs with --scheduling-policy priority.",
-                    "priority",
-                )
+                self.context.ignored_fields.append("priority")
+                self.state.warn_of_priority()
             if self.state.config.enable_log_requests:
                 # Not the prompts: logs are kept and read by others than the user chose. Nor
                 # schemas, which may be as long.
@@ -276,7 +287,8 @@ class Generation(ABC, Generic[B]):
 class Usage:
     """Token counts of one request."""
 
-    def __init__(self, *, count_completions: bool = True) -> None:
+    def __init__(self, with_details: bool, *, count_completions: bool = True) -> None:
+        self._with_details = with_details
         self._count_completions = count_completions
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -303,7 +315,9 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())}
+            if self._with_details
+            else None,
         }
 
 
@@ -476,13 +490,6 @@ def raw(value: object) -> msgspec.Raw:
 def finite(logprob: float) -> float:
     """A logprob that JSON can express."""
     return max(logprob, MIN_LOGPROB)
-
-
-def token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | None) -> str:
-    """The text of a candidate token."""
-    if entry is not None and entry.decoded_token is not None:
-        return entry.decoded_token
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def prompt_logprobs_json(rows: PromptLogprobs | None) -> list[object] | None:

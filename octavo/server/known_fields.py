@@ -49,10 +49,9 @@ GENERATION: Unsupported = {
     ),
     **_all(
         _OFF,
-        "return_tokens_as_token_ids return_token_offsets return_prompt_text "
+        "return_token_offsets return_prompt_text "
         "return_weight_versions skip_reading_prefix_cache flat_logprobs watermarking",
     ),
-    "truncation_side": (None, "left"),
     "thinking_token_budget": (None, -1),
     "stream_interval": _ONE,
     "routed_experts_prompt_start": _ZERO,
@@ -141,7 +140,6 @@ CHAT: Unsupported = {
     "include_reasoning": (None, True),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
-    "echo": _OFF,
     "best_of": _ONE,
 }
 

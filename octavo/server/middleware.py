@@ -37,7 +37,7 @@ class RequestContext:
     """Second of `time.monotonic`."""
     api_key: str | None = field(default=None, repr=False)
     ignored_fields: list[str] = field(default_factory=list)
-    """Fields of the body that nobody knows."""
+    """Fields of the body that nobody knows, or that mean nothing to this server."""
     body_bytes: int = 0
     """Of the body, as far as it has come."""
     status: int | None = None
@@ -68,7 +68,9 @@ class RequestMiddleware:
         context = RequestContext(_request_id(headers.get("x-request-id")), time.monotonic())
         scope["octavo"] = context
         token = REQUEST_ID.set(context.request_id)
-        probe = scope["path"] in OPEN_PATHS
+        path, root = scope["path"], scope.get("root_path", "")
+        # As the router sees it: a proxy may leave its own path in front.
+        probe = (path.removeprefix(root) if path.startswith(f"{root}/") else path) in OPEN_PATHS
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -5,13 +5,13 @@ Bodies are parsed by `octavo.server.body` and answers are written by hand, so Fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from octavo.server import answers
@@ -23,6 +23,10 @@ _ALWAYS = (400, 421, 500)
 _GUARDED = (*_ALWAYS, 401, 503)
 _WITH_BODY = (*_GUARDED, 404, 408, 413, 415, 429)
 _ADMIN = (*_GUARDED, 403, 415)
+
+
+class InvocationBody(RootModel[ChatBody | CompletionBody]):
+    """POST /invocations."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Operation:
     """The data of a stream's events, where there can be a stream."""
     states: Sequence[int] = (200,)
     """Statuses that come with `answer`."""
+    query: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Parameters of the query, and the values of each, the default first."""
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """The `responses` of FastAPI's route."""
@@ -65,14 +71,21 @@ class Operation:
         if "{model" in path:
             parameter = {"name": "model", "in": "path", "required": True}
             extra["parameters"] = [{**parameter, "schema": {"type": "string"}}]
+        for name, values in self.query.items():
+            schema = {"type": "string", "enum": values, "default": values[0]}
+            extra.setdefault("parameters", []).append(
+                {"name": name, "in": "query", "schema": schema}
+            )
         return extra or None
 
 
 OPERATIONS: dict[str, Operation] = {
     "/": Operation(answers.Index, _GUARDED),
     "/health": Operation(answers.Health, _ALWAYS, states=(200, 503)),
+    "/ping": Operation(answers.Health, _ALWAYS, states=(200, 503)),
     "/ready": Operation(answers.Readiness, _ALWAYS, states=(200, 503)),
     "/version": Operation(answers.Version, _ALWAYS),
+    "/load": Operation(answers.Load, _ALWAYS),
     "/metrics": Operation(None, _ALWAYS),
     "/v1/models": Operation(answers.ModelList, _GUARDED),
     "/v1/models/{model:path}": Operation(answers.ModelCard, (*_GUARDED, 404)),
@@ -80,8 +93,15 @@ OPERATIONS: dict[str, Operation] = {
         answers.CompletionAnswer, _WITH_BODY, CompletionBody, answers.CompletionChunk
     ),
     "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
+    "/invocations": Operation(
+        answers.InvocationAnswer, _WITH_BODY, InvocationBody, answers.InvocationChunk
+    ),
     "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
     "/detokenize": Operation(answers.Text, _WITH_BODY, DetokenizeBody),
+    "/tokenizer_info": Operation(answers.TokenizerInfo, (*_GUARDED, 404)),
+    "/server_info": Operation(
+        answers.ServerInfo, (*_GUARDED, 403), query={"config_format": ("text", "json")}
+    ),
     "/reset_prefix_cache": Operation(answers.CacheReset, _ADMIN),
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
     "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),

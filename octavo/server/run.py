@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from octavo.chat_template import RESERVED_VARIABLES
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
@@ -46,6 +48,11 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     # Those threads tokenise; the library's own would take the cores from the model.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _check_tls(config)
+    if reserved := RESERVED_VARIABLES & config.default_chat_template_kwargs.keys():
+        raise ConfigError(
+            f"default_chat_template_kwargs has {min(reserved)!r}, which the server itself sets; "
+            "leave it out."
+        )
     _allow_files()
     from_environment = api_keys_from_environment()
     keys = config.api_key + list(from_environment.values())
@@ -55,10 +62,16 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
     with (
-        _bind(config.host, config.port) as listener,
+        _bind(config.host, config.port)
+        if config.uds is None
+        else _bind_unix(config.uds) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_serve(state, listener))
+        try:
+            return runner.run(_serve(state, listener))
+        finally:
+            if config.uds is not None:
+                Path(config.uds).unlink(missing_ok=True)
 
 
 class _UvicornServer(uvicorn.Server):
@@ -78,6 +91,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             ws="none",
             log_config=None,
+            log_level=config.uvicorn_log_level,
             access_log=False,
             server_header=False,
             ssl_keyfile=config.ssl_keyfile,
@@ -91,9 +105,12 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         loop.add_signal_handler(number, shutdown.on_signal, number)
     state.on_failure = shutdown.stop
     scheme = "https" if config.ssl_certfile else "http"
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    logger.info("listening on %s://%s:%d", scheme, shown, port)
+    if config.uds is not None:
+        logger.info("listening on the Unix socket %s", config.uds)
+    else:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("listening on %s://%s:%d", scheme, shown, port)
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -182,6 +199,25 @@ def _bind(host: str, port: int) -> socket.socket:
         raise OctavoError(
             f"Cannot listen on {host}, port {port}: {error.strerror}. Choose another --port or "
             "--host."
+        ) from None
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """Listens on a Unix socket; replaces one that a server which was killed has left."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path) == errno.ECONNREFUSED:
+                    Path(path).unlink()
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OctavoError(
+            f"Cannot listen on the Unix socket {path}: {error.strerror or error}. Choose another "
+            "--uds."
         ) from None
     return listener
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
 from octavo.errors import RequestError, UnsupportedError
 from octavo.sampling_params import (
@@ -26,10 +27,36 @@ from octavo.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096
+MAX_ROLE_LENGTH = 64
 
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+
+
+def _read_int(value: object) -> object:
+    """An integer, also from 3.0, "3" or "3.0"; what is none is left for pydantic to refuse."""
+    if isinstance(value, str) and _INTEGER.fullmatch(value):
+        return int(value.partition(".")[0])
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _read_ints(value: object) -> object:
+    """The same for each entry of a list."""
+    if isinstance(value, list) and not set(map(type, value)) <= {int}:
+        return [_read_int(entry) for entry in value]
+    return value
+
+
+def _read_float(value: object) -> object:
+    """A number, also from "0.5"; what is none is left for pydantic to refuse."""
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+Int: TypeAlias = Annotated[int, BeforeValidator(_read_int)]
+Float: TypeAlias = Annotated[float, BeforeValidator(_read_float)]
 # One error is enough: without it pydantic makes one for each entry.
-Ints: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+Ints: TypeAlias = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_read_ints)]
 Xargs: TypeAlias = dict[str, str | int | float | list[str | int | float]] | None
 Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
 
@@ -109,6 +136,11 @@ def _check_bias(value: object) -> object:
             "logit_bias",
         )
     return value
+
+
+def _clamp_bias(value: dict[str, float] | None) -> dict[str, float] | None:
+    """Within what `SamplingParams` takes: beyond it a bias has the same effect."""
+    return value and {token: min(max(bias, -100.0), 100.0) for token, bias in value.items()}
 
 
 def _check_xargs(value: object) -> object:
@@ -193,10 +225,10 @@ def _check_messages(value: object) -> object:
         role = message.get("role")
         if role in ("tool", "function"):
             raise UnsupportedError(f"{where}: tool calls are not supported yet.", "messages")
-        if role not in ("system", "developer", "user", "assistant"):
+        if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_LENGTH:
             raise RequestError(
-                f"{where}.role={show(role)} is not allowed; it is system, developer, user or "
-                "assistant.",
+                f"{where}.role={show(role)} is not allowed; it is a string of 1 to "
+                f"{MAX_ROLE_LENGTH} characters, such as system, user or assistant.",
                 "messages",
             )
         if role == "assistant" and message.get("content", ...) is None:
@@ -233,42 +265,46 @@ class GenerationBody(StructuredOutputsBody):
     """The fields that both generation endpoints take. null means "not given" throughout."""
 
     model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
+    n: Int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    max_tokens: Int | None = None
+    seed: Int | None = None
     stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_check_bias)] = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    logit_bias: Annotated[
+        dict[str, Float] | None, BeforeValidator(_check_bias), AfterValidator(_clamp_bias)
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
     stop_token_ids: Ints | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: Int | None = None
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    priority: int | None = None
+    priority: Int | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     request_id: RequestId | None = None
-    deadline_ms: Annotated[int, Field(gt=0, le=2**53)] | None = None
+    deadline_ms: Annotated[int, Field(gt=0, le=2**53), BeforeValidator(_read_int)] | None = None
 
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: Float | None = None
     early_stopping: bool | Literal["never"] | None = None
 
     unsupported = known_fields.GENERATION
@@ -387,6 +423,7 @@ _SAMPLING_FIELDS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
+    "truncation_side",
     "prompt_logprobs",
     "allowed_token_ids",
     "bad_words",
@@ -403,6 +440,7 @@ _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("min_tokens", "priority"), (None, 0)),
     **dict.fromkeys(("stop", "stop_token_ids", "bad_words"), (None, [])),
     "skip_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
     "temperature": (None, 0.0, 1.0),
     "top_k": (None, 0, -1),
     "logit_bias": (None, {}),
@@ -423,8 +461,8 @@ class CompletionBody(GenerationBody):
     # Checked once, and not by pydantic, which would try one kind of list after the other.
     prompt: Annotated[Prompts, PlainValidator(_check_prompt, json_schema_input_type=Prompts)]
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
 
     unsupported = known_fields.COMPLETION
 
@@ -452,9 +490,12 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    echo: bool | None = None
+    max_completion_tokens: (
+        Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(_read_int)] | None
+    ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=2**31), BeforeValidator(_read_int)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -506,4 +547,5 @@ class DetokenizeBody(Body):
     tokens: Annotated[
         list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
         Field(max_length=MAX_TOKENS, fail_fast=True),
+        BeforeValidator(_read_ints),
     ]

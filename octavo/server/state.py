@@ -92,6 +92,7 @@ class ServerState:
         self._num_admitted = 0
         self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
         self._counter = itertools.count()
+        self._warned_of_priority = False
         self._template: asyncio.Task[ChatTemplate] | None = None
 
     # Life of the engine
@@ -288,7 +289,19 @@ class ServerState:
             watcher.cancel()
             await asyncio.gather(task, watcher, return_exceptions=True)
 
+    def warn_of_priority(self) -> None:
+        """Says once that requests have priorities which this server does not heed."""
+        if not self._warned_of_priority:
+            self._warned_of_priority = True
+            logger.warning(
+                "requests have a priority, which is ignored without --scheduling-policy priority"
+            )
+
     # Chat templates
+
+    def template_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A request's variables for the template, and the server's own for those not given."""
+        return {**self.config.default_chat_template_kwargs, **(given or {})} or None
 
     def tokenizer(self, engine: AsyncLLM, param: str) -> Tokenizer:
         """The engine's tokenizer.

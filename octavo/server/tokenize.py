@@ -33,7 +33,7 @@ async def tokenize(request: Request) -> Response:
             body.messages,
             body.add_generation_prompt,
             body.continue_final_message,
-            body.chat_template_kwargs,
+            state.template_kwargs(body.chat_template_kwargs),
         )
         special = bool(special)  # the template writes them itself
     return Response(

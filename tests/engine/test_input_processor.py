@@ -27,7 +27,7 @@ def make(tokenizer="default", max_model_len=32, spec=None, **config):
 
 
 def run(prompt="abc", processor=None, request_id="r", **kwargs):
-    names = ("clip_max_tokens", "cache_salt", "deadline", "add_special_tokens")
+    names = ("cache_salt", "deadline", "add_special_tokens")
     options = {n: kwargs.pop(n) for n in names if n in kwargs}
     params = SamplingParams(**kwargs)
     processor = processor or make()
@@ -161,22 +161,19 @@ def test_stop_token_ids():
 def test_max_tokens():
     assert params_of(max_tokens=None).max_tokens == 29
     assert params_of(max_tokens=29).max_tokens == 29
-    with pytest.raises(ContextLengthError, match=r"32 tokens; you asked for 33 tokens \(3 in") as e:
-        run(max_tokens=30)
-    assert e.value.code == "context_length_exceeded"
-    assert params_of(max_tokens=10**15, clip_max_tokens=True).max_tokens == 29
+    assert params_of(max_tokens=30).max_tokens == 29  # what fits
+    assert params_of(max_tokens=10**15).max_tokens == 29
     with pytest.raises(ContextLengthError, match="min_tokens=30"):
         run(max_tokens=None, min_tokens=30)
     with pytest.raises(ContextLengthError, match="min_tokens=30"):
-        run(max_tokens=40, min_tokens=30, clip_max_tokens=True)
+        run(max_tokens=40, min_tokens=30)
 
 
 def test_prompt_too_long():
     assert params_of(prompt=[1] * 31, max_tokens=None).max_tokens == 1
-    for clip in (False, True):
-        with pytest.raises(ContextLengthError, match="32 tokens") as caught:
-            run([1] * 32, max_tokens=1, clip_max_tokens=clip)
-        assert caught.value.param == "prompt"
+    with pytest.raises(ContextLengthError, match="32 tokens") as caught:
+        run([1] * 32, max_tokens=1)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
 def test_far_too_long_text_is_not_even_tokenised(monkeypatch):
@@ -192,6 +189,13 @@ def test_truncation():
     assert run(ids, truncate_prompt_tokens=-1, max_tokens=10)[0].prompt_token_ids == ids[-22:]
     assert run(ids, truncate_prompt_tokens=-1, max_tokens=None)[0].prompt_token_ids == ids[-31:]
     assert run([1, 2], truncate_prompt_tokens=5)[0].prompt_token_ids == [1, 2]
+    for keep, kept in ((5, ids[:5]), (-1, ids[:22])):
+        options = {"truncate_prompt_tokens": keep, "truncation_side": "right", "max_tokens": 10}
+        assert run(ids, **options)[0].prompt_token_ids == kept
+    assert run(truncation_side="right")[0].prompt_token_ids == [97, 98, 99]
+    with pytest.raises(RequestError, match="truncation_side='up' is not left or right") as caught:
+        run(truncation_side="up")
+    assert caught.value.param == "truncation_side"
     request, text = run("x" * 5000, truncate_prompt_tokens=3)
     assert request.prompt_token_ids == [120] * 3
     assert len(text) == 5000
@@ -277,8 +281,6 @@ REFUSALS = [
     ({"prompt": [True]}, "prompt", "A prompt is a text or a list of token ids (integers)."),
     ({"prompt": [1] * 32}, "prompt", CONTEXT + "your prompt has 32 tokens, which leaves no room "
      "for an answer. Shorten the prompt or set truncate_prompt_tokens."),
-    ({"max_tokens": 30}, "max_tokens", CONTEXT + "you asked for 33 tokens (3 in the prompt, 30 for "
-     "the answer). Shorten the prompt or set max_tokens to at most 29."),
     ({"max_tokens": None, "min_tokens": 30}, "min_tokens", CONTEXT + "your prompt has 3 tokens, "
      "which leaves 29, fewer than min_tokens=30."),
     ({"prompt": "x" * 100_000}, "prompt", CONTEXT + "your prompt of 100000 characters is longer. "

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 import time
 
@@ -8,7 +9,7 @@ import octavo
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import EngineDeadError
 from octavo.server.state import ServerState
-from tests.server.fake_engine import FakeAsyncLLM, with_server
+from tests.server.fake_engine import FakeAsyncLLM, events, make_tokenizer, with_server
 
 
 def loading_engine():
@@ -28,15 +29,21 @@ def test_index_lists_the_addresses():
             "GET /docs",
             "GET /",
             "GET /health",
+            "GET /ping",
+            "POST /ping",
             "GET /ready",
+            "GET /load",
             "GET /version",
             "GET /metrics",
             "GET /v1/models",
             "GET /v1/models/{model:path}",
             "POST /v1/completions",
             "POST /v1/chat/completions",
+            "POST /invocations",
             "POST /tokenize",
             "POST /detokenize",
+            "GET /tokenizer_info",
+            "GET /server_info",
             "POST /reset_prefix_cache",
             "POST /start_profile",
             "POST /stop_profile",
@@ -442,3 +449,224 @@ def test_an_unexpected_error_is_a_500_and_harms_no_other():
         assert (await served.complete()).status_code == 200
 
     with_server(scenario, enable_admin=True)
+
+
+def test_ping_is_health():
+    async def scenario(served):
+        for method in ("GET", "POST"):
+            assert (await served.http.request(method, "/ping")).status_code == 200
+        served.engine.die("gone")
+        response = await served.http.post("/ping")
+        assert (response.status_code, response.json()["reason"]) == (503, "gone")
+
+    with_server(scenario, api_key=["secret"])
+
+
+def test_load_counts_what_is_being_answered():
+    async def scenario(served):
+        async def load():
+            return (await served.http.get("/load")).json()["server_load"]
+
+        assert await load() == 0
+        served.engine.paused = True
+        tasks = [asyncio.create_task(served.complete()) for _ in range(3)]
+        while served.engine.num_unfinished_requests < 3:
+            await asyncio.sleep(0)
+        assert await load() == 3
+        served.engine.paused = False
+        await asyncio.gather(*tasks)
+        assert await load() == 0
+
+    with_server(scenario)
+
+
+def test_the_tokenizers_configuration():
+    def engine():
+        tokenizer = make_tokenizer()
+        tokenizer.config |= {
+            "bos_token": {"content": "<s>", "special": True},
+            "model_max_length": 10**30,
+            "chat_template": [],
+        }
+        return FakeAsyncLLM(tokenizer=tokenizer)
+
+    async def scenario(served):
+        answer = (await served.http.get("/tokenizer_info")).json()
+        assert answer == {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "add_bos_token": True,
+            "model_max_length": 10**30,
+            "chat_template": "own: {{ messages }}",
+        }
+
+    flags = {"enable_tokenizer_info_endpoint": True, "chat_template": "own: {{ messages }}"}
+    with_server(scenario, engine, **flags)
+
+
+def test_the_tokenizers_configuration_is_shown_to_nobody_unasked():
+    async def scenario(served):
+        response = await served.http.get("/tokenizer_info")
+        assert response.status_code == 404
+        assert "--enable-tokenizer-info-endpoint" in response.json()["error"]["message"]
+
+    with_server(scenario)
+
+
+def test_server_info(monkeypatch):
+    monkeypatch.setenv("OCTAVO_ISA_OF_TEST", "avx2")
+    for name in ("OCTAVO_API_KEY", "VLLM_HF_TOKEN"):
+        monkeypatch.setenv(name, "top-secret")
+    config = EngineConfig.from_kwargs(served_model_name=["fake"], seed=7)
+
+    async def scenario(served):
+        text, data = [
+            await served.http.get("/server_info", params={"config_format": form})
+            for form in ("text", "json")
+        ]
+        assert "seed=7" in text.json()["vllm_config"]
+        assert data.json()["vllm_config"]["model"]["seed"] == 7
+        for response in (text, data):
+            assert response.json()["vllm_env"]["OCTAVO_ISA_OF_TEST"] == "avx2"
+            assert response.json()["system_env"]["octavo_version"] == octavo.__version__
+            assert "top-secret" not in response.text
+        response = await served.http.get("/server_info?config_format=yaml")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "config_format"
+
+    with_server(scenario, lambda: FakeAsyncLLM(config), enable_admin=True)
+
+
+def test_server_info_is_the_operators():
+    async def scenario(served):
+        response = await served.http.get("/server_info")
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_disabled")
+
+    with_server(scenario)
+
+
+def test_invocations():
+    async def scenario(served):
+        post = served.post
+        answer = (await post("/invocations", prompt="hi", max_tokens=3)).json()
+        assert (answer["object"], answer["choices"][0]["text"]) == ("text_completion", "Hel")
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        answer = (await post("/invocations", **chat)).json()
+        assert answer["choices"][0]["message"]["content"] == "Hel"
+        streamed = await events(await post("/invocations", **chat, stream=True))
+        assert '"object":"chat.completion.chunk"' in streamed[0]
+        response = await post("/invocations", **chat, mood=1)
+        assert response.headers["X-Octavo-Ignored-Fields"] == "mood"
+        for body, param in (
+            ({}, "prompt"),
+            ({**chat, "prompt": "x"}, "prompt"),
+            ({"n": 1}, "prompt"),
+        ):
+            response = await post("/invocations", **body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+        assert (await post("/invocations", **chat, top_p=7)).json()["error"]["param"] == "top_p"
+
+    with_server(scenario)
+
+
+def test_the_documentation_needs_no_network():
+    async def scenario(served):
+        response = await served.http.get("/docs")
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+        assert response.headers["content-security-policy"].startswith("default-src 'none'")
+        page = response.text
+        for reference in re.findall(r'(?:src|href)="?([^ >"]+)', page):
+            assert reference == "openapi.json" or f'id="{reference.removeprefix("#")}"' in page
+        for shown in ("/v1/chat/completions", "max_completion_tokens", "config_format", "messages"):
+            assert shown in page
+        assert "//" not in page
+
+    with_server(scenario)
+
+
+def test_no_documentation():
+    async def scenario(served):
+        for path in ("/docs", "/openapi.json", "/redoc"):
+            assert (await served.http.get(path)).status_code == 404
+        assert (await served.complete()).status_code == 200
+
+    with_server(scenario, disable_fastapi_docs=True)
+
+
+def test_behind_a_path_of_a_proxys():
+    async def scenario(served):
+        for prefix in ("", "/llm"):  # a proxy may leave it out or not
+            assert (await served.http.get(prefix + "/health")).status_code == 200
+            assert (await served.http.get(prefix + "/v1/models")).status_code == 401
+            described = (await served.http.get(prefix + "/openapi.json")).json()
+            assert described["servers"] == [{"url": "/llm"}]
+        for path in ("/llmhealth", "/llm/llm/health"):
+            assert (await served.http.get(path)).status_code == 401
+
+    with_server(scenario, root_path="/llm", api_key=["secret"])
+
+
+async def tag_answer(request, call_next):
+    response = await call_next(request)
+    response.headers["X-Tags"] = response.headers.get("X-Tags", "") + "function"
+    return response
+
+
+class TagAnswer:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        async def send_tagged(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-tags", b"class,")]
+            await send(message)
+
+        await self.app(scope, receive, send_tagged)
+
+
+def test_the_operators_middleware():
+    async def scenario(served):
+        for stream in (False, True):
+            response = await served.complete(stream=stream)
+            assert response.status_code == 200
+            assert response.headers["X-Tags"] == "class,function"
+        assert (await served.complete(top_p=7)).headers["X-Tags"] == "class,function"
+
+    with_server(scenario, middleware=[f"{__name__}.TagAnswer", f"{__name__}.tag_answer"])
+
+
+def test_the_templates_default_variables():
+    async def scenario(served):
+        prompts = []
+        for given in (None, {}, {"hint": "mine"}, {"other": 1}):
+            await served.chat(chat_template_kwargs=given)
+            prompts.append(bytes(i for i in served.engine.requests[-1].prompt_token_ids if i < 256))
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        tokens = (await served.post("/tokenize", **chat)).json()["tokens"]
+        prompts.append(bytes(i for i in tokens if i < 256))
+        hints = [p.removeprefix(b"<user>hi").removesuffix(b"<assistant>") for p in prompts]
+        assert hints == [b"ours", b"ours", b"mine", b"ours", b"ours"]
+
+    with_server(scenario, default_chat_template_kwargs={"hint": "ours"})
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+def test_usage_of_every_stream(options):
+    async def scenario(served):
+        for ask in (served.complete, served.chat):
+            chunks = await events(await ask(stream=True, max_tokens=2, **options))
+            usages = [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks]
+            assert usages == sorted(usages)
+            assert usages[-1] == 2
+
+    with_server(scenario, enable_force_include_usage=True)
+
+
+def test_usage_without_details():
+    async def scenario(served):
+        assert (await served.chat()).json()["usage"]["prompt_tokens_details"] is None
+
+    with_server(scenario, enable_prompt_tokens_details=False)

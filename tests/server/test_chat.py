@@ -551,3 +551,56 @@ def test_special_tokens_of_a_chat_are_the_templates_unless_asked_for():
         assert starts == [[256, 60, 117], [256, 256, 60], [256, 60, 117]]
 
     with_server(scenario)
+
+
+ASKED = {"role": "user", "content": "hi"}
+BEGUN = {"role": "assistant", "content": "So "}
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "role", "before"),
+    [
+        ((ASKED, BEGUN), {"echo": True, "continue_final_message": True}, "assistant", "So "),
+        ((ASKED, BEGUN), {"echo": True, "add_generation_prompt": False}, "assistant", "So "),
+        ((ASKED, BEGUN), {"echo": True}, "assistant", "So "),
+        ((ASKED,), {"echo": True, "add_generation_prompt": False}, "user", "hi"),
+        ((ASKED,), {"echo": True}, "assistant", ""),
+        ((ASKED, BEGUN), {"echo": False, "continue_final_message": True}, "assistant", ""),
+    ],
+)
+def test_echo(messages, fields, role, before):
+    async def scenario(served):
+        answer = (await served.chat(*messages, **fields, n=2)).json()
+        for choice in answer["choices"]:
+            assert choice["message"]["role"] == role
+            assert choice["message"]["content"] == before + ANSWER
+        assert answer["usage"]["completion_tokens"] == 2 * (len(ANSWER.encode()) + 1)
+        chunks = await events(await served.chat(*messages, **fields, n=2, stream=True))
+        texts = {0: "", 1: ""}
+        for choice in (c for item in chunks for c in json.loads(item)["choices"]):
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            assert choice["delta"].get("role", role) == role
+        assert texts == dict.fromkeys((0, 1), before + ANSWER)
+
+    with_server(scenario)
+
+
+def test_tokens_as_ids():
+    async def scenario(served):
+        fields = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
+        answer = (await served.chat(**fields, max_tokens=1)).json()
+        (entry,) = answer["choices"][0]["logprobs"]["content"]
+        assert entry["token"] == entry["top_logprobs"][0]["token"] == "token_id:72"
+        assert entry["bytes"] == [72]
+
+    with_server(scenario)
+
+
+def test_tokens_as_ids_unless_a_request_says_otherwise():
+    async def scenario(served):
+        for asked, token in ((None, "token_id:72"), (True, "token_id:72"), (False, "H")):
+            fields = {"logprobs": True, "return_tokens_as_token_ids": asked, "max_tokens": 1}
+            answer = (await served.chat(**fields)).json()
+            assert answer["choices"][0]["logprobs"]["content"][0]["token"] == token
+
+    with_server(scenario, return_tokens_as_token_ids=True)

@@ -376,6 +376,7 @@ def test_every_parameter_reaches_the_engine():
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
         "truncate_prompt_tokens": 2,
+        "truncation_side": "right",
         "allowed_token_ids": [72, 101],
         "bad_words": ["x"],
         "priority": 3,
@@ -454,13 +455,31 @@ def test_the_whole_range_of_seeds():
     with_server(scenario)
 
 
-def test_too_long_names_the_counts():
+@pytest.mark.parametrize("stream", [False, True])
+def test_max_tokens_is_lowered_to_what_fits(stream):
     async def scenario(served):
-        response = await served.complete(prompt=[5] * 250, max_tokens=20)
+        response = await served.complete(
+            prompt=[5] * 250, max_tokens=20, stream=stream, return_token_ids=True
+        )
+        found = [json.loads(item) for item in await events(response)] if stream else None
+        choices = [c["choices"][0] for c in found or [response.json()]]
+        assert sum(len(choice["token_ids"]) for choice in choices) == 6
+        assert choices[-1]["finish_reason"] == "length"
+        # Beams, too.
+        fields = {"use_beam_search": True, "n": 2, "ignore_eos": True}
+        beams = (await served.complete(prompt=[5] * 250, max_tokens=20, **fields)).json()
+        assert beams["usage"]["completion_tokens"] == 12
+
+    with_server(scenario)
+
+
+def test_a_prompt_that_leaves_no_room():
+    async def scenario(served):
+        response = await served.complete(prompt=[5] * 256, max_tokens=1)
         error = response.json()["error"]
         assert response.status_code == 400
-        assert error["code"] == "context_length_exceeded"
-        for count in ("256", "250", "270"):
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+        for count in ("maximum context length is 256", "your prompt has 256 tokens"):
             assert count in error["message"]
 
     with_server(scenario)
@@ -685,5 +704,36 @@ def test_the_best_of_cannot_be_had_with(fields):
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "best_of"
         assert not served.engine.requests
+
+    with_server(scenario)
+
+
+def test_tokens_as_ids():
+    async def scenario(served):
+        fields = {"logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 2, "echo": True}
+        for stream in (False, True):
+            response = await served.complete(**fields, stream=stream)
+            chunks = [json.loads(e) for e in await events(response)] if stream else None
+            found = [c["choices"][0]["logprobs"] for c in chunks or [response.json()]]
+            ids = [BOS, *b"hi", *ANSWER.encode()[:2]]
+            tokens = [token for f in found for token in f["tokens"]]
+            assert tokens == [f"token_id:{i}" for i in ids]
+            tops = [top for f in found for top in f["top_logprobs"]]
+            assert tops[0] is None
+            assert all(f"token_id:{i}" in top for i, top in zip(ids[1:], tops[1:], strict=True))
+
+    with_server(scenario)
+
+
+def test_which_end_of_a_prompt_is_kept():
+    async def scenario(served):
+        for side, text in ((None, "cd"), ("left", "cd"), ("right", "ab")):
+            fields = {"truncate_prompt_tokens": 2, "truncation_side": side, "echo": True}
+            answer = (
+                await served.complete(
+                    prompt="abcd", add_special_tokens=False, max_tokens=0, **fields
+                )
+            ).json()
+            assert answer["choices"][0]["text"] == text
 
     with_server(scenario)

@@ -39,7 +39,8 @@ def test_every_address_is_described():
         for ref in refs(description):
             assert ref.removeprefix("#/components/schemas/") in schemas
         for path, methods in description["paths"].items():
-            ((method, operation),) = methods.items()
+            assert set(methods) == ({"get", "post"} if path == "/ping" else {*list(methods)[:1]})
+            ((method, operation), *_) = methods.items()
             named = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
             assert named == ({"model"} if "{" in path else set())
             assert ("requestBody" in operation) == (paths[path].body is not None)
@@ -47,12 +48,14 @@ def test_every_address_is_described():
             assert "200" in answers_
             for status, response in answers_.items():
                 assert response["description"]
-                if int(status) >= 400 and not (path in ("/health", "/ready") and status == "503"):
+                if int(status) >= 400 and not (
+                    path in ("/health", "/ping", "/ready") and status == "503"
+                ):
                     assert response["content"] == ERRORS
                 else:
                     assert response["content"]
             assert {"400", "421", "500"} <= set(answers_)
-            if method == "post":
+            if method == "post" and path != "/ping":
                 assert {"401", "415", "503"} <= set(answers_)
         for path in ("/v1/completions", "/v1/chat/completions"):
             content = description["paths"][path]["post"]["responses"]["200"]["content"]
@@ -68,12 +71,17 @@ STATUSES = {
     "/": {*KEYED, 200},
     "/health": {200, 400, 421, 500, 503},
     "/ready": {200, 400, 421, 500, 503},
+    "/ping": {200, 400, 421, 500, 503},
+    "/load": {200, 400, 421, 500},
     "/version": {200, 400, 421, 500},
     "/metrics": {200, 400, 421, 500},
     "/v1/models": {*KEYED, 200},
     "/v1/models/{model}": {*KEYED, 200, 404},
     "/v1/completions": POSTED,
     "/v1/chat/completions": POSTED,
+    "/invocations": POSTED,
+    "/tokenizer_info": {*KEYED, 200, 404},
+    "/server_info": {*KEYED, 200, 403},
     "/tokenize": POSTED,
     "/detokenize": POSTED,
     "/reset_prefix_cache": OPERATORS,
@@ -89,7 +97,7 @@ def test_each_status_and_what_comes_with_it():
     async def scenario(served):
         paths = (await served.http.get("/openapi.json")).json()["paths"]
         for path, statuses in STATUSES.items():
-            (operation,) = paths[path].values()
+            operation, *_ = paths[path].values()
             found = operation["responses"]
             assert {int(status) for status in found} == statuses, path
             for status, response in found.items():
@@ -172,6 +180,14 @@ def test_the_small_answers_are_as_described():
             ("GET", "/", None),
             ("GET", "/health", None),
             ("GET", "/ready", None),
+            ("GET", "/ping", None),
+            ("POST", "/ping", None),
+            ("GET", "/load", None),
+            ("GET", "/server_info", None),
+            ("GET", "/server_info?config_format=json", None),
+            ("GET", "/tokenizer_info", None),
+            ("POST", "/invocations", {"prompt": "hi"}),
+            ("POST", "/invocations", {"messages": [{"role": "user", "content": "hi"}]}),
             ("GET", "/version", None),
             ("GET", "/v1/models", None),
             ("GET", "/v1/models/fake", None),
@@ -184,7 +200,7 @@ def test_the_small_answers_are_as_described():
         ):
             response = await served.http.request(method, path, json=body)
             assert response.status_code == 200, response.text
-            key = path.replace("/fake", "/{model:path}")
+            key = path.replace("/fake", "/{model:path}").partition("?")[0]
             OPERATIONS[key].answer.model_validate_json(response.text)
         served.engine.die("gone")
         for path in ("/health", "/ready"):
@@ -192,7 +208,8 @@ def test_the_small_answers_are_as_described():
             assert response.status_code == 503
             OPERATIONS[path].answer.model_validate_json(response.text)
 
-    with_server(scenario, profiled_engine, enable_admin=True)
+    flags = {"enable_admin": True, "enable_tokenizer_info_endpoint": True}
+    with_server(scenario, profiled_engine, **flags)
 
 
 def test_errors_are_as_described_and_declared():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from octavo import cli
 from octavo.config import EngineConfig, ServerConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.errors import ConfigError, OctavoError
@@ -261,6 +263,63 @@ def test_a_taken_port_is_told_before_anything_is_loaded():
             run._bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match="host="):
         run._bind("no.such.host.invalid", 0)
+
+
+def test_a_unix_socket(tmp_path):
+    path = str(tmp_path / "octavo.sock")
+    with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed
+        left.bind(path)
+    server = Process("ready", "--uds", path)
+    try:
+        server.wait_for(f"listening on the Unix socket {path}")
+        transport = httpx.HTTPTransport(uds=path)
+        # Names that only matter on the network: this is no loopback address.
+        with httpx.Client(transport=transport, base_url="http://any.name", timeout=10) as client:
+            answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})
+            assert answer.json()["choices"][0]["text"] == "Hel"
+        with pytest.raises(OctavoError, match=f"Unix socket {path}: Address already in use"):
+            run._bind_unix(path)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert not Path(path).exists()
+    finally:
+        server.process.kill()
+        server.wait()
+        server.process.stderr.close()
+
+
+def test_what_is_no_unix_socket_is_left_alone(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(OctavoError, match=r"notes\.txt: Address already in use"):
+        run._bind_unix(str(file))
+    assert file.read_text() == "mine"
+    for path in (str(tmp_path / "no" / "folder"), str(tmp_path / ("x" * 200))):
+        with pytest.raises(OctavoError, match="Choose another --uds"):
+            run._bind_unix(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--middleware", "no.such.module"), "middleware='no.such.module' cannot be imported"),
+        (("--middleware", "subprocess.Popen"), "['subprocess.Popen'] cannot be used: TypeError"),
+        (("--middleware", "os.path"), "middleware='os.path' is neither"),
+        (("--default-chat-template-kwargs", '{"messages": 1}'), "has 'messages', which the server"),
+    ],
+)
+def test_what_is_found_before_the_model_is_loaded(flags, said, monkeypatch, capsys):
+    async def start(config, engine_config):
+        pytest.fail("the model is loaded")
+
+    monkeypatch.setattr(run, "_start_engine", start)
+    before = sys.getswitchinterval()
+    try:
+        assert cli.main(["serve", "--host", "127.0.0.1", "--port", "0", *flags]) != 0
+    finally:
+        sys.setswitchinterval(before)
+        gc.unfreeze()
+    assert said in capsys.readouterr().err
 
 
 def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):

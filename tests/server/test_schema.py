@@ -176,12 +176,6 @@ WRONG = {
             "cache_salt",
             None,
         ),
-        (
-            {"prompt": "a", "priority": 1},
-            "priority needs a server that runs with --scheduling-policy priority.",
-            "priority",
-            "unsupported_parameter",
-        ),
     ],
     "/v1/chat/completions": [
         ({}, "messages is missing; it is required.", "messages", "missing_parameter"),
@@ -210,8 +204,9 @@ WRONG = {
             "unsupported_parameter",
         ),
         (
-            messages({"role": "wizard", "content": "x"}),
-            "messages[0].role='wizard' is not allowed; it is system, developer, user or assistant.",
+            messages({"role": "", "content": "x"}),
+            "messages[0].role='' is not allowed; it is a string of 1 to 64 characters, such as "
+            "system, user or assistant.",
             "messages",
             None,
         ),
@@ -375,3 +370,76 @@ def test_messages_are_given_up_at_the_first_wrong_one():
     with pytest.raises(ValidationError) as caught:
         ChatBody.model_validate(wrong)
     assert caught.value.error_count() == 1
+
+
+LENIENT = {
+    "n": 2,
+    "temperature": 0.5,
+    "top_k": 3,
+    "seed": -7,
+    "max_tokens": 4,
+    "repetition_penalty": 1.5,
+    "priority": 0,
+    "deadline_ms": 9000,
+}
+
+
+def test_numbers_as_others_write_them():
+    plain = validate(CompletionBody, {"prompt": "a", **LENIENT})
+    for write in (float, str, lambda v: f"{v:.1f}", lambda v: f"+{v}" if v > 0 else v):
+        written = {name: write(value) for name, value in LENIENT.items()}
+        assert validate(CompletionBody, {"prompt": "a", **written}) == plain
+    assert validate(CompletionBody, {"prompt": "a", "temperature": "5e-1"}).temperature == 0.5
+    lists = {"stop_token_ids": ["5", 6.0, 7], "allowed_token_ids": [5.0], "logit_bias": {"5": "1"}}
+    body = validate(CompletionBody, {"prompt": "a", **lists})
+    assert (body.stop_token_ids, body.allowed_token_ids) == ([5, 6, 7], [5])
+    assert body.logit_bias == {"5": 1.0}
+    assert validate(DetokenizeBody, {"tokens": ["5", 6.0]}).tokens == [5, 6]
+    chat = validate(ChatBody, {**CHAT, "top_logprobs": "2", "max_completion_tokens": 3.0})
+    assert (chat.top_logprobs, chat.max_completion_tokens) == (2, 3)
+
+
+@pytest.mark.parametrize("value", ["", " 3", "3 ", "1_0", "٣", "0x3", "3.5", 3.5, True, [3], "nan"])
+def test_what_is_no_integer(value):
+    with pytest.raises(RequestError) as refused:
+        validate(CompletionBody, {"prompt": "a", "max_tokens": value})
+    assert refused.value.param == "max_tokens"
+    assert refused.value.message.startswith("max_tokens=")
+
+
+@pytest.mark.parametrize("value", ["", " 3", "1_0", "nan", "inf", "-Infinity", "1e", True, {}])
+def test_what_is_no_number(value):
+    with pytest.raises(RequestError) as refused:
+        validate(CompletionBody, {"prompt": "a", "temperature": value})
+    assert refused.value.param == "temperature"
+
+
+def test_biases_are_clamped():
+    bias = {"5": 1000, "6": -1000, "7": 100, "8": -99.5, "9": "1e999"}
+    found = validate(CompletionBody, {"prompt": "a", "logit_bias": bias}).logit_bias
+    assert found == {"5": 100, "6": -100, "7": 100, "8": -99.5, "9": 100}
+
+
+def test_any_role_that_the_template_takes():
+    async def scenario(served):
+        response = await served.chat(
+            {"role": "wizard", "content": "x"}, {"role": "a\nb", "content": "y"}
+        )
+        assert response.status_code == 200
+        prompt = bytes(i for i in served.engine.requests[0].prompt_token_ids if i < 256)
+        assert prompt == b"<wizard>x<a\nb>y<assistant>"
+
+    with_server(scenario)
+
+
+def test_a_priority_is_ignored_without_priorities(caplog):
+    async def scenario(served):
+        for stream in (False, True):
+            response = await served.complete(priority=3, mood=1, stream=stream)
+            assert response.status_code == 200
+            assert response.headers["X-Octavo-Ignored-Fields"] == "mood, priority"
+        assert "X-Octavo-Ignored-Fields" not in (await served.complete(priority=0)).headers
+        assert len([r for r in caplog.records if "priority" in r.message]) == 1
+
+    with caplog.at_level("WARNING", "octavo"):
+        with_server(scenario)
