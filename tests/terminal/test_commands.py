@@ -14,6 +14,15 @@ from octavo.models import hub
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server import client as client_module
+from octavo.terminal import commands
+
+
+@pytest.fixture(autouse=True)
+def levels(monkeypatch):
+    """The levels that logs were asked for."""
+    seen = []
+    monkeypatch.setattr(commands, "setup_logging", lambda level, form: seen.append(level))
+    return seen
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +186,12 @@ def test_run_without_prompt_is_a_chat_with_memory(llm, typed, capsys):
     ]
     assert llm().special == [False, False]
     assert capsys.readouterr().out == "Hello\nHello\n\n"
+
+
+def test_run_logs_as_much_as_is_wanted(llm, levels):
+    assert cli.main(["run", "Once upon"]) == 0
+    assert cli.main(["run", "Once upon", "--log-level", "warning"]) == 0
+    assert levels == ["info", "warning"]
 
 
 def test_a_system_prompt_is_for_a_chat(llm, capsys):
