@@ -10,7 +10,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test lint types unit install dev clean
 
-demo: install
+demo:
+	@echo "Octavo's demo: sets up .venv (the first time: downloads PyTorch and compiles the kernels, a few minutes), then a small model writes stories for a few seconds."
+	@$(MAKE) --no-print-directory --silent install
 	@$(BIN)/python examples/demo.py
 
 test: lint types unit

@@ -59,7 +59,7 @@ class ChatTemplate:
             template = cls(tokenizer.chat_templates, tokenizer.special_tokens)
             template._compile()
             return template
-        source = _read_override(override)
+        source = read_override(override)
         template = cls({"default": source}, tokenizer.special_tokens)
         try:
             template._compile().result()
@@ -156,14 +156,20 @@ def _is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _read_override(override: str) -> str:
-    """The template that an operator named or wrote."""
+def read_override(override: str) -> str:
+    """The template that an operator named or wrote.
+
+    Raises:
+        ConfigError: it is no template, and no file that can be read.
+    """
     if "{" in override or "\n" in override:
         return override
     path = Path(override).expanduser()
     try:
         return path.read_text("utf-8")
     except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise ConfigError(
-            f"chat_template={override!r} is neither a template nor a file that can be read: {error}"
+            f"chat_template={override!r} is neither a template nor a file that can be read: "
+            f"{reason}."
         ) from None

@@ -1,4 +1,4 @@
-"""The command line: `octavo serve | run | chat | complete | bench`.
+"""The command line: `octavo serve | run | chat | complete | list | pull | bench`.
 
 Flags are generated from the config, so every setting has one. What a command needs is imported
 when it runs: `octavo --version` and the client commands start at once, the server has no torch.
@@ -12,32 +12,15 @@ import importlib
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import msgspec
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from octavo import __version__
 from octavo.arguments import add_engine_settings, add_settings, engine_kwargs, given_settings
-from octavo.config import (
-    API_KEY_VARIABLES,
-    BUILTIN_DRAFT_MODEL,
-    BUILTIN_MODEL,
-    EngineConfig,
-    ServerConfig,
-    api_keys_from_environment,
-    build_section,
-    section_fields,
-)
-from octavo.errors import ConfigError, OctavoError, RequestError
-from octavo.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from octavo.llm import LLM
-    from octavo.outputs import RequestOutput
-
-DEFAULT_URL = "http://localhost:8000/v1"
+from octavo.config import BUILTIN_MODEL, EngineConfig, ServerConfig, build_section, section_fields
+from octavo.errors import ConfigError, OctavoError
+from octavo.terminal.commands import add_commands
+from octavo.terminal.screen import print_error
 
 _BENCHMARKS = {
     "latency": "time of one batch of requests, and where a step's time goes",
@@ -48,21 +31,6 @@ _BENCHMARKS = {
     "tune": "search the engine settings for the most throughput within limits",
 }
 """Modules of octavo.bench with `add_arguments` and `run`."""
-
-_KEYS = " or ".join(API_KEY_VARIABLES)
-
-# Flags of one request: name, type, help. The names are those of SamplingParams and of the API.
-_SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
-    ("max_tokens", int, "Most tokens to generate; default: as many as fit."),
-    ("temperature", float, "Divides the logits; 0 is greedy."),
-    ("top_p", float, "Keep the most probable tokens that add up to this."),
-    ("top_k", int, "Keep this many most probable tokens; 0: all."),
-    ("min_p", float, "Drop tokens less probable than this share of the best one."),
-    ("repetition_penalty", float, "Above 1: repeat less."),
-    ("presence_penalty", float, "Above 0: repeat less, -2 to 2."),
-    ("frequency_penalty", float, "Above 0: repeat less, the more often, -2 to 2."),
-    ("stop", str, "Text that ends the answer; may be given several times."),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OctavoError as error:
-        _print_error(str(error))
+        print_error(str(error))
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -99,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with status 2."""
-        _print_error(f"{message} (see {self.prog} --help)")
+        print_error(f"{message} (see {self.prog} --help)")
         sys.exit(2)
 
 
@@ -121,32 +89,13 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     add_engine_settings(serve)
     serve.set_defaults(command=_serve)
 
-    run = commands.add_parser("run", help="generate in the terminal, without a server")
-    run.add_argument(
-        "words",
-        nargs="*",
-        metavar="[MODEL] [PROMPT]",
-        help="The model, and the text to continue; without a text, an interactive chat. One "
-        "argument alone is the model if it is a built-in one, a folder or a hub id (org/name).",
-    )
-    _add_sampling_flags(run)
-    add_engine_settings(run)
-    run.set_defaults(command=_run)
-
-    chat = commands.add_parser("chat", help="chat with a running server")
-    _add_client_flags(chat, "Ask this one question instead of chatting.")
-    chat.add_argument("--system-prompt", metavar="TEXT", help="First message of the chat.")
-    chat.set_defaults(command=_chat)
-
-    complete = commands.add_parser("complete", help="continue texts with a running server")
-    _add_client_flags(complete, "Continue this one text instead of asking for texts.")
-    complete.set_defaults(command=_complete)
+    terminal = add_commands(commands)
 
     bench = commands.add_parser("bench", help="measure latency, throughput, serving, start-up")
     named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
     benchmark = _add_benchmarks(bench, named)
 
-    for command in (serve, run, chat, complete, bench, *benchmark):
+    for command in (serve, *terminal, bench, *benchmark):
         command.set_defaults(flags=sorted(command._option_string_actions))
     return parser
 
@@ -171,30 +120,6 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
 _MODEL_HELP = f"Folder or hub id of a model; default: the built-in one ({BUILTIN_MODEL})."
 
 
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    for name, kind, doc in _SAMPLING_FLAGS:
-        group.add_argument(
-            "--" + name.replace("_", "-"),
-            type=kind,
-            action="append" if name == "stop" else "store",
-            metavar={int: "N", float: "X", str: "TEXT"}[kind],
-            default=argparse.SUPPRESS,
-            help=doc,
-        )
-
-
-def _add_client_flags(parser: argparse.ArgumentParser, quick: str) -> None:
-    parser.add_argument("-q", "--quick", metavar="TEXT", help=quick)
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"Address of the API [{DEFAULT_URL}].")
-    parser.add_argument("--model", help="Model to ask; default: the server's first.")
-    parser.add_argument("--api-key", metavar="KEY", help=f"API key; default: {_KEYS}.")
-    _add_sampling_flags(parser)
-    parser.add_argument(
-        "--seed", type=int, metavar="N", default=argparse.SUPPRESS, help="Seed of the sampling."
-    )
-
-
 def _dashes(argv: Sequence[str]) -> list[str]:
     """Lets flags be written with underscores, as vLLM does: --max_model_len."""
     words = list(argv)
@@ -215,12 +140,6 @@ def _unknown_argument(word: str, flags: list[str]) -> str:
     return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling flags that were given."""
-    names = [name for name, _, _ in _SAMPLING_FLAGS]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
 # serve
 
 
@@ -233,106 +152,6 @@ def _serve(args: argparse.Namespace) -> int:
     return run_server(server_config, engine_config)
 
 
-# run
-
-
-def _run(args: argparse.Namespace) -> int:
-    model, prompt = _model_and_prompt(args.words, hasattr(args, "model"))
-    kwargs = engine_kwargs(args, model)
-    EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
-    given = {"max_tokens": None, "seed": kwargs.get("seed"), **_sampling(args)}
-    _check_sampling(given)
-
-    from octavo.llm import LLM
-
-    llm = LLM(**kwargs)
-    try:
-        params = msgspec.structs.replace(llm.get_default_sampling_params(), **given)
-        if prompt is None:
-            return _run_chat(llm, params)
-        _show_answer(llm.stream(prompt, params))
-        return 0
-    finally:
-        llm.shutdown()
-
-
-def _model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str | None]:
-    """Tells the model from the prompt.
-
-    Args:
-        words: the positional arguments.
-        has_model: --model was given, so none of them is a model.
-    """
-    most = 1 if has_model else 2
-    if len(words) > most:
-        raise ConfigError(
-            f"There are {len(words)} arguments where at most {most} can be; put the prompt in "
-            "quotes."
-        )
-    if len(words) == 2:
-        return words[0], words[1]
-    if not words:
-        return None, None
-    if not has_model and _looks_like_model(words[0]):
-        return words[0], None
-    return None, words[0]
-
-
-def _looks_like_model(word: str) -> bool:
-    """Whether a word names a built-in model, an existing folder, or something on the hub."""
-    if word in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL) or os.path.isdir(os.path.expanduser(word)):
-        return True
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
-
-
-def _check_sampling(given: dict[str, Any]) -> None:
-    """Refuses wrong sampling flags before a model is loaded."""
-    try:
-        SamplingParams(**given)
-    except RequestError as error:
-        raise ConfigError(error.message) from None
-
-
-def _run_chat(llm: LLM, params: SamplingParams) -> int:
-    messages: list[dict[str, str]] = []
-    for question in _questions("You"):
-        messages.append({"role": "user", "content": question})
-        try:
-            text = llm.render_chat(messages)
-            answer = _show_answer(llm.stream(text, params, add_special_tokens=False))
-        except RequestError as error:
-            _print_error(error.message)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": answer})
-    return 0
-
-
-def _show_answer(outputs: Iterator[RequestOutput]) -> str:
-    """Prints an answer as it comes, then a line of figures; returns its text."""
-    begin = time.monotonic()
-    first = end = begin
-    pieces: list[str] = []
-    num_tokens = num_prompt = num_cached = 0
-    for output in outputs:
-        completion = output.outputs[0]
-        end = time.monotonic()
-        if num_tokens == 0 and completion.token_ids:
-            first = end
-        num_tokens += len(completion.token_ids)
-        num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
-        pieces.append(completion.text)
-        _write(completion.text)
-    _write("\n")
-    seconds = end - first
-    rate = f"{(num_tokens - 1) / seconds:.1f} tokens/s" if seconds > 0 else "- tokens/s"
-    _note(
-        f"[{num_tokens} tokens | first token {(first - begin) * 1000:.0f} ms | {rate} | "
-        f"{num_cached} of {num_prompt} prompt tokens cached]"
-    )
-    return "".join(pieces)
-
-
 # bench
 
 
@@ -341,112 +160,3 @@ def _bench(args: argparse.Namespace) -> int:
     del args.run, args.command, args.flags  # not of the benchmark
     result = run(args)
     return 130 if result.get("interrupted") else 0
-
-
-# chat, complete
-
-
-def _chat(args: argparse.Namespace) -> int:
-    messages: list[dict[str, str]] = []
-    if args.system_prompt is not None:
-        messages.append({"role": "system", "content": args.system_prompt})
-
-    def answer(client: Any, question: str, params: dict[str, Any]) -> None:
-        messages.append({"role": "user", "content": question})
-        try:
-            text = _show(client.chat(messages, params))
-        except OctavoError:
-            messages.pop()
-            raise
-        messages.append({"role": "assistant", "content": text})
-
-    return _ask_server(args, "You", answer)
-
-
-def _complete(args: argparse.Namespace) -> int:
-    def answer(client: Any, prompt: str, params: dict[str, Any]) -> None:
-        _show(client.complete(prompt, params))
-
-    return _ask_server(args, "Text", answer)
-
-
-def _ask_server(
-    args: argparse.Namespace, prompt: str, answer: Callable[[Any, str, dict[str, Any]], None]
-) -> int:
-    """Answers one question (-q), or one after the other until there are no more."""
-    from octavo.server.client import Client, ServerError
-
-    params = _sampling(args)
-    if hasattr(args, "seed"):
-        params["seed"] = args.seed
-    key = args.api_key or next(iter(api_keys_from_environment().values()), None)
-    client = Client(args.url, key, args.model)
-    try:
-        if args.quick is not None:
-            answer(client, args.quick, params)
-            return 0
-        for question in _questions(prompt):
-            try:
-                answer(client, question, params)
-            except ServerError as error:
-                _print_error(str(error))
-        return 0
-    finally:
-        client.close()
-
-
-# The terminal
-
-
-def _questions(prompt: str) -> Iterator[str]:
-    """What the user types, line by line, until the end of the input."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        import readline  # noqa: F401  # line editing and history for input()
-
-        _note("Ctrl-D ends.")
-    while True:
-        try:
-            line = input(f"{prompt}: " if interactive else "")
-        except EOFError:
-            if interactive:
-                _write("\n")
-            return
-        if line.strip():
-            yield line
-
-
-def _show(pieces: Iterable[str]) -> str:
-    """Prints pieces of text as they come; returns all of it."""
-    parts: list[str] = []
-    for piece in pieces:
-        parts.append(piece)
-        _write(piece)
-    _write("\n")
-    return "".join(parts)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _note(text: str) -> None:
-    """A line that is not part of an answer: on stderr, dim where that is a terminal."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        Console(stderr=True, highlight=False).print(text, style="dim", markup=False)
-    else:
-        print(text, file=sys.stderr)
-
-
-def _print_error(message: str) -> None:
-    line = "octavo: error: " + " ".join(message.split())
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(line, style="red", markup=False)
-    else:
-        print(line, file=sys.stderr)

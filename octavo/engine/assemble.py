@@ -73,6 +73,8 @@ def make_engine_core(
         ModelError: if the model folder cannot be used.
     """
     started = time.monotonic()
+    # Who serves others wants to know all of it; a program or a chat of one's own, that it goes on.
+    details = logging.DEBUG if request_memory is None else logging.INFO
     directory = config.observability.profiler_dir
     profiler = None if directory is None else Profiler(directory)
     budget = resolve_max_num_batched_tokens(config, default_batched_tokens, spec.max_model_len)
@@ -104,7 +106,7 @@ def make_engine_core(
             request_memory=request_memory,
             draft=None if draft is None else draft.spec,
         )
-        _log_plan(plan)
+        _log_plan(plan, details)
         setup = replace(setup, max_model_len=plan.max_model_len, scratch=estimate.scratch)
         if draft is not None:
             length = min(draft.max_model_len, plan.max_model_len)
@@ -114,7 +116,7 @@ def make_engine_core(
     if estimate is None:
         measured = executor.measure_memory()
         plan, kv_cache = make_memory_plan(config, spec, measured, max_num_batched_tokens=budget)
-        _log_plan(plan)
+        _log_plan(plan, details)
     executor.initialize_kv_cache(kv_cache)
     watched = observer.logger.isEnabledFor(logging.DEBUG)
     scheduler = Scheduler(
@@ -142,7 +144,7 @@ def make_engine_core(
     logger.info("model ready in %.2f s", time.monotonic() - started)
     resident = resident_memory()
     if resident is not None and estimate is not None:
-        logger.info("%s", plan.compare(resident))
+        logger.log(details, "%s", plan.compare(resident))
     return core, plan
 
 
@@ -200,9 +202,12 @@ def _make_grammar_backends(
     return [XGrammarBackend(vocabulary), LLGuidanceBackend(vocabulary)]
 
 
-def _log_plan(plan: MemoryPlan) -> None:
-    for line in plan.report().splitlines():
-        logger.info("%s", line)
+def _log_plan(plan: MemoryPlan, details: int) -> None:
+    """Logs the sum, and at the level `details` what it is made of."""
+    total, *lines = plan.report().splitlines()
+    logger.info("%s", total)
+    for line in lines:
+        logger.log(details, "%s", line)
 
 
 def _import_executor() -> MakeExecutor:

@@ -56,7 +56,9 @@ class CoreProcess:
             )
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.engine.core_process"], stdin=subprocess.PIPE
+            [sys.executable, "-m", "octavo.engine.core_process"],
+            stdin=subprocess.PIPE,
+            process_group=0,  # a Ctrl-C in the terminal is for the parent, from the very start
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None

@@ -59,7 +59,8 @@ def main() -> None:
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
     inputs: queue.SimpleQueue[object] = queue.SimpleQueue()
     folder = Path(setup.input_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_end_with_parent, args=(inputs, folder), daemon=True).start()
+    loaded = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(inputs, folder, loaded), daemon=True).start()
     threading.Thread(
         target=_receive_inputs, args=(setup.input_address, inputs), daemon=True
     ).start()
@@ -90,6 +91,7 @@ def main() -> None:
             core.structured_output.wake = lambda: inputs.put([])  # an empty abort
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()
+        loaded.set()
         output_queue.put((READY, CoreReady(plan.max_model_len, plan.num_blocks)))
         _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
@@ -169,13 +171,13 @@ def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:
     """Input thread: decodes messages while the core computes."""
     # The receiving end binds, so that the sender can queue messages before this process is up.
     socket = zmq.Context().socket(zmq.PULL)
-    socket.bind(address)
     decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
         ADD: msgspec.msgpack.Decoder(EngineCoreRequest),
         ABORT: msgspec.msgpack.Decoder(list[str]),
         UTILITY: msgspec.msgpack.Decoder(UtilityCall),
     }
     try:
+        socket.bind(address)
         while True:
             kind, payload = socket.recv_multipart()
             inputs.put(decoders[kind].decode(payload))
@@ -199,11 +201,15 @@ def _send_outputs(
     context.term()
 
 
-def _end_with_parent(inputs: queue.SimpleQueue[object], folder: Path) -> None:
+def _end_with_parent(
+    inputs: queue.SimpleQueue[object], folder: Path, loaded: threading.Event
+) -> None:
     """Ends the process when standard input ends: the parent wants it to stop, or is gone."""
     while sys.stdin.buffer.read(1):
         pass
     shutil.rmtree(folder, ignore_errors=True)  # the sockets' names; a parent that died left them
+    if not loaded.is_set():
+        os._exit(1)  # nothing has begun that could end in order
     inputs.put(None)
     time.sleep(_GRACE_SECONDS)
     os._exit(1)

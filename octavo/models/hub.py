@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import NamedTuple
 
 from octavo.config import (
     BUILTIN_DRAFT_MODEL,
@@ -89,6 +90,39 @@ def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
         return path, path
     tokenizer = resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
     return path, tokenizer
+
+
+class LocalModel(NamedTuple):
+    """A model that needs no download."""
+
+    name: str
+    nbytes: int
+    """On the disk."""
+    path: Path
+    is_builtin: bool
+
+
+def list_models() -> list[LocalModel]:
+    """The built-in models, then those in the hub client's cache, by name.
+
+    A download that has not come to config.json yet is none.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    found = [
+        LocalModel(name, sum(file.stat().st_size for file in path.iterdir()), path, True)
+        for name, path in ((name, _BUILTIN[name]) for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL))
+    ]
+    try:
+        repos = huggingface_hub.scan_cache_dir().repos
+    except (errors.CacheNotFound, ValueError):  # nothing has been downloaded yet
+        return found
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        names = {file.file_name for revision in repo.revisions for file in revision.files}
+        if repo.repo_type == "model" and "config.json" in names:
+            found.append(LocalModel(repo.repo_id, repo.size_on_disk, repo.repo_path, False))
+    return found
 
 
 def _download(

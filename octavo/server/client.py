@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -18,11 +19,20 @@ class ServerError(OctavoError):
     """The server cannot be reached, or refused a request; the message says which and why."""
 
 
+class Usage(NamedTuple):
+    """Numbers of tokens of an answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    """Of the prompt's, those that came from the prefix cache; None: not told."""
+
+
 class Client:
     """A connection to a server.
 
     Args:
-        url: address of the API, such as http://localhost:8000/v1.
+        url: address of the API, such as http://localhost:8000/v1; without a path, /v1 is meant.
         api_key: sent as bearer token, if given.
         model: the model to ask; None: the server's first one.
 
@@ -32,7 +42,9 @@ class Client:
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._url = url.rstrip("/")
+        self._url = _api_address(url)
+        self.usage: Usage | None = None
+        """Tokens of the latest answer; None: it has not ended, or the server does not tell."""
         self._http = httpx.Client(headers=headers, timeout=_TIMEOUT)
         try:
             self.model = self._first_model() if model is None else model
@@ -77,7 +89,9 @@ class Client:
             raise ServerError(f"{self._url}/models does not list any model.") from None
 
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        body = {"model": self.model, "stream": True, **body}
+        self.usage = None
+        options = {"include_usage": True}
+        body = {"model": self.model, "stream": True, "stream_options": options, **body}
         try:
             with self._http.stream("POST", self._url + path, json=body) as response:
                 if response.status_code != 200:
@@ -89,6 +103,7 @@ class Client:
                     event = self._event(data)
                     if "error" in event:
                         raise ServerError(str(event["error"].get("message")))
+                    self.usage = _usage(event.get("usage")) or self.usage
                     yield from event["choices"]
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
@@ -105,10 +120,33 @@ class Client:
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
         reason = str(error) or type(error).__name__
+        if isinstance(error, httpx.ConnectError):
+            reason = re.sub(r"^\[Errno -?\d+\] ", "", reason)
         return ServerError(
             f"No answer from {self._url}: {reason}. Start a server with `octavo serve`, or name "
             "another one with --url."
         )
+
+
+def _api_address(url: str) -> str:
+    """The address with the parts that people leave out: http:// and /v1."""
+    if "://" not in url:
+        url = "http://" + url
+    scheme, _, rest = url.rstrip("/").partition("://")
+    return f"{scheme}://{rest}" if "/" in rest else f"{scheme}://{rest}/v1"
+
+
+def _usage(told: Any) -> Usage | None:
+    """What a server tells of an answer's tokens; None if it is not in OpenAI's form."""
+    try:
+        details = told.get("prompt_tokens_details") or {}
+        return Usage(
+            int(told["prompt_tokens"]),
+            int(told["completion_tokens"]),
+            details.get("cached_tokens"),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
 
 
 def _message(status: int, body: bytes) -> str:

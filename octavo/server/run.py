@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import ipaddress
 import logging
 import os
 import resource
@@ -18,12 +19,14 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from octavo.chat_template import RESERVED_VARIABLES
+from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError, OctavoError
 from octavo.logs import setup_logging
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
 from octavo.server.app import build_app
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
@@ -53,12 +56,18 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
             f"default_chat_template_kwargs has {min(reserved)!r}, which the server itself sets; "
             "leave it out."
         )
+    _check_model(config, engine_config)
     _allow_files()
     from_environment = api_keys_from_environment()
     keys = config.api_key + list(from_environment.values())
     if keys:
         sources = [*(["--api-key"] if config.api_key else []), *from_environment]
         logger.info("requests need an API key", extra={"keys_from": ", ".join(sources)})
+    elif config.uds is None and _is_any_address(config.host):
+        logger.warning(
+            "everybody who reaches this machine may use the server: --host 127.0.0.1 keeps it to "
+            "this machine, --api-key asks for a key"
+        )
     state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
     with (
@@ -111,6 +120,9 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("listening on %s://%s:%d", scheme, shown, port)
+        typed = f"{scheme}://{'localhost' if _is_any_address(host) else shown}:{port}"
+        documentation = "" if config.disable_fastapi_docs else f"documentation: {typed}/docs; "
+        logger.info("%schat: octavo chat --url %s/v1", documentation, typed)
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -220,6 +232,37 @@ def _bind_unix(path: str) -> socket.socket:
             "--uds."
         ) from None
     return listener
+
+
+def _is_any_address(host: str) -> bool:
+    """Whether who listens there listens on all of the machine's addresses."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
+    """Finds a missing model or template before anybody is told that there is a server.
+
+    Of a model on the hub only the description is fetched; its weights come while the server
+    listens.
+
+    Raises:
+        ConfigError, ModelError, HubError: one of them is missing, or the model is not supported.
+    """
+    if config.chat_template is not None:
+        read_override(config.chat_template)
+    name, load = engine_config.model, engine_config.load
+    folder = resolve_model(
+        name.model,
+        revision=name.revision,
+        download_dir=load.download_dir,
+        load_format="dummy",
+    )
+    read_spec(folder, trust_remote_code=name.trust_remote_code)
+    if name.tokenizer is not None:
+        resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
 
 
 def _check_tls(config: ServerConfig) -> None:

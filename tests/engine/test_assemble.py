@@ -84,6 +84,16 @@ def test_the_caller_s_token_budget_holds_where_the_config_sets_none():
 
 
 @pytest.mark.parametrize("estimates", [True, False])
+def test_a_program_of_ones_own_gets_two_lines(estimates, caplog):
+    caplog.set_level(logging.INFO, "octavo.engine.assemble")
+    _, plan = make([], estimates=estimates, max_model_len=-1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == plan.report().splitlines()[0]
+    assert lines[1].startswith("model ready in ")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("estimates", [True, False])
 def test_memory_is_planned_before_loading_if_it_can_be_known(estimates, monkeypatch, caplog):
     order = []
     caplog.set_level(logging.INFO, "octavo.engine.assemble")

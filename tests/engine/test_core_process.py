@@ -569,3 +569,17 @@ def test_an_unknown_utility_is_refused():
             await engine._client.call_utility("fly")
 
     run(test)
+
+
+def test_a_process_that_is_not_wanted_while_it_loads_ends_without_a_word(tmp_path, capfd):
+    process = CoreProcess(
+        EngineConfig.from_kwargs(**CONFIG),
+        resolve_model(BUILTIN_MODEL),
+        default_batched_tokens=256,
+        request_memory=2**20,
+        log_level="info",
+        log_format="text",
+    )
+    process.shutdown()
+    assert process.describe_exit() == "the engine process ended with status 1"
+    assert capfd.readouterr().err == ""

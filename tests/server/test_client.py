@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from octavo.server.client import Client, ServerError
+from octavo.server.client import Client, ServerError, Usage
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -74,16 +74,67 @@ def test_chat_streams_from_the_first_model(server):
     client.close()
     (models, key, _), (path, _, body) = server.asked
     assert (models, key, path) == ("/v1/models", "Bearer secret", "/v1/chat/completions")
-    assert body == {"model": "first", "stream": True, "messages": messages, "temperature": 0}
+    assert body == {
+        "model": "first",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "messages": messages,
+        "temperature": 0,
+    }
 
 
 def test_complete_with_a_named_model(server):
     client = Client(server.url, None, "second")
     assert list(client.complete("Once", {})) == [" upon"]
     client.close()
-    assert server.asked == [
-        ("/v1/completions", None, {"model": "second", "stream": True, "prompt": "Once"})
-    ]
+    ((path, key, body),) = server.asked
+    assert (path, key) == ("/v1/completions", None)
+    assert (body["model"], body["stream"], body["prompt"]) == ("second", True, "Once")
+
+
+@pytest.mark.parametrize("shorten", [lambda url: url, lambda url: url[:-3], lambda url: url[7:-3]])
+def test_an_address_may_be_short(server, shorten):
+    """With /v1, without it, and without http://, too."""
+    client = Client(shorten(server.url))
+    assert client.model == "first"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "usage"),
+    [
+        ({"prompt_tokens": 20, "completion_tokens": 4}, Usage(20, 4)),
+        (
+            {
+                "prompt_tokens": 20,
+                "completion_tokens": 4,
+                "prompt_tokens_details": {"cached_tokens": 16},
+            },
+            Usage(20, 4, 16),
+        ),
+        (
+            {"prompt_tokens": 20, "completion_tokens": 4, "prompt_tokens_details": None},
+            Usage(20, 4),
+        ),
+        ({}, None),
+        (None, None),
+        ("many", None),
+    ],
+)
+def test_tokens_are_the_servers_if_it_tells(server, told, usage):
+    event = {"choices": [], "usage": told}
+    server.answers["/v1/completions"] = (
+        200,
+        stream({"choices": [{"text": "a"}], "usage": None}, event, "[DONE]"),
+    )
+    client = Client(server.url)
+    for _ in range(2):
+        answer = client.complete("x", {})
+        next(answer)
+        assert client.usage is None  # not the one of the answer before
+        assert list(answer) == []
+        assert client.usage == usage
+    client.close()
 
 
 def test_what_the_server_says_is_what_the_user_reads(server):

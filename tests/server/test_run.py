@@ -341,3 +341,45 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
         "log_level": "debug",
         "log_format": "json",
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (["--chat-template", "/no/such.jinja"], 2, "chat_template='/no/such.jinja'"),
+        (["--model", "no/such/folder"], 1, "There is no folder no/such/folder"),
+        (["--tokenizer", "no/such/folder"], 1, "There is no folder no/such/folder"),
+        (["--model", "org/no-such-model"], 1, "org/no-such-model"),
+    ],
+)
+def test_what_is_missing_is_found_before_anything_starts(
+    flags, status, said, monkeypatch, capfd, tmp_path
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(run, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(run, "_bind", lambda *_: pytest.fail("it listens"))
+    assert cli.main(["serve", "--port", "0", "--download-dir", str(tmp_path), *flags]) == status
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_start_says_where_to_go_on():
+    with serving("ready") as server:
+        server.wait_for(
+            f"documentation: {server.url}/docs; chat: octavo chat --url {server.url}/v1"
+        )
+        assert not any("everybody" in line for line in server.lines)
+
+
+@pytest.mark.parametrize(("key", "warned"), [(["--api-key", "k"], 0), ([], 1)])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_all_addresses_without_a_key_are_worth_one_warning(host, key, warned):
+    if host == "::":
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("there is no IPv6 here")
+    with serving("ready", "--host", host, *key) as server:
+        port = server.url.rpartition(":")[2]
+        server.wait_for(f"documentation: http://localhost:{port}/docs")
+        assert len([line for line in server.lines if "everybody" in line]) == warned

@@ -1,0 +1,294 @@
+"""`octavo run | chat | complete | list | pull`: their flags, and what they do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import sys
+from typing import Any
+
+from octavo.arguments import add_engine_settings, engine_kwargs
+from octavo.config import (
+    API_KEY_VARIABLES,
+    BUILTIN_DRAFT_MODEL,
+    BUILTIN_MODEL,
+    EngineConfig,
+    ServerConfig,
+    api_keys_from_environment,
+    section_fields,
+)
+from octavo.errors import ConfigError, HubError, OctavoError
+from octavo.logs import setup_logging
+from octavo.terminal.answers import LocalModel, Source, show_answer
+from octavo.terminal.lines import Reader, history_file, read_all
+from octavo.terminal.screen import harmless, note, print_error
+from octavo.terminal.session import SAMPLING, Session, check_sampling
+
+DEFAULT_URL = "http://localhost:8000/v1"
+_KEYS = " or ".join(API_KEY_VARIABLES)
+_STDIN = "-"
+
+_RUN_EXAMPLES = """examples:
+  octavo run                          chat with the built-in model
+  octavo run "Once upon a time"       continue a text
+  octavo run org/name                 chat with a model of the hub
+  octavo run ./folder "The dog"       continue a text with a model of this machine
+  octavo run - < story.txt            continue what standard input has
+"""
+_CHAT_EXAMPLES = """examples:
+  octavo chat                         chat with the server on this machine
+  octavo chat "What is 3 + 4?"        ask one question
+  octavo chat --url http://host:8000  another server
+  git diff | octavo chat              ask what a pipe has
+"""
+
+
+def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
+    """Adds the terminal's commands to the parser's; returns their parsers."""
+    run = commands.add_parser(
+        "run",
+        help="generate in the terminal, without a server",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] [PROMPT]",
+        help="The model, and the text to continue (-: standard input); without a text, a chat. One "
+        "word alone is the model if it looks like one: a folder or path, a hub id (org/name), or "
+        "a name with digits or dashes (gpt2).",
+    )
+    run.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
+    (level,) = (f for f in section_fields(ServerConfig, "server") if f.name == "log_level")
+    run.add_argument(
+        level.flag, choices=level.choices, default=level.default, help=f"{level.doc} [info]"
+    )
+    _add_sampling_flags(run, exclude="seed")  # the engine has it
+    add_engine_settings(run)
+    run.set_defaults(command=run_model)
+
+    chat = commands.add_parser(
+        "chat",
+        help="chat with a running server",
+        epilog=_CHAT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_client_flags(chat, "Ask this one question (-: standard input) instead of chatting.")
+    chat.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
+    chat.set_defaults(command=chat_with_server)
+
+    complete = commands.add_parser("complete", help="continue texts with a running server")
+    _add_client_flags(complete, "Continue this one text (-: standard input); default: ask for it.")
+    complete.set_defaults(command=complete_with_server)
+
+    listing = commands.add_parser("list", help="list the models on this machine")
+    listing.set_defaults(command=list_models)
+
+    pull = commands.add_parser("pull", help="download a model from the hub")
+    pull.add_argument("model", metavar="MODEL", help="Hub id of the model (org/name).")
+    pull.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit on the hub.")
+    pull.add_argument(
+        "--download-dir", metavar="DIR", help="Where to; default: the hub client's cache."
+    )
+    pull.set_defaults(command=pull_model)
+    return [run, chat, complete, listing, pull]
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser, exclude: str | None = None) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, (kind, doc) in SAMPLING.items():
+        if name != exclude:
+            group.add_argument(
+                "--" + name.replace("_", "-"),
+                type=kind,
+                action="append" if name == "stop" else "store",
+                metavar={int: "N", float: "X", str: "TEXT"}[kind],
+                default=argparse.SUPPRESS,
+                help=doc,
+            )
+
+
+def _add_client_flags(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("text", nargs="?", metavar="TEXT", help=text)
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="The same as TEXT.")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"Address of the API [{DEFAULT_URL}].")
+    parser.add_argument("--model", help="Model to ask; default: the server's first.")
+    parser.add_argument("--api-key", metavar="KEY", help=f"API key; default: {_KEYS}.")
+    _add_sampling_flags(parser)
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given."""
+    given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+    check_sampling(given)
+    return given
+
+
+# run
+
+
+def run_model(args: argparse.Namespace) -> int:
+    """`octavo run`."""
+    model, prompt = model_and_prompt(args.words, hasattr(args, "model"))
+    kwargs = engine_kwargs(args, model)
+    config = EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
+    params = _sampling(args)
+    if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
+        prompt = read_all()
+    if prompt is not None and args.system_prompt is not None:
+        raise ConfigError("--system-prompt is for a chat; a text to continue has none.")
+    if "model" not in kwargs and _is_word(args.words):
+        note(f"{config.model.model} continues {prompt!r}; for another model: octavo run MODEL TEXT")
+
+    setup_logging(args.log_level, "text")
+
+    from octavo.llm import LLM
+
+    try:
+        llm = LLM(**kwargs)
+    except HubError as error:
+        if model is None or len(args.words) > 1:
+            raise
+        raise HubError(
+            f"{error} If it is a text to continue: octavo run {BUILTIN_MODEL} {shlex.quote(model)}"
+        ) from None
+    try:
+        source = LocalModel(llm, config.model.model)
+        if prompt is None:
+            Session(source, params, args.system_prompt).run()
+            return 0
+        return _answer(source, prompt, params)
+    finally:
+        llm.shutdown()
+
+
+def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str | None]:
+    """Tells the model from the prompt.
+
+    Args:
+        words: the positional arguments.
+        has_model: --model was given, so none of them is a model.
+
+    Raises:
+        ConfigError: there are more than there can be.
+    """
+    most = 1 if has_model else 2
+    if len(words) > most:
+        raise ConfigError(
+            f"There are {len(words)} arguments where at most {most} can be; put the prompt in "
+            "quotes."
+        )
+    if len(words) == 2:
+        return words[0], words[1]
+    if not words:
+        return None, None
+    if not has_model and _looks_like_model(words[0]):
+        return words[0], None
+    return None, words[0]
+
+
+def _looks_like_model(word: str) -> bool:
+    """Whether a word names a model: a built-in one, a folder, or what looks like a path or an id.
+
+    One that is not there is then told, and not continued as a text.
+    """
+    if word in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL) or os.path.isdir(os.path.expanduser(word)):
+        return True
+    if word == _STDIN or re.search(r"\s", word):
+        return False
+    is_path = re.match(r"[~/\\]|\.{1,2}[/\\]", word) or word.count("/") > 1 or "\\" in word
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", word)
+    # gpt2, opt-125m: ids of the hub's early days, without an owner. No word of a text is like it.
+    is_old_id = re.fullmatch(r"(?=.*[\d_-])[A-Za-z][\w.-]*\w", word)
+    return bool(is_path or is_hub_id or is_old_id)
+
+
+def _is_word(words: list[str]) -> bool:
+    """Whether all that was said is one word, which may have been meant as a model."""
+    return len(words) == 1 and re.fullmatch(r"[\w.-]+\w", words[0]) is not None
+
+
+def _answer(source: Source, prompt: str, params: dict[str, Any]) -> int:
+    """Continues one text; returns the command's status."""
+    _, stopped = show_answer(source, source.complete(prompt, params))
+    return 130 if stopped else 0
+
+
+# chat, complete
+
+
+def chat_with_server(args: argparse.Namespace) -> int:
+    """`octavo chat`."""
+    params, text = _sampling(args), _text(args)
+    with _connect(args) as client:
+        session = Session(client, params, args.system_prompt)
+        if text is None:
+            session.run()
+            return 0
+        return 130 if session.ask(text) else 0
+
+
+def complete_with_server(args: argparse.Namespace) -> int:
+    """`octavo complete`."""
+    params, text = _sampling(args), _text(args)
+    with _connect(args) as client:
+        if text is not None:
+            return _answer(client, text, params)
+        reader = Reader(history_file())
+        note(f"{client.model} continues what you type; Ctrl-C stops it, Ctrl-D leaves.")
+        while (text := reader.read()) is not None:
+            try:
+                show_answer(client, client.complete(text, params))
+            except OctavoError as error:
+                print_error(str(error))
+        return 0
+
+
+def _text(args: argparse.Namespace) -> str | None:
+    """The one text that is asked for; None: what the user types in a terminal."""
+    if args.text is not None and args.quick is not None:
+        raise ConfigError("There are two texts, as an argument and with -q; give one.")
+    text: str | None = args.quick if args.text is None else args.text
+    if text == _STDIN or (text is None and not sys.stdin.isatty()):
+        return read_all()
+    return text
+
+
+def _connect(args: argparse.Namespace) -> Any:
+    from octavo.server import client
+
+    key = args.api_key or next(iter(api_keys_from_environment().values()), None)
+    return contextlib.closing(client.Client(args.url, key, args.model))
+
+
+# list, pull
+
+
+def list_models(args: argparse.Namespace) -> int:
+    """`octavo list`."""
+    from octavo.models.hub import list_models as find
+
+    rows = [("NAME", "SIZE", "WHERE")]
+    for model in find():
+        where = "built in" if model.is_builtin else str(model.path)
+        rows.append((model.name, f"{model.nbytes / 1e6:,.0f} MB", where))
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for name, size, where in rows:
+        print(harmless(f"{name:{widths[0]}}  {size:>{widths[1]}}  {where}"))
+    return 0
+
+
+def pull_model(args: argparse.Namespace) -> int:
+    """`octavo pull`."""
+    from octavo.models.hub import resolve_model
+    from octavo.models.registry import read_spec
+
+    where = {"revision": args.revision, "download_dir": args.download_dir}
+    # Its description first: a model that is not supported is not downloaded.
+    read_spec(resolve_model(args.model, **where, load_format="dummy"), trust_remote_code=True)
+    print(f"{args.model} is in {resolve_model(args.model, **where)}")
+    return 0

@@ -1,0 +1,35 @@
+"""A chat with a model that is none; run as a program in a terminal of the test's."""
+
+import itertools
+import json
+import sys
+import time
+
+from octavo.server.client import Usage
+from octavo.terminal.session import Session
+
+
+class FakeSource:
+    model = "fake"
+    usage = Usage(20, 4, 16)
+
+    def chat(self, messages, params):
+        question = messages[-1]["content"]
+        if question == "for ever":
+            for number in itertools.count():
+                yield f"w{number} "
+                time.sleep(0.01)
+        elif question == "words":
+            for _ in range(30):
+                yield "abc"
+                yield "defg "
+        elif question == "attack":
+            yield "\x1b]0;title\x07\x1b[2J"
+        else:
+            yield "<" + json.dumps([messages, params], separators=(",", ":")) + ">"
+
+
+if __name__ == "__main__":
+    Session(FakeSource(), {}, None).run()
+    print("left")
+    sys.exit(0)

@@ -1,0 +1,82 @@
+"""A program in a pseudo-terminal, and somebody who types."""
+
+import codecs
+import errno
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import termios
+import time
+
+
+class Terminal:
+    """Runs a program in a terminal of its own.
+
+    `output` is all that it has written, as the terminal got it.
+    """
+
+    def __init__(self, *argv, columns=80, env=None):
+        self.output = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._seen = 0
+        self._status = None
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            try:
+                variables = {"TERM": "xterm", "PYTHONUNBUFFERED": "1"}
+                dropped = {"COLUMNS", "LINES", "NO_COLOR", "INPUTRC"}
+                kept = {k: v for k, v in os.environ.items() if k not in dropped}
+                os.execve(argv[0], argv, kept | variables | (env or {}))
+            finally:
+                os._exit(127)
+        size = struct.pack("HHHH", 24, columns, 0, 0)
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, size)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        if self._status is None:
+            os.kill(self.pid, 9)
+            os.waitpid(self.pid, 0)
+        os.close(self._fd)
+
+    def type(self, text):
+        os.write(self._fd, text.encode())
+
+    def paste(self, text):
+        """As terminals do it: line ends are returns, with a mark before and after."""
+        self.type("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
+
+    def wait_for(self, pattern):
+        """Waits until what came since the last call matches; returns that up to its end."""
+        end = time.monotonic() + 10
+        while (match := re.compile(pattern).search(self.output, self._seen)) is None:
+            assert time.monotonic() < end, self.output
+            assert self._read(), self.output
+        begin, self._seen = self._seen, match.end()
+        return self.output[begin : match.end()]
+
+    def wait(self):
+        """Waits for the program's end; returns its status."""
+        while self._read():
+            pass
+        _, status = os.waitpid(self.pid, 0)
+        self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def _read(self):
+        """Takes in what comes within a second; False at the end."""
+        if not select.select([self._fd], [], [], 1)[0]:
+            return True
+        try:
+            data = os.read(self._fd, 65536)
+        except OSError as error:  # what Linux says when the program is gone
+            if error.errno != errno.EIO:
+                raise
+            return False
+        self.output += self._decoder.decode(data)
+        return bool(data)

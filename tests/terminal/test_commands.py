@@ -1,0 +1,389 @@
+"""The terminal's commands: what they make of their words, with a model or a server that is none."""
+
+import io
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from octavo import cli
+from octavo.errors import HubError, RequestError
+from octavo.models import hub
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server import client as client_module
+from octavo.terminal import commands
+
+
+@pytest.fixture(autouse=True)
+def levels(monkeypatch):
+    """The levels that logs were asked for."""
+    seen = []
+    monkeypatch.setattr(commands, "setup_logging", lambda level, form: seen.append(level))
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def piped(monkeypatch):
+    """Standard input that is no terminal: a function that says what it has."""
+
+    def give(data=b""):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    give()
+    return give
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Standard input that is a terminal: a function that says which lines are typed."""
+
+    def type_(*texts):
+        rest = iter(texts)
+
+        def read(prompt):
+            for text in rest:
+                return text
+            raise EOFError
+
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+        monkeypatch.setattr("builtins.input", read)
+
+    return type_
+
+
+# run
+
+
+class FakeLLM:
+    made = None
+    error = None
+
+    def __init__(self, **kwargs):
+        self.kwargs = kwargs
+        self.prompts = []
+        self.params = []
+        self.special = []
+        self.closed = False
+        FakeLLM.made = self
+
+    def stream(self, prompt, params, *, add_special_tokens=True):
+        self.prompts.append(prompt)
+        self.params.append(params)
+        self.special.append(add_special_tokens)
+        if FakeLLM.error is not None:
+            raise FakeLLM.error
+        for text, reason in (("Hel", None), ("lo", "stop")):
+            answer = CompletionOutput(0, text, [1, 2], finish_reason=reason)
+            yield RequestOutput("0", prompt, [1] * 20, None, [answer], bool(reason), 16)
+
+    def get_default_sampling_params(self):
+        return SamplingParams(temperature=0.6, top_p=0.7)
+
+    def render_chat(self, messages):
+        return json.dumps(messages)
+
+    def shutdown(self):
+        self.closed = True
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "octavo.llm", SimpleNamespace(LLM=FakeLLM))
+    FakeLLM.made = FakeLLM.error = None
+    return lambda: FakeLLM.made
+
+
+def test_run_streams_and_ends_with_figures(llm, capsys):
+    assert cli.main(["run", "Once upon", "--max-tokens", "9", "--seed", "3", "--top_k", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Hello\n"
+    (figures,) = err.splitlines()
+    assert figures.startswith("[4 tokens | first token ")
+    assert figures.endswith(" tokens/s | 16 of 20 prompt tokens cached]")
+    assert llm().kwargs == {"seed": 3}
+    assert llm().prompts == ["Once upon"]
+    (params,) = llm().params
+    assert (params.max_tokens, params.seed, params.top_k) == (9, 3, 4)
+    assert (params.temperature, params.top_p) == (0.6, 0.7)  # the model's own
+    assert llm().closed
+
+
+def test_run_tells_the_model_from_the_prompt(llm, typed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    typed()
+    for argv, model, prompts in [
+        (["m", "hello"], "m", ["hello"]),
+        (["hello"], None, ["hello"]),
+        (["Who are you?"], None, ["Who are you?"]),
+        (["yes/no or maybe"], None, ["yes/no or maybe"]),
+        (["--model", "m", "org/name"], "m", ["org/name"]),
+        (["2 + 3 ="], None, ["2 + 3 ="]),
+        (["org/name"], "org/name", []),
+        (["octavo/stories"], "octavo/stories", []),
+        (["folder"], "folder", []),
+        ([str(tmp_path)], str(tmp_path), []),
+        (["gpt2"], "gpt2", []),
+        (["opt-125m"], "opt-125m", []),
+        (["models/llama/7b"], "models/llama/7b", []),
+        (["./nothing"], "./nothing", []),
+        (["~/nothing"], "~/nothing", []),
+        ([], None, []),
+    ]:
+        assert cli.main(["run", *argv]) == 0
+        assert llm().kwargs.get("model") == model, argv
+        assert llm().prompts == prompts
+        said = f"octavo/stories continues {prompts and prompts[0]!r}" in capsys.readouterr().err
+        assert said == (argv == ["hello"])  # it could have been meant as a model
+
+
+def test_a_word_taken_for_a_model_that_is_none_may_be_a_text(monkeypatch, capsys, typed):
+    def fail(**kwargs):
+        raise HubError("gpt9 is no model.")
+
+    typed()
+    monkeypatch.setitem(sys.modules, "octavo.llm", SimpleNamespace(LLM=fail))
+    assert cli.main(["run", "gpt9"]) == 1
+    assert capsys.readouterr().err == (
+        "octavo: error: gpt9 is no model. If it is a text to continue: octavo run octavo/stories "
+        "gpt9\n"
+    )
+    assert cli.main(["run", "gpt9", "text"]) == 1
+    assert capsys.readouterr().err == "octavo: error: gpt9 is no model.\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["-"], ["org/name", "-"], ["org/name"]])
+def test_a_pipe_is_one_prompt(llm, piped, argv):
+    piped("Grüße,\n\nthe dog\n".encode())
+    assert cli.main(["run", *argv]) == 0
+    assert llm().prompts == ["Grüße,\n\nthe dog"]
+    assert llm().kwargs == ({"model": "org/name"} if "org/name" in argv else {})
+
+
+@pytest.mark.parametrize(("data", "said"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")])
+@pytest.mark.parametrize("command", ["run", "chat", "complete"])
+def test_a_pipe_without_a_text(llm, piped, capsys, command, data, said):
+    piped(data)
+    assert cli.main([command]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert llm() is None
+
+
+def test_run_without_prompt_is_a_chat_with_memory(llm, typed, capsys):
+    typed("hi", "  ", "again")
+    assert cli.main(["run", "--system-prompt", "Be brief."]) == 0
+    system = {"role": "system", "content": "Be brief."}
+    first, second = [json.loads(p) for p in llm().prompts]
+    assert first == [system, {"role": "user", "content": "hi"}]
+    assert second == [
+        *first,
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "again"},
+    ]
+    assert llm().special == [False, False]
+    assert capsys.readouterr().out == "Hello\nHello\n\n"
+
+
+def test_run_logs_as_much_as_is_wanted(llm, levels):
+    assert cli.main(["run", "Once upon"]) == 0
+    assert cli.main(["run", "Once upon", "--log-level", "warning"]) == 0
+    assert levels == ["info", "warning"]
+
+
+def test_a_system_prompt_is_for_a_chat(llm, capsys):
+    assert cli.main(["run", "--system-prompt", "Be brief.", "Once upon"]) == 2
+    assert "--system-prompt" in capsys.readouterr().err
+    assert llm() is None
+
+
+def test_run_says_what_is_wrong_with_a_prompt(llm, capsys):
+    FakeLLM.error = RequestError("the prompt is too long")
+    assert cli.main(["run", "x"]) == 1
+    assert capsys.readouterr().err == "octavo: error: the prompt is too long\n"
+    assert llm().closed
+
+
+# chat, complete
+
+
+class FakeClient:
+    made = None
+    error = None
+
+    def __init__(self, url, api_key=None, model=None):
+        self.url, self.api_key, self.model = url, api_key, model
+        self.usage = client_module.Usage(20, 4)
+        self.asked = []
+        FakeClient.made = self
+
+    def chat(self, messages, params):
+        self.asked.append(([dict(m) for m in messages], params))
+        if FakeClient.error is not None:
+            error, FakeClient.error = FakeClient.error, None
+            raise error
+        yield from ("Hel", "lo")
+
+    def complete(self, prompt, params):
+        self.asked.append((prompt, params))
+        yield from (" upon", " a time")
+
+    def close(self):
+        self.asked.append("closed")
+
+
+@pytest.fixture
+def client(monkeypatch):
+    monkeypatch.setattr(client_module, "Client", FakeClient)
+    monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    FakeClient.made = FakeClient.error = None
+    return lambda: FakeClient.made
+
+
+def test_one_question(client, capsys):
+    argv = ["chat", "-q", "hi", "--url", "http://x/v1", "--model", "m", "--api-key", "k"]
+    argv += ["--system-prompt", "Be brief.", "--temperature", "0", "--seed", "5", "--stop", "a"]
+    assert cli.main([*argv, "--stop", "b"]) == 0
+    made = client()
+    assert (made.url, made.api_key, made.model) == ("http://x/v1", "k", "m")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert made.asked == [
+        (messages, {"temperature": 0.0, "stop": ["a", "b"], "seed": 5}),
+        "closed",
+    ]
+    assert capsys.readouterr().out == "Hello\n"
+
+
+def test_one_completion(client, capsys, monkeypatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-env")
+    assert cli.main(["complete", "-q", "Once", "--max-tokens", "5"]) == 0
+    assert client().asked == [("Once", {"max_tokens": 5}), "closed"]
+    assert client().api_key == "from-env"
+    assert client().url == "http://localhost:8000/v1"
+    assert capsys.readouterr().out == " upon a time\n"
+
+
+def test_a_chat_goes_on_after_an_error(client, typed, capsys):
+    typed("one", "two", "three")
+    FakeClient.error = client_module.ServerError("busy")
+    assert cli.main(["chat", "--model", "m"]) == 0
+    histories = [[m["content"] for m in asked[0]] for asked in client().asked[:-1]]
+    assert histories == [["one"], ["two"], ["two", "Hello", "three"]]
+    hint, error, *figures = capsys.readouterr().err.splitlines()
+    assert hint == "m: Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands."
+    assert error == "octavo: error: busy"
+    for line in figures:
+        assert line.startswith("[4 tokens | first token ")
+        assert line.endswith(" tokens/s | 20 prompt tokens]")
+    assert len(figures) == 2
+
+
+def test_one_question_that_fails_is_status_1(client, capsys):
+    FakeClient.error = client_module.ServerError("busy")
+    assert cli.main(["chat", "-q", "hi"]) == 1
+    assert capsys.readouterr().err == "octavo: error: busy\n"
+
+
+def test_a_text_is_an_argument_or_a_pipe(client, piped, capsys):
+    for argv, asked in [
+        (["chat", "hi"], ([{"role": "user", "content": "hi"}], {})),
+        (["chat"], ([{"role": "user", "content": "from\na pipe"}], {})),
+        (["chat", "-"], ([{"role": "user", "content": "from\na pipe"}], {})),
+        (["complete", "Once"], ("Once", {})),
+        (["complete"], ("from\na pipe", {})),
+    ]:
+        piped(b"from\na pipe\n")
+        assert cli.main(argv) == 0
+        assert client().asked == [asked, "closed"]
+    assert cli.main(["chat", "hi", "-q", "hello"]) == 2
+    assert "two texts" in capsys.readouterr().err
+
+
+def test_completions_one_after_the_other(client, typed):
+    typed("a", "b")
+    assert cli.main(["complete"]) == 0
+    assert [asked[0] for asked in client().asked[:-1]] == ["a", "b"]
+
+
+def test_no_server(capsys):
+    assert cli.main(["chat", "-q", "hi", "--url", "http://127.0.0.1:1/v1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("octavo: error: No answer from http://127.0.0.1:1/v1")
+
+
+def test_a_reader_that_goes_away():
+    code = (
+        "import sys; from octavo import cli\n"
+        "from octavo.terminal import commands, screen\n"
+        "commands.chat_with_server = lambda args: "
+        "[screen.write('x' * 100000) for _ in range(100)] and 0\n"
+        "sys.exit(cli.main(['chat']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.read(10)
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == 1
+    assert error == b""
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, client):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeClient, "chat", stop)
+    assert cli.main(["chat", "-q", "x"]) == 130
+
+
+# list, pull
+
+
+def test_list_has_the_built_in_models_and_those_of_the_hub_cache(monkeypatch, tmp_path, capsys):
+    import huggingface_hub.constants
+
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    assert cli.main(["list"]) == 0  # nothing was ever downloaded
+    titles, *rows = capsys.readouterr().out.splitlines()
+    assert titles.split() == ["NAME", "SIZE", "WHERE"]
+    assert [row.split()[0] for row in rows] == ["octavo/stories", "octavo/stories-draft"]
+    for repo, file in [("models--org--m", "config.json"), ("models--org--part", "README.md")]:
+        blobs, snapshot = cache / repo / "blobs", cache / repo / "snapshots" / "c0ffee"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        (blobs / "1").write_bytes(b"x" * 2_000_000)
+        (snapshot / file).symlink_to(blobs / "1")
+    assert cli.main(["list"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.split() == ["org/m", "2", "MB", str(cache / "models--org--m")]
+    assert "part" not in row
+
+
+def test_pull_reads_the_description_before_it_fetches_the_weights(monkeypatch, tmp_path, capsys):
+    fetched = []
+
+    def resolve(model, *, revision, download_dir, load_format="auto"):
+        fetched.append((model, revision, load_format))
+        return tmp_path
+
+    monkeypatch.setattr(hub, "resolve_model", resolve)
+    (tmp_path / "config.json").write_text('{"architectures": ["Strange"]}')
+    assert cli.main(["pull", "org/m", "--revision", "v1"]) == 1
+    assert "Strange" in capsys.readouterr().err
+    assert fetched == [("org/m", "v1", "dummy")]
+    folder = hub._BUILTIN["octavo/stories"]
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert cli.main(["pull", "org/m"]) == 0
+    assert fetched[1:] == [("org/m", None, "dummy"), ("org/m", None, "auto")]
+    assert capsys.readouterr().out == f"org/m is in {tmp_path}\n"
+
+
+def test_pull_of_nothing(capsys):
+    assert cli.main(["pull", "./no/such/model"]) == 1
+    assert "There is no folder" in capsys.readouterr().err
