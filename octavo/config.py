@@ -307,11 +307,18 @@ class ServerConfig(_Section, frozen=True):
         ),
     ] = 60.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")
+        Literal["debug", "info", "warning", "error"], Meta(description="Minimum log level.")
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="Log lines for people or for machines.")
     ] = "text"
+    metrics_prefix: Annotated[
+        Literal["octavo", "vllm"],
+        Meta(
+            description="What the metrics' names begin with; with vllm, vLLM's dashboards and"
+            " alerts work unchanged."
+        ),
+    ] = "octavo"
     enable_log_requests: Annotated[bool, Meta(description="Log every request.")] = False
     strict_fields: Annotated[
         bool,

@@ -153,6 +153,7 @@ async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> As
         progress_timeout=config.progress_timeout,
         request_memory=config.request_memory_bytes,
         served_name=names[0] if names else None,
+        metrics_prefix=config.metrics_prefix,
         log_level=config.log_level,
         log_format=config.log_format,
     )

@@ -239,7 +239,8 @@ def test_outputs_reach_their_request_and_stops_the_core(monkeypatch):
         assert engine.stats == stats
         text = engine.metrics.render().decode()
         for name, value in (("running", 3), ("waiting", 2)):
-            assert f'octavo:num_requests_{name}{{model_name="octavo/stories"}} {value}.0' in text
+            labels = 'engine="0",model_name="octavo/stories"'
+            assert f"octavo:num_requests_{name}{{{labels}}} {value}.0" in text
         stop = encode("b", False)[-1]
         client.said.put_nowait(EngineCoreOutputs([EngineCoreOutput("a", [stop])], None, 1.0))
         last = await anext(stream)
