@@ -193,8 +193,8 @@ def _fields(body: type[Body], without: Iterable[str]) -> list[tuple[str, str, st
 def _type(schema: dict[str, Any]) -> str:
     """A JSON schema in words."""
     if "anyOf" in schema:
-        kinds = [_type(part) for part in schema["anyOf"] if part.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kinds))
+        kinds = {_type(part) for part in schema["anyOf"] if part.get("type") != "null"}
+        return " or ".join(sorted(kinds))  # typing may give back an equal union in another order
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"

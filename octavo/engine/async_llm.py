@@ -180,7 +180,7 @@ class AsyncLLM:
         if self._stalled_since is not None:
             stalled = time.monotonic() - self._stalled_since
             if stalled > self._progress_timeout:
-                return Health(False, f"no step for {stalled:.0f} s although requests wait")
+                return Health(False, f"no step for {stalled:.0f} s although requests are waiting")
         return Health(True, "ok")
 
     async def generate(

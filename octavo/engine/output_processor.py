@@ -219,7 +219,9 @@ class OutputProcessor:
         """
         request_id, child_ids = request.request_id, request.child_ids
         if request_id in self._groups or not self._states.keys().isdisjoint(child_ids):
-            raise RequestError(f"A request with the id {request_id!r} is running.", "request_id")
+            raise RequestError(
+                f"A request with the id {request_id!r} is already running.", "request_id"
+            )
         group = self._groups[request_id] = _Group(
             request_id,
             request.n,

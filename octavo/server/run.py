@@ -20,7 +20,7 @@ import uvloop
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.server.app import build_app
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
@@ -173,7 +173,9 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host={host!r} is not an address of this machine: {error}.") from None
+        raise ConfigError(
+            f"host={host!r} is not an address of this machine: {reason_of(error)}."
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

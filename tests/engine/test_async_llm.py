@@ -174,7 +174,7 @@ def test_requests_for_which_no_step_is_made(monkeypatch, clock, state):
         assert engine.health() == Health(True, "ok")
         await heartbeats(client)
         clock[0] += 1.0
-        assert engine.health() == Health(False, "no step for 8 s although requests wait")
+        assert engine.health() == Health(False, "no step for 8 s although requests are waiting")
         client.stats = SchedulerStats(**state, num_scheduled_tokens=6)
         await heartbeats(client, 2)
         assert engine.health() == Health(True, "ok")
@@ -262,7 +262,7 @@ def test_a_closed_stream_is_aborted_and_gives_its_memory_back(monkeypatch):
         waiting = asyncio.ensure_future(anext(stream))
         while not client.sent:
             await asyncio.sleep(0.001)
-        with pytest.raises(RequestError, match="'a' is running"):
+        with pytest.raises(RequestError, match="'a' is already running"):
             await anext(engine.generate([5], SamplingParams(max_tokens=1), "a"))
         assert client.sent == [("add", "a")]
         # As much again does not fit: see below.
