@@ -150,7 +150,10 @@ def openai_line(route: APIRoute) -> str:
         arguments = [f"{name}={json.dumps(value)}" for name, value in given.items()]
         if "{" in route.path:
             arguments.append(json.dumps(BUILTIN_MODEL))
-        return f"client.{method}({', '.join(arguments)})"
+        line = f"client.{method}({', '.join(arguments)})"
+        if len(line) > 100:  # as ruff formats the code in documents
+            line = f"client.{method}(\n    {', '.join(arguments)}\n)"
+        return line
     verb = "get" if "GET" in route.methods else "post"
     kind = "str" if operation.answer is None else "object"
     body = f", body={json.dumps(given)}" if given else ""

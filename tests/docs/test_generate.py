@@ -98,7 +98,7 @@ def test_curl_lines_work(url):
 
 
 def test_openai_lines_work(url):
-    lines = re.findall(r"^client\..*$", generate.api(), re.MULTILINE)
+    lines = re.findall(r"```python\n(client\..*?)\n```", generate.api(), re.DOTALL)
     assert len(lines) == len(OPERATIONS)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         for line in lines:
