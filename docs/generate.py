@@ -80,7 +80,8 @@ def api() -> str:
         " `/openapi.json` has the answers, too. Below, `client` is:",
         _code(
             "python",
-            f'from openai import OpenAI\n\nclient = OpenAI(base_url="{ADDRESS}/v1", api_key="none")',
+            "from openai import OpenAI\n\n"
+            f'client = OpenAI(base_url="{ADDRESS}/v1", api_key="none")',
         ),
         "With `--api-key`, give that key to the client, and `-H 'Authorization: Bearer KEY'` to"
         " `curl`. A field that is null counts as not given. A field that other servers know and"

@@ -158,6 +158,6 @@ def make_error(kind: str | None, message: str) -> OctavoError:
     return OctavoError(message)
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """What an error of the system says, without its number, for people."""
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
