@@ -64,24 +64,27 @@ class ModelConfig(_Section, frozen=True):
         str | None, Meta(description="Folder or hub id of the tokenizer; default: the model's.")
     ] = None
     skip_tokenizer_init: Annotated[
-        bool, Meta(description="Load no tokenizer: prompts must be token ids, no text comes out.")
+        bool,
+        Meta(
+            description="Do not load a tokenizer: prompts must be token ids, answers have no text."
+        ),
     ] = False
     trust_remote_code: Annotated[
-        bool, Meta(description="Accept models that ask for code of their own (it is never run).")
+        bool, Meta(description="Accept models that come with code of their own (it is never run).")
     ] = False
     dtype: Annotated[
-        Dtype, Meta(description="Type of weights and activations; auto: the checkpoint's.")
+        Dtype, Meta(description="Data type of weights and activations; auto: the checkpoint's.")
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
-        Meta(description="Quantize the linear layers at load; default: keep the dtype."),
+        Meta(description="Quantize the linear layers while loading; default: keep the dtype."),
     ] = None
-    seed: Annotated[int, Meta(description="Seed of all that is random.", ge=0)] = 0
+    seed: Annotated[int, Meta(description="Random seed.", ge=0)] = 0
     max_model_len: Annotated[
         Annotated[int, Meta(ge=-1)] | None,
         Meta(
-            description="Longest prompt plus answer in tokens; default: the model's; -1: what"
-            " fits the memory."
+            description="Longest prompt plus answer, in tokens; default: the model's limit; -1: as"
+            " long as fits in memory."
         ),
     ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
@@ -89,18 +92,19 @@ class ModelConfig(_Section, frozen=True):
         list[str], Meta(description="Names under which the server offers the model.")
     ] = []
     max_logprobs: Annotated[
-        int, Meta(description="Most logprobs a request may ask for; -1: no limit.", ge=-1)
+        int,
+        Meta(description="Maximum number of logprobs a request may ask for; -1: no limit.", ge=-1),
     ] = 20
     guided_decoding_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance"],
         Meta(
-            description="Who compiles grammars of structured outputs, unless a request says it;"
-            " auto: the first that can."
+            description="What compiles the grammars of structured outputs, unless a request names"
+            " one; auto: the first that can."
         ),
     ] = "auto"
     enforce_eager: Annotated[
         bool,
-        Meta(description="Run steps operation by operation instead of as a captured plan."),
+        Meta(description="Run steps operation by operation instead of replaying a captured plan."),
     ] = False
 
 
@@ -111,7 +115,7 @@ class LoadConfig(_Section, frozen=True):
         Literal["auto", "safetensors", "pt", "dummy"],
         Meta(
             description="auto and safetensors read safetensors; pt allows PyTorch .bin files"
-            " (pickle); dummy makes random weights."
+            " (pickle); dummy: random weights."
         ),
     ] = "auto"
     download_dir: Annotated[
@@ -120,15 +124,15 @@ class LoadConfig(_Section, frozen=True):
     weight_cache: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Folder for packed weights, which the next start reads as they are;"
-            " default: octavo/weights in the user's cache folder; off: none are kept."
+            description="Folder for packed weights, which make the next start faster; default:"
+            " octavo/weights in the user's cache folder; off: keep none."
         ),
     ] = None
     weight_cache_bytes: Annotated[
         PositiveInt | None,
         Meta(
-            description="Bytes that folder may take (16G ...); default: a quarter of what the disk"
-            " has free."
+            description="Maximum size of that folder (16G ...); default: a quarter of the free"
+            " disk space."
         ),
     ] = None
 
@@ -137,26 +141,27 @@ class CacheConfig(_Section, frozen=True):
     """The paged KV cache."""
 
     block_size: Annotated[
-        Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV-cache block.")
+        Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")
     ] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(description="Share of the device's memory the engine may use.", gt=0, le=1)
+        float, Meta(description="Share of the device's memory that may be used.", gt=0, le=1)
     ] = 0.92
     kv_cache_memory_bytes: Annotated[
         PositiveInt | None,
-        Meta(description="Bytes for the KV cache (4G, 512M ...); overrides the share."),
+        Meta(description="Size of the KV cache (4G, 512M ...); overrides gpu_memory_utilization."),
     ] = None
     num_gpu_blocks_override: Annotated[
-        PositiveInt | None, Meta(description="Number of KV-cache blocks, whatever fits.")
+        PositiveInt | None,
+        Meta(description="Number of KV-cache blocks, whether or not more would fit."),
     ] = None
     enable_prefix_caching: Annotated[
-        bool, Meta(description="Reuse KV blocks of equal prompt beginnings.")
+        bool, Meta(description="Reuse the KV blocks of prompts that begin alike.")
     ] = True
     kv_cache_dtype: Annotated[
         KVCacheDtype,
         Meta(
-            description="Type of the KV cache: auto (the model's), or half the memory of a 16-bit "
-            "one: fp8 (fp8_e4m3), fp8_e5m2, or int8 with a scale for each head of each token."
+            description="Data type of the KV cache. auto: the model's; fp8 (fp8_e4m3), fp8_e5m2 and"
+            " int8 (with a scale per head and token) take half the memory of 16 bits."
         ),
     ] = "auto"
 
@@ -166,23 +171,25 @@ class SchedulerConfig(_Section, frozen=True):
 
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
-        Meta(description="Token budget of a step; default 512 for a server, 8192 offline."),
+        Meta(
+            description="Maximum number of tokens per step; default: 512 in a server, 8192 offline."
+        ),
     ] = None
     max_num_seqs: Annotated[
-        int, Meta(description="Most requests running at once.", ge=1, le=4096)
+        int, Meta(description="Maximum number of requests running at once.", ge=1, le=4096)
     ] = 256
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
-        Meta(description="Order of service: by arrival, or by priority, then arrival."),
+        Meta(description="Order of service: by arrival, or by priority and then arrival."),
     ] = "fcfs"
     enable_chunked_prefill: Annotated[
-        bool, Meta(description="Split long prompts over several steps.")
+        bool, Meta(description="Split long prompts across several steps.")
     ] = True
     long_prefill_token_threshold: Annotated[
-        int, Meta(description="Most prompt tokens of one request in a step; 0: no limit.", ge=0)
+        int, Meta(description="Maximum prompt tokens of one request per step; 0: no limit.", ge=0)
     ] = 0
     async_scheduling: Annotated[
-        bool, Meta(description="Schedule the next step while the current one computes.")
+        bool, Meta(description="Schedule the next step while the current one is being computed.")
     ] = True
 
 
@@ -191,35 +198,33 @@ class DeviceConfig(_Section, frozen=True):
 
     device: Annotated[
         str,
-        Meta(description="Device: cpu, cuda, or another package's; auto: a GPU if there is one."),
+        Meta(description="cpu, cuda, or a plug-in's device; auto: a GPU if there is one."),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "flashinfer", "reference"],
         Meta(
             description="Attention kernels; auto: cpu on a CPU, triton on CUDA; flashinfer needs"
-            " that package; reference is slow, plain torch."
+            " that package; reference: plain torch, slow."
         ),
     ] = "auto"
     batch_invariant: Annotated[
         bool,
         Meta(
-            description="CUDA: the same bits for a request whatever shares its batch, by matrix"
-            " products of one tile size. On a CPU this is always so."
+            description="CUDA: a request gets the same bits whatever shares its batch, at the cost"
+            " of matrix products of one tile size. On a CPU this is always so."
         ),
     ] = False
     tensor_parallel_size: Annotated[
         Literal[1],
-        Meta(description="Devices that share the model; more than one is not supported yet."),
+        Meta(description="Number of devices that share the model; only 1 is supported so far."),
     ] = 1
     num_threads: Annotated[
         PositiveInt | None,
-        Meta(description="Threads of the CPU kernels; default: the cores given."),
+        Meta(description="Threads of the CPU kernels; default: one per core that may be used."),
     ] = None
     numa_node: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="Compute on this NUMA node's cores, in its memory; default: bind nothing."
-        ),
+        Meta(description="Run on this NUMA node's cores and in its memory; default: no binding."),
     ] = None
 
 
@@ -229,8 +234,8 @@ class ObservabilityConfig(_Section, frozen=True):
     profiler_dir: Annotated[
         str | None,
         Meta(
-            description="Folder for profiles (Chrome traces), which start_profile and stop_profile"
-            " then record."
+            description="Folder for the profiles (Chrome traces) that start_profile and"
+            " stop_profile record."
         ),
     ] = None
 
@@ -243,52 +248,53 @@ class ServerConfig(_Section, frozen=True):
     api_key: Annotated[
         list[str],
         Meta(
-            description="Accepted API keys, beside those in OCTAVO_API_KEY and VLLM_API_KEY; none:"
-            " no key is asked for.",
+            description="API keys to accept, in addition to those in OCTAVO_API_KEY and"
+            " VLLM_API_KEY; without any, no key is required.",
             extra={"secret": True},
         ),
     ] = []
     enable_admin: Annotated[
         bool,
         Meta(
-            description="Without API keys: let everybody empty the prefix cache and record"
-            " profiles. With keys, a key is enough."
+            description="Without API keys: let anybody reset the prefix cache and record profiles."
+            " With keys, having one is enough."
         ),
     ] = False
     allowed_hosts: Annotated[
         list[str],
         Meta(
-            description="Names in the Host header that are answered, * for all; default: on a"
-            " loopback address its own names (localhost, 127.0.0.1, ::1), otherwise all."
+            description="Names to accept in the Host header, * for all; default: on a loopback"
+            " address its own names (localhost, 127.0.0.1, ::1), otherwise all."
         ),
     ] = []
     allowed_origins: Annotated[
-        list[str], Meta(description="CORS: origins that may call from a browser.")
+        list[str], Meta(description="CORS: origins that may call the API from a browser.")
     ] = []
     ssl_keyfile: Annotated[str | None, Meta(description="TLS private key file.")] = None
     ssl_certfile: Annotated[str | None, Meta(description="TLS certificate file.")] = None
     chat_template: Annotated[
         str | None, Meta(description="Chat template: a file, or the template itself.")
     ] = None
-    response_role: Annotated[str, Meta(description="Role of the chat answers.")] = "assistant"
+    response_role: Annotated[str, Meta(description="Role of the answers in a chat.")] = "assistant"
     max_num_queued_reqs: Annotated[
-        int, Meta(description="Most unfinished requests; more get 429. 0: no limit.", ge=0)
+        int,
+        Meta(description="Maximum number of unfinished requests; more get 429. 0: no limit.", ge=0),
     ] = 1024
     request_memory_bytes: Annotated[
         int,
         Meta(
-            description="Bytes that unfinished requests may take in the server's processes"
-            " (prompts, parameters, answers; 4G, 512M ...); more get 429.",
+            description="Memory that unfinished requests (prompts, parameters, answers) may take in"
+            " the server's processes (4G, 512M ...); more get 429.",
             ge=2**20,
         ),
     ] = 2**30
     max_request_bytes: Annotated[
-        int, Meta(description="Largest request body in bytes (8M ...).", ge=1024)
+        int, Meta(description="Maximum size of a request body (8M ...).", ge=1024)
     ] = 8 * 2**20
     max_connections_per_client: Annotated[
         int,
         Meta(
-            description="Most connections of one address; a proxy is one address. 0: no limit.",
+            description="Maximum connections per address; a proxy counts as one. 0: no limit.",
             ge=0,
         ),
     ] = 2048
@@ -296,28 +302,36 @@ class ServerConfig(_Section, frozen=True):
         float, Meta(description="Seconds a request may take; 0: no limit.", ge=0)
     ] = 0.0
     shutdown_timeout: Annotated[
-        float, Meta(description="Seconds that requests in flight get to finish on SIGTERM.", ge=0)
+        float,
+        Meta(description="Seconds that requests in flight get to finish after SIGTERM.", ge=0),
     ] = 30.0
     progress_timeout: Annotated[
         float,
         Meta(
-            description="/health and /ready fail if the engine, busy or idle, has not answered for"
-            " this long (s); a step may take as long.",
+            description="Seconds without a sign of life from the engine, busy or idle, after which"
+            " /health and /ready fail; a step may take as long.",
             gt=0,
         ),
     ] = 60.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")
+        Literal["debug", "info", "warning", "error"], Meta(description="Minimum log level.")
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Log lines for people or for machines.")
+        Literal["text", "json"], Meta(description="text for people, json for machines.")
     ] = "text"
+    metrics_prefix: Annotated[
+        Literal["octavo", "vllm"],
+        Meta(
+            description="Prefix of the metrics' names; with vllm, vLLM's dashboards and alerts work"
+            " unchanged."
+        ),
+    ] = "octavo"
     enable_log_requests: Annotated[bool, Meta(description="Log every request.")] = False
     strict_fields: Annotated[
         bool,
         Meta(
-            description="Refuse requests with unknown fields; otherwise the header"
-            " X-Octavo-Ignored-Fields names them."
+            description="Refuse requests with unknown fields instead of naming these in the header"
+            " X-Octavo-Ignored-Fields."
         ),
     ] = False
     enable_tokenizer_info_endpoint: Annotated[

@@ -22,6 +22,8 @@ The tree::
 
 from __future__ import annotations
 
+import re
+
 
 class OctavoError(Exception):
     """Base of all of Octavo's own errors."""
@@ -154,3 +156,8 @@ def make_error(kind: str | None, message: str) -> OctavoError:
     if isinstance(found, type) and issubclass(found, OctavoError):
         return found(message)
     return OctavoError(message)
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of the system says, without its number, for people."""
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__

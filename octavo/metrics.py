@@ -1,11 +1,12 @@
-"""Prometheus metrics: vLLM's names and meanings after the prefix `octavo:`.
+"""Prometheus metrics: vLLM's names and meanings after the prefix `octavo:`, or after vLLM's own.
 
-All times are in seconds. Every metric has the label `model_name`.
+All times are in seconds. Every metric has vLLM's labels `model_name` and `engine`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -35,6 +36,9 @@ _REQUEST_TIME_BUCKETS = (
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _ITERATION_BUCKETS = tuple(float(2**n) for n in range(15))
+_PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
+_LABELS = ("model_name", "engine")
+_M = TypeVar("_M", Gauge, Counter, Histogram)
 
 
 class EngineMetrics:
@@ -45,16 +49,29 @@ class EngineMetrics:
     Args:
         model_name: value of the label `model_name`.
         max_model_len: upper end of the buckets that count a request's tokens.
+        prefix: what the names begin with, without the colon.
+        engine_index: value of the label `engine`.
     """
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
-        self._model_name = model_name
+    def __init__(
+        self, model_name: str, max_model_len: int, prefix: str = "octavo", engine_index: int = 0
+    ) -> None:
+        self._prefix = prefix
+        self._labels = {"model_name": model_name, "engine": str(engine_index)}
         self._registry = CollectorRegistry()
         self._last_stats = SchedulerStats()
         tokens = _buckets_1_2_5(max_model_len)
 
         self._running = self._gauge("num_requests_running", "Requests that are being computed.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be computed.")
+        by_reason = Gauge(
+            f"{prefix}:num_requests_waiting_by_reason",
+            "Requests that wait: for their turn (capacity), or for something else (deferred).",
+            [*_LABELS, "reason"],
+            registry=self._registry,
+        )
+        self._waiting_capacity = by_reason.labels(**self._labels, reason="capacity")
+        self._waiting_deferred = by_reason.labels(**self._labels, reason="deferred")
         self._kv_usage = self._gauge(
             "kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it."
         )
@@ -67,9 +84,9 @@ class EngineMetrics:
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
         self._accepted_per_pos = Counter(
-            "octavo:spec_decode_num_accepted_tokens_per_pos",
+            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were right, by their place in the draft.",
-            ["model_name", "position"],
+            [*_LABELS, "position"],
             registry=self._registry,
         )
         self._iteration_tokens = self._histogram(
@@ -82,6 +99,14 @@ class EngineMetrics:
         self._prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens that the prefix cache had."
         )
+        by_source = Counter(
+            f"{prefix}:prompt_tokens_by_source",
+            "Prompt tokens taken in: computed here, or found in the prefix cache.",
+            [*_LABELS, "source"],
+            registry=self._registry,
+        )
+        self._prompt_tokens_computed = by_source.labels(**self._labels, source="local_compute")
+        self._prompt_tokens_hit = by_source.labels(**self._labels, source="local_cache_hit")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
@@ -115,24 +140,40 @@ class EngineMetrics:
         self._request_generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens generated for a request.", tokens
         )
+        self._request_max_generation_tokens = self._histogram(
+            "request_max_num_generation_tokens",
+            "Tokens generated for the longest of a request's n answers.",
+            tokens,
+        )
+        self._request_computed_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that the prefix cache did not have.",
+            tokens,
+        )
+        self._request_preemptions = self._histogram(
+            "request_num_preemptions", "Preemptions of a request.", _PREEMPTION_BUCKETS
+        )
         self._params_n = self._histogram("request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
         self._params_max_tokens = self._histogram(
             "request_params_max_tokens", "The parameter max_tokens.", tokens
         )
         success = Counter(
-            "octavo:request_success",
+            f"{prefix}:request_success",
             "Requests that ended, by reason.",
-            ["model_name", "finished_reason"],
+            [*_LABELS, "finished_reason"],
             registry=self._registry,
         )
-        self._success = {reason: success.labels(model_name, str(reason)) for reason in FinishReason}
+        self._success = {
+            reason: success.labels(**self._labels, finished_reason=str(reason))
+            for reason in FinishReason
+        }
         self._aborted = self._counter(
             "requests_aborted", "Requests that the client gave up or the server took back."
         )
         self._rejections = Counter(
-            "octavo:admission_rejections",
+            f"{prefix}:admission_rejections",
             "Requests refused on arrival, by reason.",
-            ["model_name", "reason"],
+            [*_LABELS, "reason"],
             registry=self._registry,
         )
 
@@ -143,6 +184,8 @@ class EngineMetrics:
         """
         self._running.set(stats.num_running_reqs)
         self._waiting.set(stats.num_waiting_reqs)
+        self._waiting_capacity.set(stats.num_waiting_reqs - stats.num_held_reqs)
+        self._waiting_deferred.set(stats.num_held_reqs)
         self._kv_usage.set(stats.kv_cache_usage)
         if stats.num_steps < self._last_stats.num_steps:
             self.engine_restarted()
@@ -160,7 +203,7 @@ class EngineMetrics:
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):
             new = count - (before[position] if position < len(before) else 0)
             self._accepted.inc(new)
-            self._accepted_per_pos.labels(self._model_name, str(position)).inc(new)
+            self._accepted_per_pos.labels(**self._labels, position=str(position)).inc(new)
 
     def engine_restarted(self) -> None:
         """The next stats come from a new engine, whose counters start at zero."""
@@ -173,6 +216,8 @@ class EngineMetrics:
         self._ttft.observe(time_to_first_token)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._prompt_tokens_cached.inc(num_cached_tokens)
+        self._prompt_tokens_hit.inc(num_cached_tokens)
+        self._prompt_tokens_computed.inc(num_prompt_tokens - num_cached_tokens)
         self._step_prompt_tokens += num_prompt_tokens - num_cached_tokens
 
     def record_inter_token_latencies(self, latencies: Sequence[float]) -> None:
@@ -193,6 +238,7 @@ class EngineMetrics:
         times: RequestMetrics,
         *,
         num_prompt_tokens: int,
+        num_cached_tokens: int,
         num_generation_tokens: int,
         max_tokens: int | None,
     ) -> None:
@@ -206,39 +252,44 @@ class EngineMetrics:
             self._params_max_tokens.observe(max_tokens)
         if times.finished_time is not None:
             self._e2e.observe(times.finished_time - times.arrival_time)
+        self._request_preemptions.observe(times.num_preemptions)
         if times.first_scheduled_time is None:
             return
         self._queue_time.observe(times.first_scheduled_time - times.arrival_time)
         if times.first_token_time is None or times.last_token_time is None:
             return
         decode_time = times.last_token_time - times.first_token_time
+        self._request_computed_tokens.observe(num_prompt_tokens - num_cached_tokens)
         self._prefill_time.observe(times.first_token_time - times.first_scheduled_time)
         self._decode_time.observe(decode_time)
         self._inference_time.observe(times.last_token_time - times.first_scheduled_time)
         if num_generation_tokens > 1:
             self._tpot.observe(decode_time / (num_generation_tokens - 1))
 
-    def record_params_n(self, n: int) -> None:
-        """A caller's request with n answers ended."""
+    def record_all_finished(self, n: int, max_num_generation_tokens: int) -> None:
+        """A caller's request with n answers ended; the longest one has so many tokens."""
         self._params_n.observe(n)
+        self._request_max_generation_tokens.observe(max_num_generation_tokens)
 
     def record_rejection(self, reason: str) -> None:
         """A request was refused on arrival, for example because of "queue_full"."""
-        self._rejections.labels(self._model_name, reason).inc()
+        self._rejections.labels(**self._labels, reason=reason).inc()
 
     def set_cache_config_info(self, info: Mapping[str, object]) -> None:
         """Shows the KV cache's settings as labels of `cache_config_info`; to be called once."""
+        labels = self._labels | {name: str(value) for name, value in info.items()}
         Gauge(
-            "octavo:cache_config_info",
+            f"{self._prefix}:cache_config_info",
             "Settings of the KV cache, as labels.",
-            ["model_name", *info],
+            list(labels),
             registry=self._registry,
-        ).labels(self._model_name, *map(str, info.values())).set(1)
+        ).labels(**labels).set(1)
 
     def watch_process(self, pid: int) -> None:
         """Shows memory and CPU time of the engine process; to be called once.
 
-        Prometheus' usual names, such as `octavo_engine_process_resident_memory_bytes`.
+        Prometheus' usual names, such as `octavo_engine_process_resident_memory_bytes`, whatever
+        the prefix: vLLM has none like them.
         """
         ProcessCollector(namespace="octavo_engine", pid=lambda: pid, registry=self._registry)
 
@@ -247,18 +298,17 @@ class EngineMetrics:
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, doc: str) -> Gauge:
-        metric = Gauge(f"octavo:{name}", doc, ["model_name"], registry=self._registry)
-        return metric.labels(self._model_name)
+        return self._metric(Gauge, name, doc)
 
     def _counter(self, name: str, doc: str) -> Counter:
-        metric = Counter(f"octavo:{name}", doc, ["model_name"], registry=self._registry)
-        return metric.labels(self._model_name)
+        return self._metric(Counter, name, doc)
 
     def _histogram(self, name: str, doc: str, buckets: Sequence[float]) -> Histogram:
-        metric = Histogram(
-            f"octavo:{name}", doc, ["model_name"], registry=self._registry, buckets=buckets
-        )
-        return metric.labels(self._model_name)
+        return self._metric(Histogram, name, doc, buckets=buckets)
+
+    def _metric(self, kind: type[_M], name: str, doc: str, **settings: Any) -> _M:
+        metric = kind(f"{self._prefix}:{name}", doc, _LABELS, registry=self._registry, **settings)
+        return metric.labels(**self._labels)
 
 
 def _buckets_1_2_5(highest: int) -> tuple[float, ...]:

@@ -162,6 +162,7 @@ BAD_SERVER = {
     "progress_timeout": [0, -1, NAN],
     "log_level": ["INFO", "trace"],
     "log_format": ["xml"],
+    "metrics_prefix": ["vllm:", ""],
     "enable_log_requests": [1],
     "enable_tokenizer_info_endpoint": [1],
     "root_path": ["llm", "/llm/", "/", None],

@@ -1,8 +1,11 @@
 """The tree of errors: what the HTTP layer and callers rely on."""
 
+import socket
+
 import pytest
 
 from octavo import errors
+from octavo.errors import reason_of
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,17 @@ def test_the_docstring_draws_the_whole_tree():
     for name, value in vars(errors).items():
         if isinstance(value, type):
             assert name in errors.__doc__
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
+        (FileNotFoundError(2, "No such file", "x"), "No such file: 'x'"),
+        (socket.gaierror(-2, "Name not known"), "Name not known"),
+        (ValueError("[Errno] is text"), "[Errno] is text"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_reasons_have_no_numbers(error, reason):
+    assert reason_of(error) == reason

@@ -1,4 +1,4 @@
-"""Metrics: names, counters across restarts, times."""
+"""Metrics: names, counters across restarts, times, vLLM's dashboards."""
 
 import os
 
@@ -13,6 +13,7 @@ from octavo.outputs import RequestMetrics
 NAMES = {
     "num_requests_running",
     "num_requests_waiting",
+    "num_requests_waiting_by_reason",
     "kv_cache_usage_perc",
     "prefix_cache_queries",
     "prefix_cache_hits",
@@ -23,11 +24,15 @@ NAMES = {
     "spec_decode_num_accepted_tokens_per_pos",
     "prompt_tokens",
     "prompt_tokens_cached",
+    "prompt_tokens_by_source",
     "generation_tokens",
     "iteration_tokens_total",
     "request_success",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_prefill_kv_computed_tokens",
+    "request_num_preemptions",
     "request_params_n",
     "request_params_max_tokens",
     "time_to_first_token_seconds",
@@ -43,6 +48,55 @@ NAMES = {
     "cache_config_info",
 }
 
+# What the panels of vLLM's three published Grafana dashboards ask for, prefix left out: each
+# sample, and the labels by which its queries select or sum up.
+DASHBOARDS = {
+    "prometheus_grafana/grafana.json": {
+        "e2e_request_latency_seconds_bucket": {"model_name", "le"},
+        "e2e_request_latency_seconds_sum": {"model_name"},
+        "e2e_request_latency_seconds_count": {"model_name"},
+        "prompt_tokens_total": {"model_name"},
+        "generation_tokens_total": {"model_name"},
+        "inter_token_latency_seconds_bucket": {"model_name", "le"},
+        "inter_token_latency_seconds_sum": {"model_name"},
+        "inter_token_latency_seconds_count": {"model_name"},
+        "num_requests_running": {"model_name"},
+        "num_requests_waiting": {"model_name"},
+        "time_to_first_token_seconds_bucket": {"model_name", "le"},
+        "time_to_first_token_seconds_sum": {"model_name"},
+        "time_to_first_token_seconds_count": {"model_name"},
+        "kv_cache_usage_perc": {"model_name"},
+        "request_prompt_tokens_bucket": {"model_name", "le"},
+        "request_generation_tokens_bucket": {"model_name", "le"},
+        "request_success_total": {"model_name", "finished_reason"},
+        "request_queue_time_seconds_sum": {"model_name"},
+        "request_prefill_time_seconds_sum": {"model_name"},
+        "request_decode_time_seconds_sum": {"model_name"},
+        "request_max_num_generation_tokens_sum": {"model_name"},
+    },
+    "dashboards/grafana/performance_statistics.json": {
+        "e2e_request_latency_seconds_bucket": {"le"},
+        "e2e_request_latency_seconds_sum": set(),
+        "e2e_request_latency_seconds_count": set(),
+        "time_to_first_token_seconds_bucket": {"le"},
+        "time_to_first_token_seconds_sum": set(),
+        "time_to_first_token_seconds_count": set(),
+        "inter_token_latency_seconds_bucket": {"le"},
+        "inter_token_latency_seconds_sum": set(),
+        "inter_token_latency_seconds_count": set(),
+        "generation_tokens_total": {"model_name"},
+        "prompt_tokens_total": set(),
+        "iteration_tokens_total_count": set(),
+    },
+    "dashboards/grafana/query_statistics.json": {
+        "request_success_total": {"model_name"},
+        "e2e_request_latency_seconds_bucket": {"model_name", "le"},
+        "request_prompt_tokens_bucket": {"model_name", "le"},
+        "prompt_tokens_total": {"model_name"},
+        "generation_tokens_total": {"model_name"},
+    },
+}
+
 
 @pytest.fixture
 def metrics():
@@ -51,7 +105,7 @@ def metrics():
 
 def read(metrics, name, **labels):
     """The value of one sample."""
-    wanted = {"model_name": "m"} | labels
+    wanted = {"model_name": "m", "engine": "0"} | labels
     values = [
         sample.value
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -72,6 +126,42 @@ def test_names(metrics):
     assert read(metrics, "admission_rejections_total", reason="queue_full") == 1
 
 
+def samples(metrics):
+    """The labels' names of each sample, by its name."""
+    return {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS)
+def test_vllms_dashboards_find_their_metrics(dashboard):
+    found = samples(EngineMetrics("m", 1000, prefix="vllm"))
+    for name, labels in DASHBOARDS[dashboard].items():
+        assert labels <= found[f"vllm:{name}"], name
+
+
+def test_the_prefix_changes_nothing_but_the_names():
+    ours, theirs = EngineMetrics("m", 1000), EngineMetrics("m", 1000, prefix="vllm")
+    for metrics in (ours, theirs):
+        metrics.set_cache_config_info({"block_size": 16})
+        metrics.record_rejection("queue_full")
+        metrics.watch_process(os.getpid())
+    renamed = {name.replace("octavo:", "vllm:"): labels for name, labels in samples(ours).items()}
+    assert samples(theirs) == renamed
+    assert not any(name.startswith("octavo:") for name in renamed)
+
+
+def test_every_metric_has_vllms_labels(metrics):
+    metrics.set_cache_config_info({"block_size": 16})
+    metrics.record_rejection("queue_full")
+    stats = SchedulerStats(num_steps=1, num_drafts=1, num_accepted_tokens_per_pos=[1])
+    metrics.record_scheduler_stats(stats)
+    for name, labels in samples(metrics).items():
+        assert {"model_name", "engine"} <= labels, name
+
+
 def test_two_instances_do_not_meet(metrics):
     other = EngineMetrics("m", 1000)
     metrics.record_generation_tokens(3)
@@ -85,6 +175,7 @@ def test_scheduler_stats(metrics):
             SchedulerStats(
                 num_running_reqs=2,
                 num_waiting_reqs=steps,
+                num_held_reqs=steps - 1,
                 kv_cache_usage=0.25,
                 prefix_cache_queries=queries,
                 prefix_cache_hits=hits,
@@ -99,6 +190,8 @@ def test_scheduler_stats(metrics):
     stats(2, 14, 150, 40, 1)
     assert read(metrics, "num_requests_running") == 2
     assert read(metrics, "num_requests_waiting") == 2
+    assert read(metrics, "num_requests_waiting_by_reason", reason="capacity") == 1
+    assert read(metrics, "num_requests_waiting_by_reason", reason="deferred") == 1
     assert read(metrics, "kv_cache_usage_perc") == 0.25
     assert read(metrics, "prefix_cache_queries_total") == 150
     assert read(metrics, "prefix_cache_hits_total") == 40
@@ -153,6 +246,7 @@ def test_a_requests_times(metrics):
         first_token_time=13.0,
         last_token_time=17.0,
         finished_time=18.0,
+        num_preemptions=3,
     )
     metrics.record_first_token(3.0, 50, 20)
     metrics.record_inter_token_latencies([1.0, 3.0])
@@ -160,10 +254,11 @@ def test_a_requests_times(metrics):
         FinishReason.LENGTH,
         times,
         num_prompt_tokens=50,
+        num_cached_tokens=20,
         num_generation_tokens=5,
         max_tokens=5,
     )
-    metrics.record_params_n(2)
+    metrics.record_all_finished(2, 7)
     expected = {
         "time_to_first_token_seconds": 3,
         "inter_token_latency_seconds": 4,
@@ -177,10 +272,15 @@ def test_a_requests_times(metrics):
         "request_generation_tokens": 5,
         "request_params_max_tokens": 5,
         "request_params_n": 2,
+        "request_max_num_generation_tokens": 7,
+        "request_prefill_kv_computed_tokens": 30,
+        "request_num_preemptions": 3,
     }
     assert {name: read(metrics, f"{name}_sum") for name in expected} == expected
     assert read(metrics, "prompt_tokens_total") == 50
     assert read(metrics, "prompt_tokens_cached_total") == 20
+    assert read(metrics, "prompt_tokens_by_source_total", source="local_cache_hit") == 20
+    assert read(metrics, "prompt_tokens_by_source_total", source="local_compute") == 30
     assert read(metrics, "request_success_total", finished_reason="length") == 1
     assert read(metrics, "request_success_total", finished_reason="stop") == 0
 
@@ -188,18 +288,28 @@ def test_a_requests_times(metrics):
 def test_a_request_that_never_ran(metrics):
     times = RequestMetrics(arrival_time=10.0, finished_time=12.0)
     metrics.record_finished(
-        FinishReason.ABORT, times, num_prompt_tokens=5, num_generation_tokens=0, max_tokens=None
+        FinishReason.ABORT,
+        times,
+        num_prompt_tokens=5,
+        num_cached_tokens=0,
+        num_generation_tokens=0,
+        max_tokens=None,
     )
     assert read(metrics, "requests_aborted_total") == 1
     assert read(metrics, "e2e_request_latency_seconds_sum") == 2
     assert read(metrics, "request_queue_time_seconds_count") == 0
+    assert read(metrics, "request_prefill_kv_computed_tokens_count") == 0
     assert read(metrics, "request_params_max_tokens_count") == 0
 
 
 def test_buckets_reach_the_longest_request(metrics):
     text = metrics.render().decode()
-    assert 'octavo:request_prompt_tokens_bucket{le="1000.0",model_name="m"}' in text
-    assert 'octavo:request_prompt_tokens_bucket{le="2000.0",model_name="m"}' not in text
+    assert 'octavo:request_prompt_tokens_bucket{engine="0",le="1000.0",model_name="m"}' in text
+    assert 'octavo:request_prompt_tokens_bucket{engine="0",le="2000.0",model_name="m"}' not in text
+
+
+def test_requests_without_preemptions_can_be_told(metrics):
+    assert 'octavo:request_num_preemptions_bucket{engine="0",le="0.0"' in metrics.render().decode()
 
 
 def test_the_engine_process_is_watched(metrics):

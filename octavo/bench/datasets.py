@@ -54,23 +54,28 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds vLLM's flags of data sets, and those of workload files and traces."""
     group = parser.add_argument_group("data set")
     add = group.add_argument
-    add("--dataset-name", choices=sorted(_LOADERS), default="random", help="Kind of data [random].")
+    add(
+        "--dataset-name",
+        choices=sorted(_LOADERS),
+        default="random",
+        help="Kind of data set [random].",
+    )
     add("--dataset-path", metavar="FILE", help="File of the data set.")
     add(
         "--num-prompts",
         type=int,
         metavar="N",
-        help="Requests; default: 1000, of a workload the whole file.",
+        help="Number of requests; default: 1000, or the whole file of a workload.",
     )
-    add("--seed", type=int, default=0, metavar="N", help="Seed of everything random [0].")
+    add("--seed", type=int, default=0, metavar="N", help="Random seed [0].")
     add(
         "--no-oversample",
         action="store_true",
-        help="Rather fewer requests than to repeat those of a text data set.",
+        help="Send fewer requests rather than repeat those of a text data set.",
     )
-    add("--disable-shuffle", action="store_true", help="Keep a text data set's order.")
-    add("--input-len", type=int, metavar="N", help="Stands for the data set's own input length.")
-    add("--output-len", type=int, metavar="N", help="Stands for the data set's own output length.")
+    add("--disable-shuffle", action="store_true", help="Keep the order of a text data set.")
+    add("--input-len", type=int, metavar="N", help="Overrides the data set's own input length.")
+    add("--output-len", type=int, metavar="N", help="Overrides the data set's own output length.")
     for name, default, doc in _LENGTHS:
         shown = "" if default is None else f" [{default}]"
         add(f"--{name}", type=int, default=default, metavar="N", help=doc + shown)
@@ -122,7 +127,8 @@ def load_dataset(
     requests = _LOADERS[args.dataset_name](_Source(args, tokenizer, vocab_size))
     if not requests:
         raise DatasetError(
-            f"{args.dataset_path or args.dataset_name} has no usable request; nothing to measure."
+            f"{args.dataset_path or args.dataset_name} has no usable requests; there is nothing to "
+            "measure."
         )
     return requests
 

@@ -39,13 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("benchmark").add_argument
     add("--input-len", type=int, default=32, metavar="N", help="Tokens of a prompt [32].")
     add("--output-len", type=int, default=128, metavar="N", help="Tokens to generate [128].")
-    add("--batch-size", type=int, default=8, metavar="N", help="Requests at once [8].")
-    add("--n", type=int, default=1, metavar="N", help="Answers to each prompt [1].")
-    add("--num-iters-warmup", type=int, default=10, metavar="N", help="Not counted [10].")
+    add("--batch-size", type=int, default=8, metavar="N", help="Requests in a batch [8].")
+    add("--n", type=int, default=1, metavar="N", help="Answers per prompt [1].")
+    add(
+        "--num-iters-warmup",
+        type=int,
+        default=10,
+        metavar="N",
+        help="Warm-up batches, which do not count [10].",
+    )
     add("--num-iters", type=int, default=30, metavar="N", help="Batches to measure [30].")
-    add("--disable-detokenize", action="store_true", help="Make no text of the tokens.")
-    add("--output-json", metavar="FILE", help="Save the figures as JSON.")
-    add("--profile", metavar="DIR", help="Write a Chrome trace of one more batch there.")
+    add("--disable-detokenize", action="store_true", help="Do not turn tokens into text.")
+    add("--output-json", metavar="FILE", help="Save the results as JSON.")
+    add("--profile", metavar="DIR", help="Write a Chrome trace of one more batch to this folder.")
     add("--breakdown", action="store_true", help="Show where a step's time goes.")
     add("--plot", metavar="FILE", help="Draw the breakdown's kernels under the roofline.")
     add_engine_settings(parser)
@@ -207,6 +213,8 @@ def _breakdown(
                 llm.generate(prompts, params, use_tqdm=False)
         finally:
             _native.set_profiling(False)
+        # Others may have kept it busy the first time.
+        machine = machine.best(measure_machine(dtype, llm.config.model.quantization))
     breakdown: dict[str, Any] = {"machine": asdict(machine)}
     for name in _PHASES:
         steps = [step for step in llm.steps if step.is_prefill == (name == "prefill")]
@@ -243,7 +251,7 @@ def _print(result: dict[str, Any]) -> None:
         console.print(text, markup=False)
 
     if result["interrupted"]:
-        line(f"Interrupted: the figures cover {result['num_iters']} iterations.")
+        line(f"Interrupted: the figures cover {results.counted(result['num_iters'], 'iteration')}.")
     line(f"Avg latency: {result['avg_latency']} seconds")
     for p, seconds in result["percentiles"].items():
         line(f"{p}% percentile latency: {seconds} seconds")

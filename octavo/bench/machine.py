@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import torch
@@ -49,6 +49,12 @@ class Machine:
     def floor(self, nbytes: float, flops: float) -> float:
         """The least time in seconds that this much work can take."""
         return max(nbytes / self.bandwidth, flops / self.peak)
+
+    def best(self, other: Machine) -> Machine:
+        """Of two measurements of a machine the better one of each limit."""
+        memory = max(self, other, key=attrgetter("bandwidth"))
+        product = max(self, other, key=attrgetter("peak"))
+        return replace(product, bandwidth=memory.bandwidth, bandwidth_by=memory.bandwidth_by)
 
 
 def measure_machine(dtype: str, quantization: str | None = None) -> Machine:

@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,13 +20,17 @@ from octavo.errors import BenchError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, "#CC79A7", _RED, "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
 _GREY = "#999999"
 _FORMATS = (".png", ".svg")
+_MOST_LABEL = 60
+"""Letters of an entry of which two fit side by side."""
 
 
 def check(path: str | Path) -> None:
@@ -117,7 +121,8 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
                             ha="center",
                             fontsize=7,
                         )
-            ax.plot([], [], "-", color=colour, marker=marker, label=label)
+            if len(lines) > 1:
+                ax.plot([], [], "-", color=colour, marker=marker, label=label)
         ax.plot([], [], "--", color=_GREY, marker="o", mfc="white", label="median")
         if tail is not None:
             ax.plot([], [], "-", color=_GREY, marker="o", label=tail.split("_")[0])
@@ -127,10 +132,13 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
             title=LATENCIES[name][1],
             yscale="log",
         )
+        ax.margins(x=0.12, y=0.12)
         ax.set_xlim(left=0)
+        _plain_numbers(ax.yaxis)
         ax.grid(which="both", color="#e5e5e5")
-        ax.margins(y=0.12)
-    figure.axes[0].legend(fontsize=8)
+    if len(lines) == 1:
+        figure.suptitle(next(iter(lines)))
+    _legend(figure.axes[0])
     _save(figure, path)
 
 
@@ -145,8 +153,8 @@ def roofline(
     Args:
         points: dicts of name, flops (floating-point operations), bytes (moved) and seconds. What
             does no arithmetic has no place here.
-        bandwidth: of the memory, in bytes a second.
-        peak: of the arithmetic, in floating-point operations a second.
+        bandwidth: of the memory, in bytes a second, as measured; what a point reached counts, too.
+        peak: of the arithmetic, in floating-point operations a second, likewise.
         path: file to write, PNG or SVG.
 
     Raises:
@@ -162,6 +170,9 @@ def roofline(
             _check_positive(f"{key} of {point.get('name')!r}", point.get(key))
     figure = _new_figure(10, 6)
     ax = figure.subplots()
+    # What a point has reached, the machine can do: no measurement of it says less.
+    peak = max(peak, *(p["flops"] / p["seconds"] for p in points))
+    bandwidth = max(bandwidth, *(p["bytes"] / p["seconds"] for p in points))
     ridge = peak / bandwidth
     intensities = [p["flops"] / p["bytes"] for p in points]
     left, right = min([*intensities, ridge]) / 3, max([*intensities, ridge]) * 3
@@ -173,7 +184,9 @@ def roofline(
         f"memory {bandwidth / 1e9:.4g} GB/s; ridge at {ridge:.3g} FLOP/byte",
         (ridge, 0),
         xycoords=("data", "axes fraction"),
-        xytext=(4, 6),
+        # Towards the side with more room, so that it is not cut off.
+        xytext=(4, 6) if ridge**2 < left * right else (-4, 6),
+        ha="left" if ridge**2 < left * right else "right",
         textcoords="offset points",
         fontsize=9,
     )
@@ -197,10 +210,16 @@ def roofline(
         ylabel="Speed (GFLOP/s)",
         title="Roofline",
     )
-    fastest = max(p["flops"] / p["seconds"] for p in points)
-    ax.set_ylim(top=max(peak, fastest) / 1e9 * 2)
+    ax.set_ylim(top=peak / 1e9 * 2)
+    _plain_numbers(ax.xaxis)
+    _plain_numbers(ax.yaxis)
     ax.grid(which="both", color="#e5e5e5")
-    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
+    _, labels = ax.get_legend_handles_labels()
+    if len(labels) == 1:
+        ax.set_title(labels[0])
+    else:
+        columns = 1 if max(map(len, labels)) > _MOST_LABEL else 2
+        figure.legend(loc="outside lower center", fontsize=8, ncols=columns)
     _save(figure, path)
 
 
@@ -233,8 +252,8 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     ax.set(xlabel="Time (s)", ylabel="Request, in the order of arrival", title="Timeline")
     ax.set_ylim(max(len(order), 1) - 0.5, -0.5)
     ax.set_xlim(left=0)
-    if ax.get_legend_handles_labels()[0]:
-        legend = ax.legend(loc="upper right", fontsize=8)
+    legend = _legend(ax, "upper right")
+    if legend is not None:
         for line in legend.get_lines():
             line.set_linewidth(4)
 
@@ -257,8 +276,33 @@ def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
     positive = values[values > 0]
     if len(positive) and values[-1] > 30 * np.median(values):
         ax.set_xscale("log", nonpositive="clip")
-        ax.set_xlim(left=float(np.percentile(positive, 1)))
+        ax.set_xlim(left=float(positive[0]))
+        _plain_numbers(ax.xaxis)
+    else:
+        ax.set_xlim(left=float(values[0]))
     ax.legend(loc="lower right", fontsize=7)
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Writes 0.5, 20 and 1,000 beside a logarithmic axis, as many as there is room for."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    if high < 10 * low:
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.6f}".rstrip("0").rstrip("."))
+    )
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _legend(ax: Axes, loc: Literal["best", "upper right"] = "best") -> Legend | None:
+    """The legend, unless it would name one thing only."""
+    if len(ax.get_legend_handles_labels()[0]) < 2:
+        return None
+    return ax.legend(loc=loc, fontsize=8)
 
 
 def _latencies(result: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from octavo.errors import BenchError
+from octavo.errors import BenchError, reason_of
 
 _POLL = 0.05
 _CONNECT_TIMEOUT = 2.0
@@ -119,7 +119,7 @@ def running_server(
                 start_new_session=True,
             )
         except OSError as error:
-            raise BenchError(f"The server cannot be started: {error}.") from error
+            raise BenchError(f"The server cannot be started: {reason_of(error)}.") from error
         server = Server(process, base_url, log)
         stack.callback(server.stop, grace)
         server.wait(timeout)

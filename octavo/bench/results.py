@@ -33,6 +33,11 @@ def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
     save_bytes(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 request", "2 requests"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def save_bytes(path: str | Path, data: bytes) -> None:
     """Writes a file.
 

@@ -36,7 +36,7 @@ from octavo.bench.metrics import (
     summarize,
 )
 from octavo.config import API_KEY_VARIABLES, api_keys_from_environment
-from octavo.errors import BenchError, ConfigError, ModelError
+from octavo.errors import BenchError, ConfigError, ModelError, reason_of
 from octavo.models.hub import resolve_model
 from octavo.tokenizer import Tokenizer
 
@@ -61,10 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add_load_arguments(parser)
     add = add_figure_arguments(parser)
-    add("--save-result", action="store_true", help="Save the figures as JSON.")
-    add("--save-detailed", action="store_true", help="Save each request's figures and text, too.")
-    add("--result-dir", metavar="DIR", help="Folder of the result; default: the current one.")
-    add("--result-filename", metavar="NAME", help="Default: from the backend, rate and date.")
+    add("--save-result", action="store_true", help="Save the results as JSON.")
+    add("--save-detailed", action="store_true", help="Also save each request's figures and text.")
+    add("--result-dir", metavar="DIR", help="Folder for the result; default: the current one.")
+    add(
+        "--result-filename",
+        metavar="NAME",
+        help="Name of the file; default: made of the backend, rate and date.",
+    )
     add("--plot", metavar="FILE", help="Draw the requests and latencies as FILE.png or FILE.svg.")
 
 
@@ -72,7 +76,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that name the server and how it is asked."""
     add = parser.add_argument_group("server").add_argument
     add("--backend", choices=sorted(_ENDPOINTS), default="openai", help="Kind of API [openai].")
-    add("--base-url", metavar="URL", help="Address of the server; comes before --host, --port.")
+    add("--base-url", metavar="URL", help="Address of the server; overrides --host and --port.")
     add("--host", default="127.0.0.1", help="Host of the server [127.0.0.1].")
     add("--port", type=int, default=8000, metavar="N", help="Port of the server [8000].")
     add("--endpoint", metavar="PATH", help="Path of the API; default: as the backend has it.")
@@ -85,9 +89,15 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="X",
-        help="Longest wait for the answer to a first, short request [60].",
+        help="Seconds to wait for the answer to a first, short request [60].",
     )
-    add("--request-timeout", type=float, default=3600.0, metavar="X", help="In seconds [3600].")
+    add(
+        "--request-timeout",
+        type=float,
+        default=3600.0,
+        metavar="X",
+        help="Timeout of a request in seconds [3600].",
+    )
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +109,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=math.inf,
         metavar="X",
-        help="Requests a second; inf: all at once, traces at their recorded times [inf].",
+        help="Requests per second; inf: all at once, traces at their recorded times [inf].",
     )
     add(
         "--burstiness",
@@ -108,12 +118,28 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="Shape of the gamma distribution of gaps; 1 is Poisson, below 1 is burstier [1].",
     )
-    add("--max-concurrency", type=int, metavar="N", help="Most requests at once.")
-    add("--num-warmups", type=int, default=0, metavar="N", help="Requests before measuring [0].")
+    add("--max-concurrency", type=int, metavar="N", help="Maximum number of requests in flight.")
+    add(
+        "--num-warmups",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Warm-up requests, which do not count [0].",
+    )
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--ignore-eos", action="store_true", help="Generate all tokens asked for.")
-    add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0].")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="Generate all tokens asked for, whatever the model says.",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="Sampling temperature; 0 is greedy [0].",
+    )
     for name in _SAMPLING:
         kind: type = int if name == "top_k" else float
         add(f"--{name.replace('_', '-')}", type=kind, metavar="X", help="Default: the server's.")
@@ -211,8 +237,9 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     fitting = [r for r in requests if _fits(r, card.get("max_model_len"))]
     if len(fitting) < len(requests):
         notes.append(
-            f"{len(requests) - len(fitting)} of {len(requests)} requests were left out: they are "
-            f"longer than the model's context of {card['max_model_len']} tokens."
+            f"Left out {len(requests) - len(fitting)} of "
+            f"{results.counted(len(requests), 'request')}: longer than the model's context of "
+            f"{card['max_model_len']} tokens."
         )
     if not fitting:
         raise BenchError(f"No request can be sent. {notes[0]}")
@@ -545,7 +572,7 @@ def _model_card(base_url: str, model: str | None, api_key: str | None) -> dict[s
     try:
         response = httpx.get(url, headers=headers, timeout=10)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
+        reason = reason_of(error)
         raise BenchError(
             f"No answer from {url}: {reason}. Start a server with `octavo serve`, or name another "
             "one with --base-url."
@@ -654,7 +681,9 @@ def _check_any(records: Iterable[RequestRecord]) -> None:
     """Raises BenchError if no request succeeded."""
     errors = [r.error for r in records]
     if None not in errors:
-        raise BenchError(f"None of the {len(errors)} requests succeeded. The first: {errors[0]}")
+        raise BenchError(
+            f"None of the {len(errors)} requests succeeded. The first error: {errors[0]}"
+        )
 
 
 def _notes(
@@ -668,19 +697,24 @@ def _notes(
     notes = []
     if interrupted:
         notes.append(
-            f"Interrupted: the figures cover the {len(records)} of {len(requests)} requests that "
-            "had ended."
+            f"Interrupted: the figures cover {len(records)} of "
+            f"{results.counted(len(requests), 'request')}."
         )
     failed = [r.error for r in records if r.error is not None]
     if failed:
-        notes.append(f"{len(failed)} requests failed. The first: {failed[0]}")
+        notes.append(
+            f"{results.counted(len(failed), 'request')} failed. The first error: {failed[0]}"
+        )
     if args.ignore_eos and not interrupted:
         short = sum(
             record.error is None and record.num_output_tokens < request.max_tokens
             for record, request in zip(records, requests, strict=True)
         )
         if short:
-            notes.append(f"{short} answers are shorter than asked for, in spite of --ignore-eos.")
+            notes.append(
+                f"{results.counted(short, 'answer')} came out shorter than asked for, in spite of "
+                "--ignore-eos."
+            )
     if lag["client_bottleneck"]:
         cause = (
             "it had too much to do; offer less load"

@@ -49,15 +49,27 @@ _SIZES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags, the engine's among them."""
     add = parser.add_argument_group("benchmark").add_argument
-    add("--repeats", type=int, default=5, metavar="N", help="Fresh processes of each kind [5].")
-    add("--server", action="store_true", help="Time `octavo serve`, too.")
+    add(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="Number of fresh processes of each kind [5].",
+    )
+    add("--server", action="store_true", help="Time `octavo serve` as well.")
     add(
         "--cold",
         action="store_true",
-        help="Besides, start with the model's files dropped from the file cache (Linux).",
+        help="Also start with the model's files dropped from the file cache (Linux).",
     )
-    add("--timeout", type=float, default=600.0, metavar="X", help="Of one start, in s [600].")
-    add("--output-json", metavar="FILE", help="Save the figures as JSON.")
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="X",
+        help="Seconds that a start may take [600].",
+    )
+    add("--output-json", metavar="FILE", help="Save the results as JSON.")
     add_engine_settings(parser)
 
 
@@ -224,14 +236,17 @@ def _family(pid: int) -> list[int]:
 
 def _last_line(output: bytes) -> str:
     lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing."
+    return lines[-1] if lines else "it printed nothing."
 
 
 def _print(result: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     starts = result["starts"]
     if result["interrupted"]:
-        console.print(f"Interrupted: the figures cover {len(starts)} starts.", style="yellow")
+        console.print(
+            f"Interrupted: the figures cover {results.counted(len(starts), 'start')}.",
+            style="yellow",
+        )
     for cache in dict.fromkeys(start["cache"] for start in starts):
         of_cache = [start for start in starts if start["cache"] == cache]
         rows: list[Sequence[object]] = []

@@ -177,26 +177,40 @@ def best_probe(probes: Sequence[Probe]) -> Probe | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags: those of `octavo bench serve` for all runs, and the sweep's own."""
     add = parser.add_argument_group("sweep").add_argument
-    add("--serve-cmd", metavar="TEXT", help="Command of the server; none: --base-url runs already.")
+    add(
+        "--serve-cmd",
+        metavar="TEXT",
+        help="Command that starts the server; default: ask the one at --base-url.",
+    )
     add("--serve-params", metavar="FILE", help="JSON list of objects: flags of the server.")
     add("--bench-params", metavar="FILE", help="JSON list of objects: flags of the benchmark.")
-    add("--request-rates", metavar="X,...", help="Short for --bench-params of request rates.")
+    add(
+        "--request-rates",
+        metavar="X,...",
+        help="Short for --bench-params with these request rates.",
+    )
     add("--num-runs", type=int, default=1, metavar="N", help="Runs of each combination [1].")
     add(
         "--find-max-rate",
         action="store_true",
-        help="Bisect the highest request rate within --slo instead of running given ones.",
+        help="Search for the highest request rate within --slo instead of running given ones.",
     )
     add("--slo", metavar="NAME:MS,...", help="Service levels: ttft_p99:2000,tpot_p99:100.")
-    add("--ready-timeout", type=float, default=600.0, metavar="X", help="Of a start, in s [600].")
-    add("--resume", action="store_true", help="Skip the runs whose results are there.")
-    add("--dry-run", action="store_true", help="Print the commands, run nothing.")
+    add(
+        "--ready-timeout",
+        type=float,
+        default=600.0,
+        metavar="X",
+        help="Seconds that a start may take [600].",
+    )
+    add("--resume", action="store_true", help="Skip runs that have a result already.")
+    add("--dry-run", action="store_true", help="Print the commands without running them.")
     serve.add_server_arguments(parser)
     serve.add_load_arguments(parser)
     add = serve.add_figure_arguments(parser)
     parser.set_defaults(percentile_metrics="ttft,tpot")
-    add("--save-detailed", action="store_true", help="Save each request's figures and text, too.")
-    add("--result-dir", default="sweep", metavar="DIR", help="Folder of the results [sweep].")
+    add("--save-detailed", action="store_true", help="Also save each request's figures and text.")
+    add("--result-dir", default="sweep", metavar="DIR", help="Folder for the results [sweep].")
     add("--plot", metavar="FILE", help="Draw throughput and latency as FILE.png or FILE.svg.")
 
 
@@ -243,7 +257,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     good = [r for r in sweep.runs if "error" not in r]
     if not good and not interrupted:
         raise BenchError(
-            f"None of the {len(sweep.runs)} runs succeeded. The first: {sweep.runs[0]['error']}"
+            f"None of the {len(sweep.runs)} runs succeeded. The first error: "
+            f"{sweep.runs[0]['error']}"
         )
     if args.plot is not None and good:
         plots.throughput_latency(good, args.plot)
@@ -380,7 +395,8 @@ class _Sweep:
         noted = [r for r in self.runs if r.get("notes")]
         if noted:
             first = noted[0]
-            more = f" (and {len(noted) - 1} more runs; see their notes)" * (len(noted) > 1)
+            others = results.counted(len(noted) - 1, "more run")
+            more = f" (and {others}; see the notes)" * (len(noted) > 1)
             self.notes.append(
                 f"{first['label']} at {first['request_rate']} req/s: {first['notes'][0]}{more}"
             )

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds vLLM's flags: of the benchmark, of data sets, and of the engine."""
     add = parser.add_argument_group("benchmark").add_argument
-    add("--n", type=int, default=1, metavar="N", help="Answers to each prompt [1].")
-    add("--disable-detokenize", action="store_true", help="Make no text of the tokens.")
-    add("--output-json", metavar="FILE", help="Save the figures, of each request too, as JSON.")
+    add("--n", type=int, default=1, metavar="N", help="Answers per prompt [1].")
+    add("--disable-detokenize", action="store_true", help="Do not turn tokens into text.")
+    add("--output-json", metavar="FILE", help="Save the results, each request's included, as JSON.")
     add("--disable-tqdm", action="store_true", help="No progress bar.")
     add_dataset_arguments(parser)
     add_engine_settings(parser, exclude=("seed",))  # one seed for the data set and the engine
@@ -80,7 +80,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     notes: list[str] = []
     if len(requests) < len(loaded):
         notes.append(
-            f"{len(loaded) - len(requests)} of {len(loaded)} requests were left out: they are "
+            f"Left out {len(loaded) - len(requests)} of {results.counted(len(loaded), 'request')}: "
             f"longer than the model's context of {max_model_len} tokens."
         )
     if not requests:
@@ -113,8 +113,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
                 raise
             interrupted = True
             notes.append(
-                f"Interrupted: the figures cover the {len(outputs)} of {len(requests)} requests "
-                "that had ended."
+                f"Interrupted: the figures cover {len(outputs)} of "
+                f"{results.counted(len(requests), 'request')}."
             )
         elapsed = time.monotonic() - origin
         after, kv_usage = llm.stats(), llm.kv_cache_usage_max
@@ -122,9 +122,13 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     records = [record_of(output, origin) for output in outputs]
     errors = [record.error for record in records if record.error is not None]
     if len(errors) == len(records):
-        raise BenchError(f"None of the {len(errors)} requests succeeded. The first: {errors[0]}")
+        raise BenchError(
+            f"None of the {len(errors)} requests succeeded. The first error: {errors[0]}"
+        )
     if errors:
-        notes.append(f"{len(errors)} requests failed. The first: {errors[0]}")
+        notes.append(
+            f"{results.counted(len(errors), 'request')} failed. The first error: {errors[0]}"
+        )
     summary = _summary(records, elapsed, args.n)
     num_tokens = summary["total_input_tokens"] + summary["total_output_tokens"]
     return {

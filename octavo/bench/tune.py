@@ -180,9 +180,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="More flags of every server: --serve-args='--max-model-len 2048'.",
     )
-    add("--ready-timeout", type=float, default=600.0, metavar="X", help="Of a start, in s [600].")
-    add("--result-dir", default=".", metavar="DIR", help="Folder of the result [.].")
-    add("--result-filename", default="tune.json", metavar="NAME", help="Its name [tune.json].")
+    add(
+        "--ready-timeout",
+        type=float,
+        default=600.0,
+        metavar="X",
+        help="Seconds that a start may take [600].",
+    )
+    add("--result-dir", default=".", metavar="DIR", help="Folder for the result [.].")
+    add(
+        "--result-filename",
+        default="tune.json",
+        metavar="NAME",
+        help="Name of the result file [tune.json].",
+    )
     add("--disable-tqdm", action="store_true", help="No progress bar.")
     serve.add_load_arguments(parser)
     parser.set_defaults(num_warmups=_NUM_WARMUPS)  # every server is fresh
@@ -215,7 +226,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     search.report(result)
     if all(t.error is not None for t in search.trials) and not interrupted:
         raise BenchError(
-            f"None of the {len(search.trials)} trials succeeded. The first: "
+            f"None of the {len(search.trials)} trials succeeded. The first error: "
             f"{search.trials[0].error}"
         )
     return result

@@ -70,6 +70,7 @@ class AsyncLLM:
         progress_timeout: float,
         request_memory: int,
         served_name: str | None,
+        metrics_prefix: str,
         log_level: str,
         log_format: str,
     ) -> None:
@@ -92,7 +93,7 @@ class AsyncLLM:
                 log_format=log_format,
             )
         )
-        self.metrics = EngineMetrics(served_name or model.model, self.max_model_len)
+        self.metrics = EngineMetrics(served_name or model.model, self.max_model_len, metrics_prefix)
         self.metrics.watch_process(self._client.process.pid)
         self.stats = SchedulerStats()
         self.ready = False
@@ -119,6 +120,7 @@ class AsyncLLM:
         progress_timeout: float = 60.0,
         request_memory: int = DEFAULT_REQUEST_MEMORY,
         served_name: str | None = None,
+        metrics_prefix: str = "octavo",
         log_level: str = "info",
         log_format: str = "text",
     ) -> AsyncLLM:
@@ -132,7 +134,8 @@ class AsyncLLM:
                 not answered a heartbeat; a step may take as long.
             request_memory: bytes that unfinished requests may take, here and in the engine.
             served_name: the model's name in the metrics; default: the config's.
-            log_level: least level that the engine process logs.
+            metrics_prefix: what the metrics' names begin with.
+            log_level: minimum level that the engine process logs.
             log_format: "text" or "json".
 
         Raises:
@@ -146,6 +149,7 @@ class AsyncLLM:
             progress_timeout=progress_timeout,
             request_memory=request_memory,
             served_name=served_name,
+            metrics_prefix=metrics_prefix,
             log_level=log_level,
             log_format=log_format,
         )
@@ -176,7 +180,7 @@ class AsyncLLM:
         if self._stalled_since is not None:
             stalled = time.monotonic() - self._stalled_since
             if stalled > self._progress_timeout:
-                return Health(False, f"no step for {stalled:.0f} s although requests wait")
+                return Health(False, f"no step for {stalled:.0f} s although requests are waiting")
         return Health(True, "ok")
 
     async def generate(

@@ -123,7 +123,8 @@ class EngineCore:
             return
         if self.structured_output is None:
             raise UnsupportedError(
-                "This engine has no grammars, since it has no tokenizer.", "structured_outputs"
+                "This engine has no tokenizer, which structured outputs need.",
+                "structured_outputs",
             )
         request.status = RequestStatus.WAITING_FOR_FSM
         self.scheduler.add_request(request)
@@ -249,7 +250,7 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.exception("a step failed, and its requests with it")
+            logger.exception("a step failed, and so did its requests")
             message = f"The step failed: {type(error).__name__}: {error}"
             self._outputs += self.scheduler.fail_step(step.work, message)
         else:

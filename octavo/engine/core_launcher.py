@@ -24,7 +24,7 @@ class CoreProcess:
         model_path: the model's folder.
         default_batched_tokens: see `make_engine_core`.
         request_memory: see there.
-        log_level: least level that the process logs.
+        log_level: minimum level that the process logs.
         log_format: "text" or "json".
     """
 
@@ -76,7 +76,7 @@ class CoreProcess:
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return f"the engine process was ended by {name}{hint}"
+            return f"the engine process was killed by {name}{hint}"
         return f"the engine process ended with status {code}"
 
     def shutdown(self, timeout: float = 5.0) -> None:

@@ -77,20 +77,20 @@ class MemoryPlan:
             f"  weights      {self.weights / mib:10,.1f} MiB",
             f"  activations  {self.activations / mib:10,.1f} MiB",
             f"  logits       {self.logits / mib:10,.1f} MiB",
-            f"  (loading     {self.loading / mib:10,.1f} MiB, given back before the first step)",
+            f"  (loading     {self.loading / mib:10,.1f} MiB, freed before the first step)",
             f"  rows         {self.rows / mib:10,.1f} MiB",
             f"  KV cache     {self.kv_cache / mib:10,.1f} MiB = {self.num_blocks:,} blocks of "
-            f"{self.block_size} tokens; {self.max_concurrency:.1f} requests of "
-            f"{self.max_model_len:,} tokens",
+            f"{self.block_size} tokens, room for {_number(self.max_concurrency)} full-length "
+            f"requests ({self.max_model_len:,} tokens each)",
         ]
         if self.draft:
             lines.insert(
-                -1, f"  draft model  {self.draft / mib:10,.1f} MiB, and a part of the KV cache"
+                -1, f"  draft model  {self.draft / mib:10,.1f} MiB, plus a part of the KV cache"
             )
         if self.server:
             lines += [
-                f"  requests     {self.requests / mib:10,.1f} MiB in this and the server's process",
-                f"  server       {self.server / mib:10,.1f} MiB, the process beside this one",
+                f"  requests     {self.requests / mib:10,.1f} MiB in this process and the server's",
+                f"  server       {self.server / mib:10,.1f} MiB for its own process",
             ]
         return "\n".join(lines)
 
@@ -101,9 +101,14 @@ class MemoryPlan:
         return (
             f"resident memory: {resident / mib:,.0f} MiB; planned {self.steady / mib:,.0f} MiB "
             f"(runtime {self.runtime / mib:,.0f}, weights {self.weights / mib:,.0f}, buffers "
-            f"{buffers / mib:,.0f}, KV cache {self.kv_cache / mib:,.0f}); buffers and KV cache are "
-            "reserved, and resident as far as they have been used"
+            f"{buffers / mib:,.0f}, KV cache {self.kv_cache / mib:,.0f}); buffers and KV cache "
+            "become resident as they are used"
         )
+
+
+def _number(value: float) -> str:
+    """With a digit behind the point, unless that is 0."""
+    return f"{value:,.1f}".removesuffix(".0")
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
@@ -115,7 +120,7 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
     if dtype == "float64":
         raise ConfigError(
-            f"{config.model.model} is in float64, which nothing is computed in; set dtype=float32, "
+            f"{config.model.model} is in float64, which is not supported; set dtype=float32, "
             "bfloat16 or float16."
         )
     return dtype
@@ -209,9 +214,9 @@ def make_memory_plan(
     left -= max(budget.activations + budget.logits, budget.loading)
     if left < 0:
         raise ConfigError(
-            f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB before the KV cache, "
-            f"and {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
-            f"{budget.source}). Take a smaller model or dtype, or lower max_num_batched_tokens, "
+            f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB without the KV cache, "
+            f"but only {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
+            f"{budget.source}). Use a smaller model or dtype, or lower max_num_batched_tokens, "
             "max_num_seqs or request_memory_bytes."
         )
     max_model_len = resolve_max_model_len(config, spec)
@@ -250,7 +255,7 @@ def _num_blocks(cache: CacheConfig, block_nbytes: int, left: int, most: int, use
     if num_blocks * block_nbytes > left:
         raise ConfigError(
             f"A KV cache of {num_blocks * block_nbytes / 2**20:,.0f} MiB does not fit: "
-            f"{left / 2**20:,.0f} MiB are left beside the model. Lower kv_cache_memory_bytes or "
+            f"the model leaves {left / 2**20:,.0f} MiB. Lower kv_cache_memory_bytes or "
             "num_gpu_blocks_override."
         )
     return num_blocks
@@ -275,8 +280,8 @@ def _fit_context(
         )
     if config.model.max_model_len != -1:
         raise ConfigError(
-            f"The KV cache has {num_blocks} blocks, and one request of max_model_len="
-            f"{max_model_len} needs {needed} and the one kept free. Set max_model_len={fits} (the "
+            f"The KV cache has {num_blocks} blocks, but a single request of max_model_len="
+            f"{max_model_len} needs {needed}, and one is kept free. Set max_model_len={fits} (the "
             "largest that fits) or less, or give the cache "
             f"{(needed + 1) * block_nbytes / 2**20:,.1f} MiB."
         )

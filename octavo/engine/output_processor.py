@@ -90,6 +90,8 @@ class _Group:
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
     """By index: each answer's latest output, or its delta that is not delivered yet."""
     times: dict[int, RequestMetrics] = field(default_factory=dict)
+    max_num_generation_tokens: int = 0
+    """Of the longest of its answers that have ended."""
 
     @property
     def finished(self) -> bool:
@@ -139,6 +141,8 @@ class _RequestState:
     cumulative_logprob: float | None
     num_delivered: int = 0
     """Tokens in earlier deltas."""
+    num_cached_tokens: int = 0
+    """Of its prompt, when its first token came."""
 
     def hand_over_prompt_logprobs(self) -> None:
         """The prompt is done: its logprobs go with the next output."""
@@ -215,7 +219,9 @@ class OutputProcessor:
         """
         request_id, child_ids = request.request_id, request.child_ids
         if request_id in self._groups or not self._states.keys().isdisjoint(child_ids):
-            raise RequestError(f"A request with the id {request_id!r} is running.", "request_id")
+            raise RequestError(
+                f"A request with the id {request_id!r} is already running.", "request_id"
+            )
         group = self._groups[request_id] = _Group(
             request_id,
             request.n,
@@ -349,6 +355,7 @@ class OutputProcessor:
                 latencies.append(timestamp - times.last_token_time)
             else:
                 times.first_token_time = timestamp
+                state.num_cached_tokens = output.num_cached_tokens
                 state.hand_over_prompt_logprobs()
                 if self._metrics is not None:
                     self._metrics.record_first_token(
@@ -396,15 +403,18 @@ class OutputProcessor:
         if group.finished:
             self._groups.pop(group.request_id, None)
         if self._metrics is not None:
+            num_tokens = len(state.detokenizer.token_ids)
+            group.max_num_generation_tokens = max(group.max_num_generation_tokens, num_tokens)
             self._metrics.record_finished(
                 reason,
                 state.times,
                 num_prompt_tokens=len(group.prompt_token_ids),
-                num_generation_tokens=len(state.detokenizer.token_ids),
+                num_cached_tokens=state.num_cached_tokens,
+                num_generation_tokens=num_tokens,
                 max_tokens=state.max_tokens,
             )
             if group.finished:
-                self._metrics.record_params_n(group.n)
+                self._metrics.record_all_finished(group.n, group.max_num_generation_tokens)
 
     def _fail(
         self, state: _RequestState, error: OctavoError, timestamp: float, result: ProcessedOutputs

@@ -97,16 +97,17 @@ class RequestMemory:
         if nbytes > self.limit:
             raise RequestError(
                 f"The request may take {nbytes / 2**20:,.0f} MiB (its prompt and parameters, n x "
-                f"max_tokens, logprobs), and all requests together have {self.limit / 2**20:,.0f} "
-                "MiB (--request-memory-bytes). Lower n, max_tokens or logprobs.",
+                f"max_tokens, logprobs), but all requests together may take only "
+                f"{self.limit / 2**20:,.0f} MiB (--request-memory-bytes). "
+                "Lower n, max_tokens or logprobs.",
                 "max_tokens",
                 "request_too_large",
             )
         if self.used + nbytes > self.limit:
             raise QueueFullError(
-                f"The request may take {nbytes / 2**20:,.1f} MiB, and {self.used / 2**20:,.1f} of "
+                f"The request may take {nbytes / 2**20:,.1f} MiB, but {self.used / 2**20:,.1f} of "
                 f"the {self.limit / 2**20:,.0f} MiB for requests (--request-memory-bytes) are "
-                "taken; try again later, or lower n, max_tokens or logprobs."
+                "in use; try again later, or lower n, max_tokens or logprobs."
             )
         with self.hold(nbytes):
             yield

@@ -14,7 +14,7 @@ from octavo.config import (
     EngineConfig,
     hub_offline,
 )
-from octavo.errors import HubError, ModelError
+from octavo.errors import HubError, ModelError, reason_of
 from octavo.models.config_json import require_file
 
 _BUILTIN = {
@@ -162,13 +162,13 @@ def _download(
     except errors.IncompleteSnapshotError as error:
         raise HubError(
             f"The copy of {where} in {error.snapshot_path} is incomplete, and "
-            f"{_unreachable(offline)}; finish the download with a network."
+            f"{_unreachable(offline)}. Go online and start again: the download continues."
         ) from None
     except errors.LocalEntryNotFoundError as error:
         cause = "" if error.__cause__ is None else f" ({_first_line(error.__cause__)})"
         raise HubError(
-            f"{where} has not been downloaded before, and {_unreachable(offline)}{cause}; "
-            "give a folder, or download with a network."
+            f"{where} has not been downloaded before, and {_unreachable(offline)}{cause}. "
+            "Go online, or name the folder of a model."
         ) from None
     except errors.HfHubHTTPError as error:
         raise HubError(f"The hub refused {where}: {_first_line(error)}.") from None
@@ -193,5 +193,4 @@ def _unreachable(offline: bool) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return reason_of(error).strip().splitlines()[0].rstrip(".")

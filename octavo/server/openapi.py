@@ -15,6 +15,7 @@ from pydantic import BaseModel, RootModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from octavo.server import answers
+from octavo.server.field_docs import FIELD_DOCS, describe
 from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _SCHEMA_REF = "#/components/schemas/{model}"
@@ -119,6 +120,9 @@ def document(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             _, schemas = models_json_schema(models, ref_template=_SCHEMA_REF)
+            for body in FIELD_DOCS:
+                if body.__name__ in schemas["$defs"]:  # a base has no schema of its own
+                    describe(body, schemas["$defs"][body.__name__]["properties"])
             make().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         assert app.openapi_schema is not None
         return app.openapi_schema

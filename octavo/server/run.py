@@ -23,7 +23,7 @@ from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
@@ -182,6 +182,7 @@ async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> As
         progress_timeout=config.progress_timeout,
         request_memory=config.request_memory_bytes,
         served_name=names[0] if names else None,
+        metrics_prefix=config.metrics_prefix,
         log_level=config.log_level,
         log_format=config.log_format,
     )
@@ -201,7 +202,9 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host={host!r} is not an address of this machine: {error}.") from None
+        raise ConfigError(
+            f"host={host!r} is not an address of this machine: {reason_of(error)}."
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -128,3 +128,10 @@ def test_reads_of_another_kind_are_refused():
     for nbytes, locality in ((63, 0), (64, -2), (64, 4)):
         with pytest.raises(ValueError, match="whole cache lines"):
             _native.read_memory(memory.data_ptr(), nbytes, locality)
+
+
+def test_the_better_of_two_measurements():
+    first = Machine(2e10, 1e12, "bfloat16", "read t1", "torch")
+    second = Machine(3e10, 5e11, "bfloat16", "plain read", "Octavo")
+    best = Machine(3e10, 1e12, "bfloat16", "plain read", "torch")
+    assert first.best(second) == second.best(first) == best

@@ -111,6 +111,7 @@ def test_distributions(figures, tmp_path):
     assert curves["TPOT"][1:] == pytest.approx([100, 100])  # (0.1 + 0.3) / 4 and 0.2 / 2
     assert curves["ITL"][1:] == pytest.approx([100, 200, 300])
     assert curves["E2EL"][1:] == pytest.approx([200, 300, 500])
+    assert [ax.get_xlim()[0] for ax in figures[0].axes[1:]] == pytest.approx([100, 100, 100, 200])
     shares = figures[0].axes[1].get_lines()[0].get_ydata()
     assert shares == pytest.approx([0, 100 / 3, 200 / 3, 100])
 
@@ -120,6 +121,7 @@ def test_outliers_make_the_axis_logarithmic(figures, tmp_path):
     served = {"start_times": [0], "ttfts": [0.1], "itls": itls, "output_lens": [53]}
     plots.requests(served, tmp_path / "a.png")
     assert [ax.get_xscale() for ax in figures[0].axes[1:]] == ["linear", "linear", "log", "linear"]
+    assert figures[0].axes[3].get_xlim()[0] == pytest.approx(1.0)
 
 
 def test_nothing_measured(tmp_path):
@@ -156,6 +158,64 @@ def test_roofline(figures, tmp_path):
     assert qkv.get_label() == "qkv: 40 GFLOP/s, 40 GB/s, 80% of the roof"
     assert "FLOP/byte" in ax.get_xlabel()
     assert "GFLOP/s" in ax.get_ylabel()
+
+
+def test_no_point_lies_above_the_roof(figures, tmp_path):
+    plots.roofline(POINTS, 1e9, 1e12, tmp_path / "a.png")  # both limits are measured too low
+    roof, *_ = figures[0].axes[0].get_lines()
+    x, y = roof.get_xdata(), roof.get_ydata()
+    for point in POINTS:
+        intensity = point["flops"] / point["bytes"]
+        speed = point["flops"] / point["seconds"] / 1e9
+        assert speed <= np.interp(intensity, x, y) * 1.01
+    assert y.max() == pytest.approx(2000)
+
+
+def test_no_legend_of_one(figures, tmp_path):
+    plots.throughput_latency(RUNS[:3], tmp_path / "a.png")
+    labels = [t.get_text() for t in figures[0].axes[0].get_legend().get_texts()]
+    assert labels == ["median", "p99"]
+    assert figures[0].get_suptitle() == "a"
+    plots.throughput_latency([run("a", 1, 30.0, median_ttft_ms=4.0)], tmp_path / "a.png")
+    assert figures[1].axes[0].get_legend() is None
+    plots.roofline(POINTS[:1], 45e9, 2e12, tmp_path / "a.png")
+    assert figures[2].legends == []
+    assert figures[2].axes[0].get_title().startswith("qkv: 40 GFLOP/s")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "some"),
+    [
+        (6.0, 9.0, {"7", "8"}),
+        (0.5, 20.0, {"0.5", "1", "2", "5", "10", "20"}),
+        (0.01, 5e6, {"0.1", "1,000", "1,000,000"}),
+    ],
+)
+def test_numbers_are_plain(low, high, some):
+    figure = plots._new_figure(6, 4)
+    ax = figure.subplots()
+    ax.set(yscale="log", ylim=(low, high))
+    plots._plain_numbers(ax.yaxis)
+    figure.canvas.draw()
+    shown = {t.get_text() for t in ax.get_yticklabels(which="both")}
+    assert some <= shown
+    assert not any("$" in text or "e" in text for text in shown)
+
+
+def test_nothing_is_cut_off(figures, tmp_path):
+    long = "a long name of settings, " * 3
+    runs = [r | {"label": f"{long}{r['label']}"} for r in RUNS]
+    plots.throughput_latency(runs, tmp_path / "a.png")
+    points = [p | {"name": f"prefill: {p['name']} of a long name"} for p in POINTS]
+    plots.roofline(points, 1e8, 2e12, tmp_path / "a.png")
+    for figure in figures:
+        figure.canvas.draw()
+        box = figure.get_tightbbox()
+        width, height = figure.get_size_inches()
+        assert box.x0 >= -0.01
+        assert box.y0 >= -0.01
+        assert box.x1 <= width + 0.01
+        assert box.y1 <= height + 0.01
 
 
 @pytest.mark.parametrize(

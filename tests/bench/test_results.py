@@ -98,3 +98,7 @@ def test_print_table():
     assert "Runs" in text
     assert "1.235" in text
     assert "[b]" in text
+
+
+def test_counted():
+    assert [results.counted(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]

@@ -290,7 +290,7 @@ def test_requests_that_cannot_fit_are_left_out_and_said(tmp_path, capsys):
         flags = ("--base-url", server.url, "--dataset-name", "workload", "--dataset-path", path)
         result = serve.run(parse(*flags))
     assert result["num_prompts"] == result["completed"] == 2
-    assert "1 of 3 requests were left out" in capsys.readouterr().out
+    assert "Left out 1 of 3 requests" in capsys.readouterr().out
 
 
 def test_text_for_chats(tmp_path):
@@ -398,7 +398,7 @@ def test_some_fail(tmp_path, capsys):
     with fake_server(mixed) as server:
         result = serve.run(parse("--base-url", server.url, *workload(tmp_path)))
     assert (result["completed"], result["failed"]) == (3, 1)
-    assert "1 requests failed. The first: The server closed" in capsys.readouterr().out
+    assert "1 request failed. The first error: The server closed" in capsys.readouterr().out
 
 
 def test_answers_that_are_too_short_are_said(tmp_path):
@@ -410,7 +410,7 @@ def test_answers_that_are_too_short_are_said(tmp_path):
         result = serve.benchmark(
             parse("--base-url", server.url, "--ignore-eos", *workload(tmp_path))
         )
-    assert any("3 answers are shorter than asked for" in note for note in result["notes"])
+    assert any("3 answers came out shorter than asked for" in note for note in result["notes"])
 
 
 def test_a_model_without_a_tokenizer():
@@ -458,7 +458,7 @@ def test_ctrl_c_saves_what_there_is(tmp_path):
     saved = json.loads((tmp_path / "r.json").read_text())
     assert saved["interrupted"] is True
     assert (saved["completed"], saved["failed"], saved["num_prompts"]) == (2, 0, 4)
-    assert "Interrupted: the figures cover the 2 of 4 requests" in out
+    assert "Interrupted: the figures cover 2 of 4 requests" in out
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])

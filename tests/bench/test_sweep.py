@@ -303,7 +303,7 @@ def test_every_combination(fakes, tmp_path, capsys):
     assert (tmp_path / "a.png").exists()
     out = capsys.readouterr().out
     assert "95" in out  # the median of 90 and 100
-    assert "default at 1.0 req/s: 1.0 is noted (and 11 more runs; see their notes)" in out
+    assert "default at 1.0 req/s: 1.0 is noted (and 11 more runs; see the notes)" in out
     assert "Saved in" in out
 
 
@@ -364,7 +364,9 @@ def test_failures_are_recorded_and_the_others_go_on(fakes, tmp_path, capsys):
 
 def test_all_fail(fakes, tmp_path):
     fakes.fail_start = lambda command: True
-    with pytest.raises(BenchError, match=r"None of the 2 runs succeeded. The first: The server"):
+    with pytest.raises(
+        BenchError, match=r"None of the 2 runs succeeded. The first error: The server"
+    ):
         sweep.run(parse("--serve-cmd", "x", "--num-runs", 2, "--result-dir", tmp_path))
     assert len(json.loads((tmp_path / "summary.json").read_text())["runs"]) == 2
 

@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_left_out(tmp_path, capsys):
     rows = [([1] * 100, 29), ([1] * 100, 2)]
     result = throughput.run(parse(*workload(tmp_path, rows)))
     assert result["num_requests"] == 1
-    assert "1 of 2 requests were left out" in capsys.readouterr().out
+    assert "Left out 1 of 2 requests" in capsys.readouterr().out
     with pytest.raises(BenchError, match="No request can be sent"):
         throughput.run(parse(*workload(tmp_path, rows[:1])))
 

@@ -174,7 +174,7 @@ def test_requests_for_which_no_step_is_made(monkeypatch, clock, state):
         assert engine.health() == Health(True, "ok")
         await heartbeats(client)
         clock[0] += 1.0
-        assert engine.health() == Health(False, "no step for 8 s although requests wait")
+        assert engine.health() == Health(False, "no step for 8 s although requests are waiting")
         client.stats = SchedulerStats(**state, num_scheduled_tokens=6)
         await heartbeats(client, 2)
         assert engine.health() == Health(True, "ok")
@@ -239,7 +239,8 @@ def test_outputs_reach_their_request_and_stops_the_core(monkeypatch):
         assert engine.stats == stats
         text = engine.metrics.render().decode()
         for name, value in (("running", 3), ("waiting", 2)):
-            assert f'octavo:num_requests_{name}{{model_name="octavo/stories"}} {value}.0' in text
+            labels = 'engine="0",model_name="octavo/stories"'
+            assert f"octavo:num_requests_{name}{{{labels}}} {value}.0" in text
         stop = encode("b", False)[-1]
         client.said.put_nowait(EngineCoreOutputs([EngineCoreOutput("a", [stop])], None, 1.0))
         last = await anext(stream)
@@ -261,7 +262,7 @@ def test_a_closed_stream_is_aborted_and_gives_its_memory_back(monkeypatch):
         waiting = asyncio.ensure_future(anext(stream))
         while not client.sent:
             await asyncio.sleep(0.001)
-        with pytest.raises(RequestError, match="'a' is running"):
+        with pytest.raises(RequestError, match="'a' is already running"):
             await anext(engine.generate([5], SamplingParams(max_tokens=1), "a"))
         assert client.sent == [("add", "a")]
         # As much again does not fit: see below.

@@ -420,7 +420,7 @@ def test_an_engine_that_answers_but_schedules_nothing_is_unhealthy():
             while engine.health().ok != healthy:
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
-            assert healthy or "although requests wait" in engine.health().reason
+            assert healthy or "although requests are waiting" in engine.health().reason
             running[0] = 0
 
     run(test, progress_timeout=0.5)

@@ -115,7 +115,7 @@ def test_the_last_byte_counts(settings, monkeypatch):
         return plan(**settings)[0]
 
     assert with_memory(needed.total) == replace(needed, limit=needed.total)
-    with pytest.raises(ConfigError, match=r"does not fit|needs 64 and the one kept free"):
+    with pytest.raises(ConfigError, match=r"does not fit|needs 64, and one is kept free"):
         with_memory(needed.total - 1)
 
 
@@ -169,7 +169,7 @@ def test_too_little_memory_is_refused_with_what_fits(monkeypatch):
     with pytest.raises(ConfigError, match="does not fit"):
         plan(kv_cache_memory_bytes="900T")
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**30, 2**27))
-    with pytest.raises(ConfigError, match="before the KV cache"):
+    with pytest.raises(ConfigError, match="without the KV cache"):
         plan()
 
 
@@ -219,8 +219,8 @@ def test_on_a_gpu_no_more_than_all_requests_can_use():
 @pytest.mark.parametrize(
     ("utilization", "settings", "message"),
     [
-        (0.2, {}, "needs 450 MiB before the KV cache, and 400 MiB may be used.*of the GPU"),
-        (0.5, {"kv_cache_memory_bytes": "600M"}, "does not fit: 550 MiB are left"),
+        (0.2, {}, "needs 450 MiB without the KV cache, but only 400 MiB may be used.*of the GPU"),
+        (0.5, {"kv_cache_memory_bytes": "600M"}, "does not fit: the model leaves 550 MiB"),
         (0.2253, {}, "Set max_model_len="),
     ],
 )
@@ -254,17 +254,18 @@ def test_the_whole_report():
         "  weights         1,500.0 MiB",
         "  activations        40.5 MiB",
         "  logits             30.0 MiB",
-        "  (loading          100.0 MiB, given back before the first step)",
+        "  (loading          100.0 MiB, freed before the first step)",
         "  rows                2.0 MiB",
-        "  KV cache          600.0 MiB = 1,201 blocks of 16 tokens; 2.4 requests of 8,000 tokens",
+        "  KV cache          600.0 MiB = 1,201 blocks of 16 tokens, room for 2.4 full-length "
+        "requests (8,000 tokens each)",
     ]
     assert PLAN.report() == "\n".join(lines)
     assert (PLAN.server, PLAN.requests) == (0, 0)
     served = replace(PLAN, server=256 * MIB, requests=64 * MIB)
     lines[0] = "memory plan: 2,722 MiB of 3,000 MiB"
     lines += [
-        "  requests           64.0 MiB in this and the server's process",
-        "  server            256.0 MiB, the process beside this one",
+        "  requests           64.0 MiB in this process and the server's",
+        "  server            256.0 MiB for its own process",
     ]
     assert served.report() == "\n".join(lines)
     assert served.steady == PLAN.steady
@@ -273,8 +274,7 @@ def test_the_whole_report():
 def test_the_plan_beside_what_is_resident():
     assert PLAN.compare(1000 * MIB) == (
         "resident memory: 1,000 MiB; planned 2,372 MiB (runtime 200, weights 1,500, buffers 72, "
-        "KV cache 600); buffers and KV cache are reserved, and resident as far as they have been "
-        "used"
+        "KV cache 600); buffers and KV cache become resident as they are used"
     )
 
 
@@ -328,23 +328,23 @@ def test_refusals_in_full(monkeypatch):
         "kv_cache_memory_bytes or num_gpu_blocks_override."
     )
     assert refusal(num_gpu_blocks_override=100, max_model_len=2048) == (
-        "The KV cache has 100 blocks, and one request of max_model_len=2048 needs 128 and the one "
-        "kept free. Set max_model_len=1584 (the largest that fits) or less, or give the cache "
-        f"{129 * size / MIB:,.1f} MiB."
+        "The KV cache has 100 blocks, but a single request of max_model_len=2048 needs 128, and "
+        "one is kept free. Set max_model_len=1584 (the largest that fits) or less, or give the "
+        f"cache {129 * size / MIB:,.1f} MiB."
     )
     needed = plan(max_num_seqs=1, max_model_len=16)[0]
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, 100 * MIB))
     before = needed.total - needed.kv_cache
     assert refusal(max_num_seqs=1, max_model_len=16, gpu_memory_utilization=0.5) == (
-        f"{BUILTIN_MODEL} needs {before / MIB:,.0f} MiB before the KV cache, and 50 MiB may be "
-        "used (50% of what is free). Take a smaller model or dtype, or lower "
+        f"{BUILTIN_MODEL} needs {before / MIB:,.0f} MiB without the KV cache, but only 50 MiB may "
+        "be used (50% of what is free). Use a smaller model or dtype, or lower "
         "max_num_batched_tokens, max_num_seqs or request_memory_bytes."
     )
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, before + 10 * MIB))
     settings = {"max_num_seqs": 1, "max_model_len": 16, "gpu_memory_utilization": 1.0}
     assert refusal(kv_cache_memory_bytes=20 * MIB, **settings) == (
-        f"A KV cache of {20 * MIB // size * size / MIB:,.0f} MiB does not fit: 10 MiB are left "
-        "beside the model. Lower kv_cache_memory_bytes or num_gpu_blocks_override."
+        f"A KV cache of {20 * MIB // size * size / MIB:,.0f} MiB does not fit: the model leaves "
+        "10 MiB. Lower kv_cache_memory_bytes or num_gpu_blocks_override."
     )
 
 

@@ -499,15 +499,20 @@ def test_metrics():
         ("requests_aborted_total", None): 1,
         ("request_params_n_count", None): 3,
         ("request_params_n_sum", None): 4,
+        ("request_max_num_generation_tokens_count", None): 3,
+        ("request_max_num_generation_tokens_sum", None): 3 + 2,
         ("request_generation_tokens_sum", None): 6,
     }
     assert {key: samples[key] for key in expected} == expected
 
 
 def counts(metrics):
-    """All counts and sums that are not 0, by name and reason, without buckets."""
+    """All counts and sums that are not 0, by name and reason or source, without buckets."""
     return {
-        (s.name.removeprefix("octavo:"), s.labels.get("finished_reason")): s.value
+        (
+            s.name.removeprefix("octavo:"),
+            s.labels.get("finished_reason") or s.labels.get("source"),
+        ): s.value
         for f in text_string_to_metric_families(metrics.render().decode())
         for s in f.samples
         if s.value and not s.name.endswith(("_bucket", "_created"))
@@ -547,6 +552,13 @@ def test_all_metrics_of_a_request():
         ("request_prompt_tokens_sum", None): 3,
         ("request_generation_tokens_count", None): 1,
         ("request_generation_tokens_sum", None): 4,
+        ("request_max_num_generation_tokens_count", None): 1,
+        ("request_max_num_generation_tokens_sum", None): 4,
+        ("request_prefill_kv_computed_tokens_count", None): 1,
+        ("request_prefill_kv_computed_tokens_sum", None): 1,
+        ("request_num_preemptions_count", None): 1,
+        ("prompt_tokens_by_source_total", "local_cache_hit"): 2,
+        ("prompt_tokens_by_source_total", "local_compute"): 1,
         ("request_params_n_count", None): 1,
         ("request_params_n_sum", None): 1,
         ("request_params_max_tokens_count", None): 1,
@@ -567,6 +579,8 @@ def test_metrics_of_what_failed_before_its_first_step():
         ("request_prompt_tokens_count", None): 2,
         ("request_prompt_tokens_sum", None): 4,
         ("request_generation_tokens_count", None): 2,
+        ("request_max_num_generation_tokens_count", None): 1,
+        ("request_num_preemptions_count", None): 2,
         ("request_params_n_count", None): 1,
         ("request_params_n_sum", None): 2,
         ("request_params_max_tokens_count", None): 2,

@@ -116,15 +116,15 @@ def test_refusals_in_full():
     with pytest.raises(RequestError) as never, memory.reserve(64 * 2**20 + 2**20):
         pass
     assert never.value.message == (
-        "The request may take 65 MiB (its prompt and parameters, n x max_tokens, logprobs), and "
-        "all requests together have 64 MiB (--request-memory-bytes). Lower n, max_tokens or "
-        "logprobs."
+        "The request may take 65 MiB (its prompt and parameters, n x max_tokens, logprobs), but "
+        "all requests together may take only 64 MiB (--request-memory-bytes). Lower n, max_tokens "
+        "or logprobs."
     )
     assert (never.value.param, never.value.code) == ("max_tokens", "request_too_large")
     with memory.reserve(64 * 2**20), pytest.raises(QueueFullError) as full, memory.reserve(2**19):
         pass
     assert full.value.message == (
-        "The request may take 0.5 MiB, and 64.0 of the 64 MiB for requests "
-        "(--request-memory-bytes) are taken; try again later, or lower n, max_tokens or logprobs."
+        "The request may take 0.5 MiB, but 64.0 of the 64 MiB for requests "
+        "(--request-memory-bytes) are in use; try again later, or lower n, max_tokens or logprobs."
     )
     assert full.value.retry_after == 1

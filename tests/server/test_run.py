@@ -331,13 +331,18 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
     monkeypatch.setattr(run.AsyncLLM, "start", start)
     config = EngineConfig.from_kwargs(model="org/name", served_model_name=["a", "b"])
     server_config = ServerConfig(
-        progress_timeout=7.0, request_memory_bytes=2**21, log_level="debug", log_format="json"
+        progress_timeout=7.0,
+        request_memory_bytes=2**21,
+        metrics_prefix="vllm",
+        log_level="debug",
+        log_format="json",
     )
     asyncio.run(run._start_engine(server_config, config))
     assert seen == {
         "progress_timeout": 7.0,
         "request_memory": 2**21,
         "served_name": "a",
+        "metrics_prefix": "vllm",
         "log_level": "debug",
         "log_format": "json",
     }

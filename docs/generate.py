@@ -1,0 +1,280 @@
+"""Writes the documents of this folder that follow from the code: `python docs/generate.py`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from fastapi.routing import APIRoute
+
+from octavo.config import (
+    BUILTIN_MODEL,
+    ConfigField,
+    EngineConfig,
+    ServerConfig,
+    SpeculativeConfig,
+    section_fields,
+)
+from octavo.server.app import build_app
+from octavo.server.body import Body
+from octavo.server.field_docs import field_doc
+from octavo.server.openapi import OPERATIONS
+from octavo.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
+from octavo.server.state import ServerState
+from octavo.server.structured_outputs import StructuredOutputsBody
+
+HERE = Path(__file__).parent
+ADDRESS = "http://localhost:8000"
+_NOTE = "<!-- Written by docs/generate.py; a test compares them. -->"
+
+
+def settings() -> str:
+    """docs/settings.md: every setting."""
+    parts = [
+        "# Settings",
+        _NOTE,
+        "Every setting is a flag of `octavo serve`, `octavo run` and the benchmarks, and an"
+        " argument of `LLM(...)`; those of the HTTP server are flags of `octavo serve` only. Flags"
+        " may be written with underscores. A switch is turned off by `--no-...`. Sizes are bytes:"
+        " 4096, 512M, 1.5G.",
+    ]
+    for name, section in get_type_hints(EngineConfig).items():
+        parts += [f"## {name.capitalize()}", section.__doc__ or ""]
+        rows = [
+            (f"`{f.flag}`", f"`{f.name}`", _default(f), _meaning(f))
+            for f in section_fields(section)
+        ]
+        parts.append(_table(("Flag", "Argument of LLM", "Default", "Meaning"), rows))
+    parts += [
+        "### speculative_config",
+        'A JSON object on the command line (`--speculative-config \'{"method": "ngram"}\'`), a'
+        " dict in Python.",
+        _table(("Key", "Meaning"), _attributes(SpeculativeConfig)),
+        "## Server",
+        ServerConfig.__doc__ or "",
+        _table(
+            ("Flag", "Default", "Meaning"),
+            [(f"`{f.flag}`", _default(f), _meaning(f)) for f in section_fields(ServerConfig)],
+        ),
+    ]
+    return _page(parts)
+
+
+def api() -> str:
+    """docs/api.md: every route and every field of a request."""
+    parts = [
+        "# API",
+        _NOTE,
+        "The server speaks OpenAI's API, with vLLM's additions. `/docs` shows it in a browser,"
+        " `/openapi.json` has the answers, too. Below, `client` is:",
+        _code(
+            "python",
+            "from openai import OpenAI\n\n"
+            f'client = OpenAI(base_url="{ADDRESS}/v1", api_key="none")',
+        ),
+        "With `--api-key`, give that key to the client, and `-H 'Authorization: Bearer KEY'` to"
+        " `curl`. A field that is null counts as not given. A field that other servers know and"
+        " this one cannot honour is refused; one that nobody knows is named in the header"
+        " `X-Octavo-Ignored-Fields`, or refused with `--strict-fields`.",
+    ]
+    for route in _routes():
+        (method,) = route.methods - {"HEAD"}
+        parts += [f"## {method} {_shown(route.path)}", _first_line(route.endpoint)]
+        parts += [_code("sh", curl_line(route)), _code("python", openai_line(route))]
+        body = OPERATIONS[route.path].body
+        if body is not None:
+            rows = _fields(body, ())
+            if issubclass(body, GenerationBody):
+                rows = _fields(body, GenerationBody.model_fields)
+                parts.append("These fields, and those of [both](#fields-of-both):")
+            parts.append(_table(("Field", "Type", "Meaning"), rows))
+    parts += [
+        "## Fields of both",
+        "`/v1/completions` and `/v1/chat/completions` take:",
+        _table(
+            ("Field", "Type", "Meaning"),
+            _fields(GenerationBody, StructuredOutputsBody.model_fields)
+            + _fields(StructuredOutputsBody, ()),
+        ),
+    ]
+    for name, inner in sorted(_inner_bodies().items()):
+        parts += [f"## {name}", _first_line(inner)]
+        parts.append(_table(("Field", "Type", "Meaning"), _fields(inner, ())))
+    return _page(parts)
+
+
+DOCUMENTS: dict[str, Callable[[], str]] = {"settings.md": settings, "api.md": api}
+"""What makes each file of this folder."""
+
+_EXAMPLES: dict[type[Body], dict[str, Any]] = {
+    CompletionBody: {"model": BUILTIN_MODEL, "prompt": "Once upon a time", "max_tokens": 20},
+    ChatBody: {"model": BUILTIN_MODEL, "messages": [{"role": "user", "content": "Hello!"}]},
+    TokenizeBody: {"prompt": "Once upon a time"},
+    DetokenizeBody: {"tokens": [72, 105]},
+}
+_CLIENT_METHODS = {
+    "/v1/models": "models.list",
+    "/v1/models/{model:path}": "models.retrieve",
+    "/v1/completions": "completions.create",
+    "/v1/chat/completions": "chat.completions.create",
+}
+"""Routes that OpenAI's client has a method for."""
+
+
+def curl_line(route: APIRoute) -> str:
+    """How `curl` asks a route."""
+    url = ADDRESS + _address(route.path)
+    if "GET" in route.methods:
+        return f"curl {url}"
+    body = OPERATIONS[route.path].body
+    line = f"curl {url} -H 'Content-Type: application/json'"
+    return f"{line} -X POST" if body is None else f"{line} -d '{json.dumps(_EXAMPLES[body])}'"
+
+
+def openai_line(route: APIRoute) -> str:
+    """How OpenAI's client asks a route."""
+    operation = OPERATIONS[route.path]
+    given = {} if operation.body is None else _EXAMPLES[operation.body]
+    method = _CLIENT_METHODS.get(route.path)
+    if method is not None:
+        arguments = [f"{name}={json.dumps(value)}" for name, value in given.items()]
+        if "{" in route.path:
+            arguments.append(json.dumps(BUILTIN_MODEL))
+        line = f"client.{method}({', '.join(arguments)})"
+        if len(line) > 100:  # as ruff formats the code in documents
+            line = f"client.{method}(\n    {', '.join(arguments)}\n)"
+        return line
+    verb = "get" if "GET" in route.methods else "post"
+    kind = "str" if operation.answer is None else "object"
+    body = f", body={json.dumps(given)}" if given else ""
+    return f'client.{verb}("{ADDRESS}{route.path}", cast_to={kind}{body})'
+
+
+def _routes() -> Iterator[APIRoute]:
+    async def never() -> Any:
+        raise AssertionError("no engine is started")
+
+    app = build_app(ServerState(ServerConfig(), EngineConfig(), never))
+    return (route for route in app.routes if isinstance(route, APIRoute))
+
+
+def _inner_bodies() -> dict[str, type[Body]]:
+    """The objects inside the bodies, by name."""
+    found: dict[str, type[Body]] = {}
+    todo = [operation.body for operation in OPERATIONS.values()]
+    while todo:
+        body = todo.pop()
+        if body is not None and issubclass(body, Body):
+            found |= {inner.__name__: inner for inner in body.inner.values()}
+            todo += body.inner.values()
+    return found
+
+
+def _fields(body: type[Body], without: Iterable[str]) -> list[tuple[str, str, str]]:
+    schema = body.model_json_schema()
+    rows: list[tuple[str, str, str]] = []
+    for name, info in body.model_fields.items():
+        if name in without:
+            continue
+        shown = info.alias or name
+        need = "Required. " if shown in schema.get("required", ()) else ""
+        kind = _type(schema["properties"][shown])
+        rows.append((f"`{shown}`", kind, need + field_doc(body, shown)))
+    return rows
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "anyOf" in schema:
+        kinds = {_type(part) for part in schema["anyOf"] if part.get("type") != "null"}
+        return " or ".join(sorted(kinds))  # typing may give back an equal union in another order
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum") or [schema["const"]]
+        return " or ".join(f"`{json.dumps(value)}`" for value in values)
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
+
+
+def _default(field: ConfigField) -> str:
+    if field.default is None or field.default == []:
+        return ""
+    return f"`{field.default}`"
+
+
+def _meaning(field: ConfigField) -> str:
+    choices = field.choices
+    if choices is None or len(choices) < 2:
+        return field.doc
+    return f"{field.doc} One of {', '.join(f'`{choice}`' for choice in choices)}."
+
+
+def _attributes(kind: type) -> list[tuple[str, str]]:
+    """The attributes of a class with the text below each."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    rows: list[tuple[str, str]] = []
+    for attribute, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(attribute, ast.AnnAssign) and isinstance(below, ast.Expr):
+            rows.append((f"`{ast.unparse(attribute.target)}`", ast.literal_eval(below.value)))
+    return rows
+
+
+def _address(path: str) -> str:
+    return path.replace("{model:path}", BUILTIN_MODEL)
+
+
+def _shown(path: str) -> str:
+    return path.replace(":path", "")
+
+
+def _first_line(documented: object) -> str:
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
+def _code(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _page(parts: Iterable[str]) -> str:
+    return "\n\n".join(map(_filled, parts)) + "\n"
+
+
+def _filled(part: str) -> str:
+    """Prose in lines of at most 100 characters; all else as it is."""
+    if part.startswith(("#", "|", "```", "<")):
+        return part
+    return textwrap.fill(part, 100, break_long_words=False, break_on_hyphens=False)
+
+
+def main() -> None:
+    """Writes them all."""
+    for name, make in DOCUMENTS.items():
+        (HERE / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What each field of the request bodies means, for `/docs` and for docs/api.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.server import schema, structured_outputs
+from octavo.server.body import Body
+
+FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
+    schema.GenerationBody: {
+        "model": "One of the served names; default: the first.",
+        "n": "Number of answers; with beam search, the number of beams. Default 1.",
+        "temperature": "Divides the logits; 0 is greedy. Default 1, or the model's own.",
+        "top_p": "Keep the most probable tokens that add up to this; 1: all. Default 1.",
+        "max_tokens": "Most tokens of an answer; default: 16, in a chat as many as fit.",
+        "seed": "Makes the answer repeatable; default: a random one.",
+        "stop": "Texts that end the answer; they are not part of it.",
+        "presence_penalty": "Above 0: repeat less; -2 to 2. Default 0.",
+        "frequency_penalty": "Above 0: repeat less, the more often; -2 to 2. Default 0.",
+        "logit_bias": "Token ids, and what is added to their logits, -100 to 100.",
+        "stream": "Send the answer as server-sent events while it is made.",
+        "stream_options": "What a stream tells besides the text; needs stream.",
+        "user": "Who asks; it has no effect.",
+        "top_k": "Keep this many most probable tokens; 0 or -1: all. Default 0.",
+        "min_p": "Drop tokens less probable than this share of the best one. Default 0.",
+        "repetition_penalty": "Above 1: repeat less of the prompt and the answer. Default 1.",
+        "stop_token_ids": "Tokens that end the answer.",
+        "ignore_eos": "Go on behind the end-of-sequence token.",
+        "min_tokens": "Tokens before which nothing ends the answer. Default 0.",
+        "skip_special_tokens": "Leave special tokens out of the text. Default true.",
+        "spaces_between_special_tokens": "Put spaces between special tokens in the text. "
+        "Default true.",
+        "include_stop_str_in_output": "Keep the stop text in the answer.",
+        "truncate_prompt_tokens": "Keep this many last tokens of the prompt; -1: as many as fit.",
+        "prompt_logprobs": "Logprobs of the prompt's tokens, with this many candidates each; "
+        "not with stream.",
+        "allowed_token_ids": "The only tokens that may be generated.",
+        "bad_words": "Texts that may not be generated.",
+        "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
+        "cache_salt": "Only requests with the same salt share the prefix cache.",
+        "vllm_xargs": "Arguments for logits processors of plug-ins.",
+        "add_special_tokens": "Let the tokenizer add its special tokens to the prompt; default: "
+        "true for a text, false for a chat, whose template writes them.",
+        "return_token_ids": "Put the token ids of prompt and answer into the answer.",
+        "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or made up.",
+        "deadline_ms": "Milliseconds after which the request fails with 408.",
+        "use_beam_search": "Find the most probable answers instead of sampling.",
+        "length_penalty": "Beam search: above 1 favours long answers. Default 1.",
+        "early_stopping": "Beam search: end at n finished beams; never: when none can get better.",
+    },
+    schema.CompletionBody: {
+        "prompt": "Text or token ids, or a list of them.",
+        "echo": "Begin each answer with its prompt.",
+        "logprobs": "Logprobs of each token and of this many most probable ones.",
+        "best_of": "Make this many answers and return the n best; not with stream.",
+    },
+    schema.ChatBody: {
+        "messages": "The chat so far.",
+        "max_completion_tokens": "Most tokens of an answer: the newer name of max_tokens.",
+        "logprobs": "Logprobs of each token.",
+        "top_logprobs": "And of this many most probable ones; needs logprobs.",
+        "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
+        "continue_final_message": "Continue the last message instead of answering it.",
+        "chat_template_kwargs": "Variables for the chat template.",
+    },
+    schema.Message: {
+        "role": "Who says it.",
+        "content": "What is said: text, or a list of text parts.",
+        "name": "The speaker's name, for templates that show it.",
+    },
+    schema.ContentPart: {"type": "text.", "text": "The text."},
+    schema.StreamOptions: {
+        "include_usage": "A last chunk with the token counts.",
+        "continuous_usage_stats": "Token counts in every chunk.",
+    },
+    structured_outputs.StructuredOutputsBody: {
+        "response_format": "OpenAI's: what the answer has to look like.",
+        "structured_outputs": "vLLM's: what the answer has to look like.",
+        "guided_json": "A JSON schema; older vLLM.",
+        "guided_regex": "A regular expression; older vLLM.",
+        "guided_choice": "The answer is one of these; older vLLM.",
+        "guided_grammar": "A grammar in EBNF or Lark's notation; older vLLM.",
+        "guided_decoding_backend": "auto, xgrammar or llguidance; default: the server's.",
+        "json_schema": "A JSON schema; llama.cpp and SGLang.",
+        "regex": "A regular expression; SGLang.",
+        "grammar": "A grammar; llama.cpp.",
+        "ebnf": "A grammar; SGLang.",
+        "structural_tag": "Tags whose insides follow schemas; SGLang.",
+    },
+    structured_outputs.ResponseFormat: {
+        "type": "What kind; text asks for nothing.",
+        "json_schema": "With type json_schema.",
+        "schema": "With type json_object, llama.cpp's: a JSON schema.",
+        "format": "With type structural_tag: xgrammar's description.",
+        "structures": "With type structural_tag, the older form: begin, schema and end of each.",
+        "triggers": "With type structural_tag, the older form: what a tag begins with.",
+    },
+    structured_outputs.JsonSchema: {
+        "name": "A name for the schema; it has no effect.",
+        "description": "What it is for; it has no effect.",
+        "strict": "It has no effect: the answer always follows the schema.",
+        "schema": "The JSON schema.",
+    },
+    structured_outputs.StructuredOutputs: {
+        "json": "A JSON schema.",
+        "regex": "A regular expression that the whole answer matches.",
+        "choice": "The answer is one of these.",
+        "grammar": "A grammar in EBNF or Lark's notation.",
+        "json_object": "The answer is any JSON object.",
+        "structural_tag": "Tags whose insides follow schemas, in xgrammar's notation.",
+        "disable_any_whitespace": "JSON without white space between its parts.",
+        "backend": "auto, xgrammar or llguidance; default: the server's.",
+    },
+    schema.TokenizeBody: {
+        "model": "One of the served names; default: the first.",
+        "prompt": "A text; this or messages.",
+        "messages": "A chat, rendered by the template.",
+        "add_special_tokens": "Add special tokens; default: true for a prompt.",
+        "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
+        "continue_final_message": "Leave the last message open.",
+        "chat_template_kwargs": "Variables for the chat template.",
+        "return_token_strs": "The text of each token, too.",
+    },
+    schema.DetokenizeBody: {
+        "model": "One of the served names; default: the first.",
+        "tokens": "Token ids.",
+    },
+}
+
+
+def field_doc(body: type[Body], name: str) -> str:
+    """What a field means, by the name that requests use.
+
+    Raises:
+        KeyError: nobody has said it.
+    """
+    for base in body.__mro__:
+        docs = FIELD_DOCS.get(base, {})
+        if name in docs:
+            return docs[name]
+    raise KeyError(f"{body.__name__}.{name} has no line in octavo/server/field_docs.py.")
+
+
+def describe(body: type[Body], properties: dict[str, Any]) -> None:
+    """Writes the meanings into the `properties` of a body's JSON schema."""
+    for name, described in properties.items():
+        described["description"] = field_doc(body, name)

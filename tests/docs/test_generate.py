@@ -1,0 +1,105 @@
+"""The generated documents: they are the code's, and their examples work."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from octavo.config import EngineConfig, ServerConfig, config_fields, section_fields
+from octavo.server.field_docs import FIELD_DOCS, field_doc
+from octavo.server.openapi import OPERATIONS
+from tests.server.fake_engine import with_server
+from tests.server.test_run import serving
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load()
+
+
+@pytest.mark.parametrize("name", generate.DOCUMENTS)
+def test_documents_are_up_to_date(name):
+    written = (DOCS / name).read_text(encoding="utf-8")
+    assert written == generate.DOCUMENTS[name](), "run `python docs/generate.py`"
+
+
+def test_every_setting_is_there():
+    text = generate.settings()
+    for field in [*config_fields(EngineConfig), *section_fields(ServerConfig)]:
+        assert f"\n| `{field.flag}` |" in text
+
+
+def test_every_route_and_every_field_is_there():
+    text = generate.api()
+    for path, operation in OPERATIONS.items():
+        verb = "GET" if operation.body is None and "profile" not in path else "POST"
+        if path != "/reset_prefix_cache":
+            assert f"\n## {verb} {path.replace(':path', '')}\n" in text
+        for name, info in ({} if operation.body is None else operation.body.model_fields).items():
+            assert f"\n| `{info.alias or name}` |" in text
+
+
+def test_every_meaning_is_of_a_field():
+    for body, meanings in FIELD_DOCS.items():
+        names = {info.alias or name for name, info in body.model_fields.items()}
+        assert set(meanings) <= names, body
+
+
+def test_a_field_without_a_meaning_is_named():
+    body = next(iter(FIELD_DOCS))
+    with pytest.raises(KeyError, match=f"{body.__name__}.new has no line in .*field_docs.py"):
+        field_doc(body, "new")
+
+
+def test_openapi_has_the_meanings():
+    async def scenario(served):
+        schemas = (await served.http.get("/openapi.json")).json()["components"]["schemas"]
+        for name in ("ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody", "Message"):
+            for field, described in schemas[name]["properties"].items():
+                assert described["description"], (name, field)
+
+    with_server(scenario)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    with serving("ready", "--enable-admin", "--profiler-dir", str(folder)) as process:
+        yield process.url
+
+
+def test_curl_lines_work(url):
+    lines = re.findall(r"^curl .*$", generate.api(), re.MULTILINE)
+    assert len(lines) == len(OPERATIONS)
+    for line in lines:
+        _, address, *options = shlex.split(line)
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert set(given) <= {"-H", "-d", "-X"}
+        name, _, value = given.get("-H", "accept: */*").partition(": ")
+        method = given.get("-X", "POST" if "-d" in given else "GET")
+        answer = httpx.request(
+            method,
+            address.replace(generate.ADDRESS, url),
+            headers={name: value},
+            content=given.get("-d"),
+        )
+        assert answer.status_code == 200, (line, answer.text)
+
+
+def test_openai_lines_work(url):
+    lines = re.findall(r"```python\n(client\..*?)\n```", generate.api(), re.DOTALL)
+    assert len(lines) == len(OPERATIONS)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        for line in lines:
+            assert eval(line.replace(generate.ADDRESS, url), {"client": client}) is not None, line
