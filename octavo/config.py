@@ -39,7 +39,7 @@ KVCacheDtype = Literal[
 ]
 S = TypeVar("S", bound="_Section")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\](:\d+)?")
-_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE_UNITS = ("", "K", "M", "G", "T")
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -592,11 +592,14 @@ def _json(name: str, text: str) -> Any:
 
 
 def parse_size(name: str, text: str) -> int:
-    """Reads a number of bytes such as 4096, 512M or 1.5GiB."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    """Reads a number such as 4096, 512M, 1.5GiB or 4k: K is 1,024, and k is 1,000."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{name}={text!r} is no size; write for example 512M or 4G.")
-    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+    unit = match[2]
+    if unit.islower() and not match[3]:
+        return int(float(match[1]) * 1000 ** _SIZE_UNITS.index(unit.upper()))
+    return int(float(match[1]) * 1024 ** _SIZE_UNITS.index(unit.upper()))
 
 
 def optional_type(hint: Any) -> tuple[Any, bool]:
