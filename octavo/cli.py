@@ -36,7 +36,10 @@ from octavo.config import (
     ServerConfig,
     api_keys_from_environment,
     build_section,
+    config_fields,
     section_fields,
+    settings_from_environment,
+    unknown_variables,
 )
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
@@ -239,12 +242,28 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
+def _warn_of_variables() -> None:
+    """Says which variables of the environment are not read, in one line."""
+    if names := unknown_variables():
+        _note(f"octavo: warning: without meaning here (see docs/vllm.md): {', '.join(names)}")
+
+
 # serve
 
 
+def _server_configs(args: argparse.Namespace) -> tuple[ServerConfig, EngineConfig]:
+    """What the environment, a file and the flags say, the later ones first."""
+    _warn_of_variables()
+    environment = settings_from_environment()
+    fields = section_fields(ServerConfig)
+    server = {f.name: environment.pop(f.name) for f in fields if f.name in environment}
+    server |= given_settings(args, section_fields(ServerConfig))
+    engine = environment | engine_kwargs(args, args.model_arg)
+    return build_section(ServerConfig, server), EngineConfig.from_kwargs(**engine)
+
+
 def _serve(args: argparse.Namespace) -> int:
-    engine_config = EngineConfig.from_kwargs(**engine_kwargs(args, args.model_arg))
-    server_config = build_section(ServerConfig, given_settings(args, section_fields(ServerConfig)))
+    server_config, engine_config = _server_configs(args)
 
     from octavo.server.run import run_server
 
@@ -256,7 +275,10 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     model, prompt = _model_and_prompt(args.words, hasattr(args, "model"))
-    kwargs = engine_kwargs(args, model)
+    _warn_of_variables()
+    known = {field.name for field in config_fields(EngineConfig)}
+    environment = {k: v for k, v in settings_from_environment().items() if k in known}
+    kwargs = environment | engine_kwargs(args, model)
     EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
     given = {"max_tokens": None, "seed": kwargs.get("seed"), **_sampling(args)}
     _check_sampling(given)

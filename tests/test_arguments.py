@@ -133,3 +133,16 @@ def test_dotted_flags(words, expanded):
 def test_dotted_flags_that_contradict(words):
     with pytest.raises(ConfigError, match=r"--b\.c"):
         expand_dotted(words)
+
+
+def test_the_environment_comes_before_flags(serve, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    assert serve().cache.kv_cache_memory_bytes == 2**30
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("octavo: warning: ")
+    assert line.endswith(": VLLM_USE_DEEP_GEMM")
+    assert serve("--kv-cache-memory-bytes", "4M").cache.kv_cache_memory_bytes == 4 * 2**20
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
+    assert "VLLM_CPU_KVCACHE_SPACE='much'" in serve()
