@@ -41,7 +41,7 @@ def main() -> int:
             asyncio.get_running_loop().call_later(0.3, engine.loaded.set)
         return engine
 
-    run._start_engine = start
+    run.start_engine = start
     if mode == "impatient":
         protocol.HEAD_TIMEOUT = protocol.SEND_TIMEOUT = 0.5
         run.KEEP_ALIVE_TIMEOUT = 1
