@@ -57,12 +57,16 @@ def _group(why: str, **harmless: Any) -> list[Foreign]:
     return settings
 
 
+_ONE_DEVICE = (
+    "a model runs on one device here, in one process; to use more of them, start a server for each "
+    "and a load balancer in front"
+)
+
 FOREIGN: dict[str, Foreign] = {
     setting.name: setting
     for settings in (
         _group(
-            "a model runs on one device here, in one process; to use more of them, start a server "
-            "for each and a load balancer in front",
+            _ONE_DEVICE,
             pipeline_parallel_size=1,
             data_parallel_size=1,
             data_parallel_size_local=1,
@@ -560,6 +564,9 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a setting of vLLM's asks for what Octavo cannot do, or two contradict.
     """
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
+    devices = settings.get("tensor_parallel_size")
+    if isinstance(devices, int) and devices > 1:
+        raise ConfigError(f"tensor_parallel_size={devices} is not supported: {_ONE_DEVICE}.")
     for name, renamed in RENAMED.items():
         if name in settings:
             _put(settings, renamed, settings.pop(name), name)
