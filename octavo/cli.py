@@ -1,4 +1,4 @@
-"""The command line: `octavo serve | run | chat | complete | list | pull | bench`.
+"""The command line: `octavo serve | run | chat | complete | list | pull | run-batch | bench ...`.
 
 Flags are generated from the config, so every setting has one. What a command needs is imported
 when it runs: `octavo --version` and the client commands start at once, the server has no torch.
@@ -16,10 +16,27 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from octavo import __version__
-from octavo.arguments import add_engine_settings, add_settings, engine_kwargs, given_settings
-from octavo.config import BUILTIN_MODEL, EngineConfig, ServerConfig, build_section, section_fields
+from octavo.arguments import (
+    GIVEN_FLAGS,
+    StoreOnce,
+    add_engine_settings,
+    add_settings,
+    engine_kwargs,
+    expand_dotted,
+    given_settings,
+)
+from octavo.config import (
+    BUILTIN_MODEL,
+    ConfigField,
+    EngineConfig,
+    ServerConfig,
+    build_section,
+    section_fields,
+    settings_from_environment,
+)
 from octavo.errors import ConfigError, OctavoError
-from octavo.terminal.commands import add_commands
+from octavo.settings_file import add_config_flag, add_from_file
+from octavo.terminal.commands import add_commands, warn_of_variables
 from octavo.terminal.screen import print_error
 
 _BENCHMARKS = {
@@ -37,10 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     arguments = _dashes(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = expand_dotted(arguments)
         parser = build_parser(arguments)
         args, unknown = parser.parse_known_args(arguments)
+        vars(args).pop(GIVEN_FLAGS, None)
+        chosen: argparse.ArgumentParser = getattr(args, "parser", parser)
         if unknown:
-            parser.error(_unknown_argument(unknown[0], getattr(args, "flags", [])))
+            chosen.error(_unknown_argument(unknown[0], list(chosen._option_string_actions)))
+        if getattr(args, "config", None) is not None:
+            add_from_file(chosen, args)
         if args.command is None:
             parser.print_help()
             return 2
@@ -60,15 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are `ConfigError` and whose flags are given once."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+        )
+        self.register("action", None, StoreOnce)
 
     def error(self, message: str) -> NoReturn:
-        """Prints the error and exits with status 2."""
-        print_error(f"{message} (see {self.prog} --help)")
-        sys.exit(2)
+        """Raises the error, with where the help is."""
+        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -79,24 +103,41 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
             come with its module.
     """
     parser = _Parser(prog="octavo", description="LLM inference and serving.")
-    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    parser.add_argument("-v", "--version", action="version", version=f"octavo {__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
 
-    serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API")
+    serve = commands.add_parser(
+        "serve", help="serve a model over OpenAI's HTTP API", epilog=_SERVE_EXAMPLES
+    )
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    add_config_flag(serve)
     add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
     add_engine_settings(serve)
     serve.set_defaults(command=_serve)
 
     terminal = add_commands(commands)
 
+    batch = commands.add_parser(
+        "run-batch", help="answer a file of requests in OpenAI's format", epilog=_BATCH_EXAMPLES
+    )
+    batch.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    batch.add_argument("-i", "--input-file", metavar="FILE", help="Requests, one JSON a line.")
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="Where the answers go.")
+    add_config_flag(batch)
+    add_settings(batch, "answers", _batch_fields())
+    add_engine_settings(batch)
+    batch.set_defaults(command=_run_batch)
+
+    collect = commands.add_parser("collect-env", help="print versions and the machine's parts")
+    collect.set_defaults(command=_collect_env)
+
     bench = commands.add_parser("bench", help="measure latency, throughput, serving, start-up")
     named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
     benchmark = _add_benchmarks(bench, named)
 
-    for command in (serve, *terminal, bench, *benchmark):
-        command.set_defaults(flags=sorted(command._option_string_actions))
+    for command in (serve, *terminal, batch, collect, bench, *benchmark):
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -116,6 +157,25 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
             parsers.append(parser)
     return parsers
 
+
+_SERVE_EXAMPLES = """\
+examples:
+  octavo serve
+  octavo serve Qwen/Qwen3-0.6B --max-model-len 4k --dtype bfloat16
+  octavo serve --host 127.0.0.1 --port 8080 --speculative-config.method ngram
+  octavo serve --config settings.yaml
+
+vLLM's other flags are known, too: docs/vllm.md says what becomes of each.
+"""
+_BATCH_EXAMPLES = """\
+example:
+  octavo run-batch -i requests.jsonl -o answers.jsonl --model octavo/stories
+
+a line of the input:
+  {"custom_id": "a", "method": "POST", "url": "/v1/completions",
+   "body": {"prompt": "Once", "max_tokens": 5}}
+  (url may also be /v1/chat/completions)
+"""
 
 _MODEL_HELP = f"Folder or hub id of a model; default: the built-in one ({BUILTIN_MODEL})."
 
@@ -143,13 +203,69 @@ def _unknown_argument(word: str, flags: list[str]) -> str:
 # serve
 
 
+def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConfig, EngineConfig]:
+    """What the environment, a file and the flags say, the later ones first.
+
+    Args:
+        args: the flags, and what the file says.
+        **server: settings of the server that are as they are.
+    """
+    warn_of_variables()
+    environment = settings_from_environment()
+    fields = section_fields(ServerConfig)
+    server |= {f.name: environment.pop(f.name) for f in fields if f.name in environment}
+    server |= given_settings(args, section_fields(ServerConfig))
+    engine = environment | engine_kwargs(args, args.model_arg)
+    return build_section(ServerConfig, server), EngineConfig.from_kwargs(**engine)
+
+
 def _serve(args: argparse.Namespace) -> int:
-    engine_config = EngineConfig.from_kwargs(**engine_kwargs(args, args.model_arg))
-    server_config = build_section(ServerConfig, given_settings(args, section_fields(ServerConfig)))
+    server_config, engine_config = _server_configs(args)
 
     from octavo.server.run import run_server
 
     return run_server(server_config, engine_config)
+
+
+# run-batch
+
+
+def _batch_fields() -> list[ConfigField]:
+    """The server's settings that have a meaning without one."""
+    names = (
+        "chat_template",
+        "response_role",
+        "request_timeout",
+        "request_memory_bytes",
+        "max_request_bytes",
+        "log_level",
+        "log_format",
+    )
+    return [f for f in section_fields(ServerConfig, "server") if f.name in names]
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    if args.input_file is None or args.output_file is None:
+        raise ConfigError("run-batch needs -i FILE and -o FILE (see octavo run-batch --help).")
+    server_config, engine_config = _server_configs(
+        args, max_num_queued_reqs=0, disable_uvicorn_access_log=True
+    )
+
+    from octavo.server.run_batch import run_batch
+
+    return run_batch(server_config, engine_config, args.input_file, args.output_file)
+
+
+# collect-env
+
+
+def _collect_env(args: argparse.Namespace) -> int:
+    from octavo.collect_env import collect_env
+
+    found = collect_env()
+    width = max(map(len, found))
+    print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
+    return 0
 
 
 # bench
@@ -157,6 +273,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     run = args.run
-    del args.run, args.command, args.flags  # not of the benchmark
+    del args.run, args.command, args.parser  # not of the benchmark
     result = run(args)
     return 130 if result.get("interrupted") else 0

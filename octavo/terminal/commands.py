@@ -18,10 +18,14 @@ from octavo.config import (
     EngineConfig,
     ServerConfig,
     api_keys_from_environment,
+    config_fields,
     section_fields,
+    settings_from_environment,
+    unknown_variables,
 )
 from octavo.errors import ConfigError, HubError, OctavoError
 from octavo.logs import setup_logging
+from octavo.settings_file import add_config_flag
 from octavo.terminal.answers import LocalModel, Source, show_answer
 from octavo.terminal.lines import Reader, history_file, read_all
 from octavo.terminal.screen import harmless, note, print_error
@@ -44,6 +48,10 @@ _CHAT_EXAMPLES = """examples:
   octavo chat --url http://host:8000  another server
   git diff | octavo chat              ask what a pipe has
 """
+_COMPLETE_EXAMPLES = """examples:
+  octavo complete                     continue what is typed
+  octavo complete "Once upon a time" --max-tokens 50 --temperature 0
+"""
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
@@ -52,7 +60,6 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         "run",
         help="generate in the terminal, without a server",
         epilog=_RUN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument(
         "words",
@@ -62,6 +69,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         "word alone is the model if it looks like one: a folder or path, a hub id (org/name), or "
         "a name with digits or dashes (gpt2).",
     )
+    add_config_flag(run)
     run.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
     (level,) = (f for f in section_fields(ServerConfig, "server") if f.name == "log_level")
     run.add_argument(
@@ -75,13 +83,14 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         "chat",
         help="chat with a running server",
         epilog=_CHAT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_client_flags(chat, "Ask this one question (-: standard input) instead of chatting.")
     chat.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
     chat.set_defaults(command=chat_with_server)
 
-    complete = commands.add_parser("complete", help="continue texts with a running server")
+    complete = commands.add_parser(
+        "complete", help="continue texts with a running server", epilog=_COMPLETE_EXAMPLES
+    )
     _add_client_flags(complete, "Continue this one text (-: standard input); default: ask for it.")
     complete.set_defaults(command=complete_with_server)
 
@@ -134,7 +143,10 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def run_model(args: argparse.Namespace) -> int:
     """`octavo run`."""
     model, prompt = model_and_prompt(args.words, hasattr(args, "model"))
-    kwargs = engine_kwargs(args, model)
+    warn_of_variables()
+    known = {field.name for field in config_fields(EngineConfig)}
+    environment = {k: v for k, v in settings_from_environment().items() if k in known}
+    kwargs = environment | engine_kwargs(args, model)
     config = EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
     params = _sampling(args)
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
@@ -210,6 +222,12 @@ def _looks_like_model(word: str) -> bool:
 def _is_word(words: list[str]) -> bool:
     """Whether all that was said is one word, which may have been meant as a model."""
     return len(words) == 1 and re.fullmatch(r"[\w.-]+\w", words[0]) is not None
+
+
+def warn_of_variables() -> None:
+    """Says which variables of the environment are not read, in one line."""
+    if names := unknown_variables():
+        note(f"octavo: warning: without meaning here (see docs/vllm.md): {', '.join(names)}")
 
 
 def _answer(source: Source, prompt: str, params: dict[str, Any]) -> int:
