@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from octavo.errors import ConfigError
+from octavo.foreign import translate
 
 BUILTIN_MODEL = "octavo/stories"
 BUILTIN_DRAFT_MODEL = "octavo/stories-draft"
@@ -417,10 +418,12 @@ class EngineConfig(_Section, frozen=True):
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Builds the config from flat names, as `LLM(...)` and the command line give them.
 
+        Settings that only vLLM has are taken as long as they ask for nothing (`octavo.foreign`).
+
         Raises:
             ConfigError: for an unknown name, a wrong value, or settings that contradict.
         """
-        sections = build_sections(cls, kwargs)
+        sections = build_sections(cls, translate(kwargs))
         config = cls(**sections)
         config.check()
         return config

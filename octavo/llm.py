@@ -23,13 +23,9 @@ from octavo.engine.beam_search import (
 )
 from octavo.engine.input_processor import Prompt
 from octavo.engine.interrupts import late_interrupts
-from octavo.engine.llm_engine import (
-    LLMEngine,
-    apply_tokenization,
-    failed_output,
-    refuse_adapter,
-)
+from octavo.engine.llm_engine import LLMEngine, failed_output
 from octavo.engine.memory_plan import MemoryPlan
+from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter
 from octavo.engine_args import EngineArgs, engine_settings
 from octavo.errors import OctavoError, RequestError, UnsupportedError
 from octavo.messages import EngineCoreRequest, SchedulerStats

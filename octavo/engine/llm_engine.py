@@ -16,6 +16,7 @@ from octavo.engine.core_client import InprocClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.interrupts import late_interrupts
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter, require_tokenizer
 from octavo.engine_args import EngineArgs
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.logs import setup_default_logging
@@ -176,11 +177,7 @@ class LLMEngine:
         Raises:
             UnsupportedError: if the engine was made with skip_tokenizer_init.
         """
-        if self.tokenizer is None:
-            raise UnsupportedError(
-                "There is no tokenizer: the engine was made with skip_tokenizer_init=True."
-            )
-        return self.tokenizer
+        return require_tokenizer(self.tokenizer)
 
     def get_metrics(self) -> list[Metric]:
         """All metrics as they are now.
@@ -357,41 +354,3 @@ def failed_output(request_id: str, error: OctavoError) -> RequestOutput:
     logger.warning("request %s failed: %s", request_id, error)
     answer = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
     return RequestOutput(request_id, None, [], None, [answer], finished=True)
-
-
-def refuse_adapter(lora_request: object) -> None:
-    """Refuses what asks for an adapter: one, or a list that is not of None only."""
-    given = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
-    if any(adapter is not None for adapter in given):
-        raise UnsupportedError(
-            "lora_request: models with adapters cannot be served yet; merge the adapter into the "
-            "weights and load the merged model.",
-            "lora_request",
-        )
-
-
-def apply_tokenization(
-    params: SamplingParams, tokenization_kwargs: Mapping[str, Any] | None, special: bool = True
-) -> tuple[SamplingParams, bool]:
-    """What vLLM's `tokenization_kwargs` ask for: parameters, and whether special tokens are added.
-
-    Args:
-        params: of the request; not changed.
-        tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
-        special: whether they are added if nothing is said.
-
-    Raises:
-        UnsupportedError: another one is given.
-    """
-    for name, value in (tokenization_kwargs or {}).items():
-        if name == "truncate_prompt_tokens":
-            params = msgspec.structs.replace(params, truncate_prompt_tokens=value)
-        elif name == "add_special_tokens" and isinstance(value, bool):
-            special = value
-        else:
-            raise UnsupportedError(
-                f"tokenization_kwargs has {name}={value!r}; only truncate_prompt_tokens and "
-                "add_special_tokens (true or false) are supported.",
-                "tokenization_kwargs",
-            )
-    return params, special

@@ -1,0 +1,610 @@
+"""Settings of vLLM that Octavo does not have: which values ask for nothing, and why not the rest.
+
+A script or command that was written for vLLM names them; what changes nothing is accepted and
+dropped, anything else is refused with what to use instead. The command line, `LLM(...)` and
+docs/vllm.md all read this one table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.errors import ConfigError
+
+Kind = Literal["value", "list", "bool"]
+
+# In place of harmless values, where every value is harmless: of a flag with a value, with several,
+# or with none.
+ANY: Any = object()
+ANY_LIST: Any = object()
+EITHER = (True, False)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A setting that only vLLM has."""
+
+    name: str
+    kind: Kind
+    """What its flag takes: a value, several, or none."""
+    harmless: tuple[Any, ...] | None
+    """Values that ask for nothing, beside None and empty ones; None: every value."""
+    why: str
+    """Why the others are refused and what to use, or why no value changes anything."""
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag."""
+        return "--" + self.name.replace("_", "-")
+
+
+def _group(why: str, **harmless: Any) -> list[Foreign]:
+    """Settings that share a reason; a tuple gives several harmless values."""
+    settings: list[Foreign] = []
+    for name, value in harmless.items():
+        if value is ANY or value is ANY_LIST:
+            settings.append(Foreign(name, "list" if value is ANY_LIST else "value", None, why))
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        first = values[0]
+        kind: Kind = "value"
+        if isinstance(first, (bool, list)):
+            kind = "bool" if isinstance(first, bool) else "list"
+        settings.append(Foreign(name, kind, None if value == EITHER else values, why))
+    return settings
+
+
+FOREIGN: dict[str, Foreign] = {
+    setting.name: setting
+    for settings in (
+        _group(
+            "a model runs on one device here, in one process; to use more of them, start a server "
+            "for each and a load balancer in front",
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_size_local=1,
+            data_parallel_rank=0,
+            data_parallel_start_rank=0,
+            data_parallel_address=None,
+            data_parallel_rpc_port=None,
+            data_parallel_backend="mp",
+            data_parallel_hybrid_lb=False,
+            data_parallel_external_lb=False,
+            data_parallel_multi_port_external_lb=False,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            nnodes=1,
+            node_rank=0,
+            distributed_executor_backend=("uni", "mp"),
+            enable_expert_parallel=False,
+            enable_ep_weight_filter=False,
+            enable_elastic_ep=False,
+            elastic_ep_max_dp_size=None,
+            enable_eplb=False,
+            enable_dbo=False,
+            enable_hc_sp=False,
+            enable_batch_sharded_sampling=False,
+            enable_fault_tolerance=False,
+            headless=False,
+            api_server_count=1,
+        ),
+        _group(
+            "it tunes how devices share a model, and here one device has all of it",
+            master_addr=ANY,
+            master_port=ANY,
+            distributed_timeout_seconds=ANY,
+            cpu_distributed_timeout_seconds=ANY,
+            dcp_comm_backend=ANY,
+            dcp_q_replicate=EITHER,
+            dcp_kv_cache_interleave_size=ANY,
+            cp_kv_cache_interleave_size=ANY,
+            data_parallel_supervisor_port=ANY,
+            dp_supervisor_probe_interval_s=ANY,
+            dp_supervisor_probe_timeout_s=ANY,
+            dp_supervisor_probe_failure_threshold=ANY,
+            dp_sync_interval=ANY,
+            disable_nccl_for_dp_synchronization=EITHER,
+            disable_custom_all_reduce=EITHER,
+            enable_nccl_comm_suspend=EITHER,
+            enable_shm_tensor_arena=EITHER,
+            all2all_backend=ANY,
+            expert_placement_strategy=ANY,
+            eplb_config=ANY,
+            fault_tolerance_config=ANY,
+            ubatch_size=ANY,
+            dbo_decode_token_threshold=ANY,
+            dbo_prefill_token_threshold=ANY,
+            max_parallel_loading_workers=ANY,
+        ),
+        _group(
+            "there is no Ray here; the engine is one process that the server starts",
+            ray_workers_use_nsight=False,
+            worker_cls="auto",
+            worker_extension_cls="",
+            scheduler_cls=None,
+        ),
+        _group("choose the device with CUDA_VISIBLE_DEVICES", device_ids=[]),
+        _group(
+            "name the node with numa_node, and the cores with taskset",
+            numa_bind=False,
+            numa_bind_nodes=[],
+            numa_bind_cpus=[],
+        ),
+        _group(
+            "nothing is compiled at start here, so there is nothing to tune; enforce_eager turns "
+            "captured steps off",
+            optimization_level=ANY,
+            cudagraph_capture_sizes=ANY_LIST,
+            max_cudagraph_capture_size=ANY,
+            enable_flashinfer_autotune=EITHER,
+            jit_monitor_mode=ANY,
+            jit_monitor_verbose=EITHER,
+        ),
+        _group(
+            "nothing is compiled at start here; leave it out, and use enforce_eager to run steps "
+            "operation by operation",
+            compilation_config=({}, 0, 1, 2, 3),
+        ),
+        _group(
+            "the kernels are Octavo's own; leave it out, or choose an attention_backend",
+            kernel_config={},
+            ir_op_priority={},
+            linear_backend="auto",
+            moe_backend="auto",
+            sparse_indexer_topk_backend="auto",
+            gdn_prefill_backend="auto",
+            kda_prefill_backend="auto",
+            kda_decode_backend="auto",
+        ),
+        _group("octavo bench tune searches the settings for a goal", performance_mode="balanced"),
+        _group(
+            "models with adapters cannot be served yet; merge the adapter into the weights and "
+            "serve the merged model",
+            enable_lora=False,
+            lora_modules=[],
+            default_mm_loras={},
+            enable_tower_connector_lora=False,
+        ),
+        _group(
+            "it tunes adapters, and enable_lora is refused",
+            max_loras=ANY,
+            max_lora_rank=ANY,
+            max_cpu_loras=ANY,
+            lora_dtype=ANY,
+            lora_target_modules=ANY_LIST,
+            fully_sharded_loras=EITHER,
+            specialize_active_lora=EITHER,
+            enable_mixed_moe_lora_format=EITHER,
+            enable_moe_shared_loras=EITHER,
+            max_lora_cls_labels=ANY,
+        ),
+        _group(
+            "models take text only here, so there are no pictures, sounds or videos to treat",
+            allowed_local_media_path=ANY,
+            allowed_media_domains=ANY_LIST,
+            disable_chunked_mm_input=EITHER,
+            language_model_only=EITHER,
+            media_io_kwargs=ANY,
+            mm_device_do_normalize=EITHER,
+            mm_encoder_attn_backend=ANY,
+            mm_encoder_attn_dtype=ANY,
+            mm_encoder_fp8_scale_path=ANY,
+            mm_encoder_fp8_scale_save_margin=ANY,
+            mm_encoder_tp_mode=ANY,
+            mm_hasher_algorithm=ANY,
+            mm_ipc_gpu_memory_gb=ANY,
+            mm_processor_cache_gb=ANY,
+            mm_processor_cache_type=ANY,
+            mm_processor_device=ANY,
+            mm_processor_kwargs=ANY,
+            mm_shm_cache_max_object_size_mb=ANY,
+            mm_tensor_ipc=ANY,
+            skip_mm_profiling=EITHER,
+            trust_request_mm_kwargs=EITHER,
+            video_pruning_method=ANY,
+            video_pruning_rate=ANY,
+            enable_mm_processor_stats=EITHER,
+            ec_manager_config=ANY,
+        ),
+        _group(
+            "models take text only here; leave it out",
+            limit_mm_per_prompt=({}, {"image": 0}, {"image": 0, "video": 0}),
+            enable_mm_embeds=False,
+            interleave_mm_strings=False,
+            mm_encoder_only=False,
+            mm_encoder_fp8_scale_save_path=None,
+            ec_transfer_config={},
+            io_processor_plugin=None,
+        ),
+        _group(
+            "no model with state-space layers can be loaded here, so there is nothing to tune",
+            enable_mamba_cache_stochastic_rounding=EITHER,
+            enable_mamba_shared_prefix_checkpoint=EITHER,
+            mamba_backend=ANY,
+            mamba_block_size=ANY,
+            mamba_cache_dtype=ANY,
+            mamba_cache_mode=ANY,
+            mamba_cache_philox_rounds=ANY,
+            mamba_config=ANY,
+            mamba_ssm_cache_dtype=ANY,
+            mamba_ssu_algorithm=ANY,
+            replayssm_buffer_len=ANY,
+            use_replayssm=EITHER,
+        ),
+        _group(
+            "models generate text here; embeddings, scores and classes are not supported",
+            runner=("auto", "generate"),
+            convert=("auto", "none"),
+            pooler_config={},
+            enable_flash_late_interaction=EITHER,
+        ),
+        _group(
+            "calls of tools are not read out of answers yet; leave it out and read them in your "
+            "client, or ask for JSON with response_format",
+            enable_auto_tool_choice=False,
+            exclude_tools_when_tool_choice_none=False,
+            tool_call_parser=None,
+            tool_parser_plugin="",
+            tool_server=None,
+            tool_strict_level="auto",
+        ),
+        _group(
+            "the reasoning of an answer is not told from the rest yet; leave it out, and the "
+            "answer comes as one text",
+            reasoning_parser="",
+            reasoning_parser_plugin="",
+            reasoning_config={},
+        ),
+        _group(
+            "there is no Anthropic or Cohere API here",
+            anthropic_disabled_thinking_effort=ANY,
+            cohere_format=ANY,
+            cohere_is_reasoning_model=EITHER,
+        ),
+        _group(
+            "weights stay in the device's memory here; use a smaller dtype or quantization=int8 "
+            "or int4",
+            cpu_offload_gb=0,
+            offload_backend="auto",
+            offload_group_size=0,
+            enable_cumem_allocator=False,
+        ),
+        _group(
+            "it tunes the offloading of weights, which there is none of here",
+            cpu_offload_params=ANY_LIST,
+            offload_num_in_group=ANY,
+            offload_prefetch_step=ANY,
+            offload_params=ANY_LIST,
+        ),
+        _group(
+            "weights are kept as long as the engine lives; end the process to free them",
+            enable_sleep_mode=False,
+            sleep_mode_offload_cudagraph=False,
+            sleep_preserve_parameter_names=[],
+        ),
+        _group(
+            "the KV cache stays on the device here and is not shared with other engines; "
+            "kv_cache_dtype=fp8 halves what it takes",
+            kv_offloading_size=0,
+            kv_offloading_backend="native",
+            kv_transfer_config={},
+            kv_events_config={},
+            kv_cache_dtype_skip_layers=[],
+            kv_sharing_fast_prefill=False,
+        ),
+        _group(
+            "blocks are found again by SHA-256 and stay until their memory is needed",
+            prefix_caching_hash_algo=("sha256", "sha256_cbor"),
+            prefix_cache_retention_interval=0,
+            prefix_match_unit=None,
+        ),
+        _group(
+            "each kind of layer has block tables of its own here, whatever is asked for",
+            disable_hybrid_kv_cache_manager=EITHER,
+            swa_bounded_replay=EITHER,
+        ),
+        _group("there is no cascade attention here", disable_cascade_attn=EITHER),
+        _group(
+            "layers attend as the model's config says; set max_model_len instead",
+            disable_sliding_window=False,
+            attention_config={},
+        ),
+        _group("use max_num_batched_tokens", max_num_scheduled_tokens=None),
+        _group("use max_num_seqs", max_num_active_seqs=None),
+        _group("use max_num_queued_reqs or request_memory_bytes", max_num_queued_tokens=None),
+        _group(
+            "the scheduler fills each step up to max_num_batched_tokens; leave it out",
+            long_prefill_token_threshold_adaptive=False,
+            prefill_schedule_interval=1,
+            watermark=0,
+        ),
+        _group(
+            "whether a request fits is known on arrival here", scheduler_reserve_full_isl=EITHER
+        ),
+        _group("tokens are sent as they come; leave it out", stream_interval=1),
+        _group(
+            "settings of a model come from its folder; leave it out, or change config.json in a "
+            "copy of the folder",
+            config_format=("auto", "hf"),
+            hf_config_path=None,
+            hf_overrides={},
+            model_class_overrides={},
+            model_impl=("auto", "vllm"),
+            engram_config={},
+            diffusion_config={},
+        ),
+        _group(
+            "defaults of the sampling come from the model's generation_config.json; give others "
+            "in the request",
+            generation_config="auto",
+            override_generation_config={},
+        ),
+        _group(
+            "tokenizers are read from tokenizer.json only",
+            tokenizer_mode=("auto", "hf", "fast"),
+        ),
+        _group(
+            "one revision holds for weights, config and tokenizer; use revision, or tokenizer "
+            "with a folder of its own",
+            code_revision=None,
+            tokenizer_revision=None,
+        ),
+        _group("set the environment variable HF_TOKEN", hf_token=None),
+        _group(
+            "use load_format and download_dir; weights are read in parallel as they are",
+            ignore_patterns=["original/**/*"],
+            model_loader_extra_config={},
+            pt_load_map_location="cpu",
+            model_weights="",
+            weight_transfer_config={},
+        ),
+        _group(
+            "it tunes the reading of weights, which are kept packed after the first start",
+            safetensors_load_strategy=ANY,
+            safetensors_prefetch_block_size=ANY,
+            safetensors_prefetch_num_threads=ANY,
+            use_tqdm_on_load=EITHER,
+        ),
+        _group("use quantization=int8 or int4", quantization_config={}),
+        _group("there are no deprecated methods here", allow_deprecated_quantization=EITHER),
+        _group(
+            "logprobs are those of the model before any processing; leave it out",
+            logprobs_mode="raw_logprobs",
+            return_sampling_mask=False,
+            use_fp64_gumbel=False,
+            enable_return_routed_experts=False,
+            enable_trace_replay=False,
+            aux_output_config={},
+        ),
+        _group(
+            "logits processors are installed as packages; docs/architecture.md says how",
+            logits_processors=[],
+        ),
+        _group("prompts are texts or token ids", enable_prompt_embeds=False),
+        _group("answers carry no marks", watermark_config={}),
+        _group(
+            "statistics are not logged but counted; /metrics has them",
+            disable_log_stats=EITHER,
+            aggregate_engine_logging=EITHER,
+        ),
+        _group(
+            "neither prompts nor answers are logged",
+            enable_log_outputs=False,
+            enable_log_deltas=EITHER,
+        ),
+        _group("neither prompts nor answers are logged", max_log_len=ANY),
+        _group(
+            "use log_level and log_format",
+            logging_config={},
+            log_config_file=None,
+            log_error_stack=False,
+        ),
+        _group(
+            "there is no log of each access",
+            disable_uvicorn_access_log=EITHER,
+            disable_access_log_for_endpoints=ANY,
+        ),
+        _group("use log_level", uvicorn_log_level="info"),
+        _group(
+            "/metrics has all that is measured; leave it out, or record a profile with "
+            "profiler_dir",
+            collect_detailed_traces=[],
+            cudagraph_metrics=False,
+            custom_histogram_buckets={},
+            enable_layerwise_nvtx_tracing=False,
+            enable_logging_iteration_details=False,
+            enable_mfu_metrics=False,
+            enable_per_request_metrics=False,
+            kv_cache_metrics=False,
+            otlp_traces_endpoint=None,
+            per_request_spec_decode_metrics="none",
+            show_hidden_metrics_for_version=None,
+        ),
+        _group("it tunes kv_cache_metrics, which are refused", kv_cache_metrics_sample=ANY),
+        _group(
+            "requests bring their own; leave it out",
+            default_chat_template_kwargs={},
+        ),
+        _group(
+            "templates are the operator's: give chat_template when the server starts",
+            trust_request_chat_template=False,
+            chat_template_content_format="auto",
+        ),
+        _group("templates are rendered in a process of their own", renderer_num_workers=ANY),
+        _group("every answer has an X-Request-Id", enable_request_id_headers=EITHER),
+        _group(
+            "put a proxy in front of the server, or set it in the request where there is a field",
+            enable_force_include_usage=False,
+            enable_prompt_tokens_details=False,
+            enable_server_load_tracking=False,
+            enable_tokenizer_info_endpoint=False,
+            fingerprint_mode="full",
+            fingerprint_value=None,
+            return_tokens_as_token_ids=False,
+            sse_keep_alive_interval=0,
+        ),
+        _group(
+            "put a proxy in front of the server",
+            allow_credentials=False,
+            allowed_headers=("*", ["*"]),
+            allowed_methods=("*", ["*"]),
+            enable_ssl_refresh=False,
+            middleware=[],
+            root_path="",
+            ssl_ca_certs=None,
+            ssl_cert_reqs=0,
+            ssl_ciphers=None,
+            uds=None,
+        ),
+        _group(
+            "the API is HTTP with JSON, and documented at /docs",
+            disable_fastapi_docs=False,
+            enable_offline_docs=False,
+            enable_scale_out=False,
+            grpc=False,
+            grpc_port=None,
+            tokens_only=False,
+        ),
+        _group(
+            "use max_request_bytes", h11_max_header_count=256, h11_max_incomplete_event_size=4194304
+        ),
+        _group("an unknown VLLM_* variable is a warning", fail_on_environ_validation=False),
+        _group("Octavo has no further settings", additional_config={}),
+    )
+    for setting in settings
+}
+
+
+RENAMED = {"device_memory_utilization": "gpu_memory_utilization"}
+"""Second names of settings that Octavo has."""
+
+SPECULATIVE = {
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_speculative_tokens",
+}
+"""Settings that are parts of speculative_config."""
+
+SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "structured_outputs_config": ("backend", "guided_decoding_backend", {}),
+    "profiler_config": ("torch_profiler_dir", "profiler_dir", {"profiler": "torch"}),
+}
+"""Groups of settings of which one has a meaning here: its key, its name, and harmless others."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "guided_decoding_backend": {"guidance": "llguidance"},
+    "attention_backend": {
+        "CPU_ATTN": "cpu",
+        "TRITON_ATTN": "triton",
+        "FLASHINFER": "flashinfer",
+    },
+}
+"""vLLM's names of values, and Octavo's."""
+
+SHORT = {
+    "compilation_config": "-cc",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "prefill_context_parallel_size": "-pcp",
+    "decode_context_parallel_size": "-dcp",
+    "enable_expert_parallel": "-ep",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "optimization_level": "-O",
+    "attention_config": "-ac",
+    "diffusion_config": "-dc",
+    "api_server_count": "-asc",
+    "tensor_parallel_size": "-tp",
+    "quantization": "-q",
+    "speculative_config": "-sc",
+}
+"""Short forms of flags, of settings that Octavo has, too."""
+
+
+def check_foreign(name: str, value: Any) -> bool:
+    """Whether a setting is one of vLLM's that can be dropped; False if vLLM has none of the name.
+
+    Args:
+        name: as an argument: "pipeline_parallel_size".
+        value: as `LLM(...)` takes it, or the text that was typed.
+
+    Raises:
+        ConfigError: the setting is vLLM's and asks for what Octavo cannot do.
+    """
+    setting = FOREIGN.get(name)
+    if setting is None:
+        return False
+    if setting.harmless is None or _is_empty(value) or _typed(value) in setting.harmless:
+        return True
+    # A token must not be shown.
+    shown = name if name == "hf_token" else f"{name}={value!r}"
+    raise ConfigError(f"{shown} is not supported: {setting.why}.")
+
+
+def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as vLLM names them, by Octavo's names; what asks for nothing is dropped.
+
+    Args:
+        kwargs: flat names, as `LLM(...)` and the command line take them; those that nobody knows
+            stay as they are.
+
+    Raises:
+        ConfigError: a setting of vLLM's asks for what Octavo cannot do, or two contradict.
+    """
+    settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
+    for name, renamed in RENAMED.items():
+        if name in settings:
+            _put(settings, renamed, settings.pop(name), name)
+    parts = {SPECULATIVE[name]: settings.pop(name) for name in SPECULATIVE if name in settings}
+    if parts := {name: value for name, value in parts.items() if value is not None}:
+        _put(settings, "speculative_config", parts, "spec_method, spec_model and spec_tokens")
+    for name, (key, target, ignored) in SECTIONS.items():
+        section = _typed(settings.pop(name, None))
+        if _is_empty(section):
+            continue
+        if not isinstance(section, dict):
+            raise ConfigError(f"{name}={section!r} is not allowed; give a JSON object.")
+        for part, value in section.items():
+            if part == key:
+                _put(settings, target, value, f"{name}.{key}")
+            elif value and value != ignored.get(part):
+                raise ConfigError(
+                    f"{name}.{part}={value!r} is not supported: only {key} has a meaning here."
+                )
+    for name, values in VALUES.items():
+        if isinstance(settings.get(name), str):
+            settings[name] = values.get(settings[name], settings[name])
+    return settings
+
+
+def _put(settings: dict[str, Any], name: str, value: Any, given_as: str) -> None:
+    if settings.get(name, value) != value:
+        raise ConfigError(f"{name} and {given_as} say different things; give one of them.")
+    settings[name] = value
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", "None") or (value != 0 and not value)
+
+
+def _typed(value: Any) -> Any:
+    """What a typed text means: a number, JSON, or the text as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,121 @@
+"""Settings of vLLM's that Octavo does not have."""
+
+import pytest
+
+from octavo.config import EngineConfig, SpeculativeConfig
+from octavo.errors import ConfigError
+from octavo.foreign import FOREIGN, check_foreign, translate
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pipeline_parallel_size", 1),
+        ("pipeline_parallel_size", "1"),
+        ("data_parallel_address", None),
+        ("distributed_executor_backend", "mp"),
+        ("compilation_config", "3"),
+        ("compilation_config", {}),
+        ("cpu_offload_gb", 0.0),
+        ("enable_lora", False),
+        ("disable_log_stats", True),
+        ("disable_log_stats", False),
+        ("hf_overrides", "{}"),
+        ("tool_call_parser", "None"),
+        ("limit_mm_per_prompt", '{"image": 0}'),
+        ("optimization_level", "0"),
+    ],
+)
+def test_what_asks_for_nothing_is_dropped(name, value):
+    assert check_foreign(name, value)
+    assert EngineConfig.from_kwargs(**{name: value}) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("pipeline_parallel_size", 2, "load balancer"),
+        ("distributed_executor_backend", "ray", "one process"),
+        ("compilation_config", '{"mode": 0}', "enforce_eager"),
+        ("cpu_offload_gb", "4", "quantization"),
+        ("enable_lora", True, "merge the adapter"),
+        ("tool_call_parser", "hermes", "response_format"),
+        ("hf_overrides", {"a": 1}, "config.json"),
+        ("max_num_active_seqs", 3, "max_num_seqs"),
+        ("numa_bind", True, "numa_node"),
+    ],
+)
+def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
+    with pytest.raises(ConfigError, match=advice) as error:
+        EngineConfig.from_kwargs(**{name: value})
+    assert f"{name}={value!r} is not supported" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_token_is_not_shown():
+    with pytest.raises(ConfigError, match="HF_TOKEN") as error:
+        check_foreign("hf_token", "hf_secret")
+    assert "hf_secret" not in str(error.value)
+
+
+def test_what_nobody_knows_is_unknown():
+    assert not check_foreign("frobnicate", 1)
+    with pytest.raises(ConfigError, match="no setting called 'frobnicate'"):
+        EngineConfig.from_kwargs(frobnicate=1)
+
+
+def test_every_refusal_is_one_sentence_that_names_no_other_program():
+    for setting in FOREIGN.values():
+        assert not setting.why.endswith(".")
+        assert "\n" not in setting.why
+        assert setting.why[0].islower() or setting.why[0] in "V/O"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"device_memory_utilization": 0.5}, {"gpu_memory_utilization": 0.5}),
+        (
+            {"spec_method": "ngram", "spec_tokens": 3},
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ),
+        ({"spec_model": None}, {}),
+        (
+            {"structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": False}},
+            {"guided_decoding_backend": "llguidance"},
+        ),
+        (
+            {"profiler_config": '{"profiler": "torch", "torch_profiler_dir": "/p"}'},
+            {"profiler_dir": "/p"},
+        ),
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"attention_backend": "TRITON_ATTN"}, {"attention_backend": "triton"}),
+        ({"model": "m", "frobnicate": 1}, {"model": "m", "frobnicate": 1}),
+    ],
+)
+def test_what_octavo_names_otherwise_is_translated(given, meant):
+    assert translate(given) == meant
+
+
+def test_translated_settings_reach_the_config():
+    config = EngineConfig.from_kwargs(spec_method="suffix", dtype="half")
+    assert config.speculation.speculative_config == SpeculativeConfig(method="suffix")
+    assert config.model.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"gpu_memory_utilization": 0.5, "device_memory_utilization": 0.6},
+            "gpu_memory_utilization and device_memory_utilization",
+        ),
+        ({"spec_method": "ngram", "speculative_config": {"method": "suffix"}}, "spec_method"),
+        ({"profiler_config": {"profiler": "cuda"}}, "profiler_config.profiler='cuda'"),
+        ({"structured_outputs_config": "xgrammar"}, "structured_outputs_config='xgrammar'"),
+    ],
+)
+def test_contradictions_are_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        translate(given)
