@@ -8,7 +8,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import Any, Self
 
 from octavo.arguments import add_engine_settings
-from octavo.config import EngineConfig, config_fields, optional_type
+from octavo.config import EngineConfig, config_fields
 from octavo.errors import ConfigError
 from octavo.foreign import FOREIGN, SECTIONS, SPECULATIVE
 
@@ -26,7 +26,8 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """What `EngineConfig.from_kwargs` takes, out of what vLLM's `LLM` takes.
 
     Args:
-        given: by their names; None stands for the default. Unknown names are passed on.
+        given: by their names. Defaults are left out, as which None counts, too; so they contradict
+            no other setting. Unknown names are passed on.
 
     Raises:
         ConfigError: the model is to do something else than generate.
@@ -36,14 +37,16 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         if name == "task":  # vLLM's older name of runner
             if value not in (None, "auto", "generate"):
                 raise ConfigError(f"task={value!r} is not supported: models generate text here.")
-        elif name in _OWN and value is None:
-            if optional_type(_OWN[name].type)[1]:
-                settings[name] = None
-        elif name not in _PAST:
+        elif name not in _PAST and not (name in _OWN and _is_default(name, value)):
             settings[name] = value
     if "dtype" in settings:  # torch's own are named "torch.float16"
         settings["dtype"] = str(settings["dtype"]).removeprefix("torch.")
     return settings
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = _OWN[name].default
+    return value is None or (type(value) is type(default) and bool(value == default))
 
 
 def _fields() -> list[tuple[str, Any, Any]]:

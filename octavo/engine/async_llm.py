@@ -110,6 +110,7 @@ class AsyncLLM:
         """When the first answer came that found requests, and no step since the one before."""
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
+        """Kept, since nobody else need keep it."""
         self._tasks = [
             asyncio.create_task(self._handle_outputs()),
             asyncio.create_task(self._send_heartbeats()),
@@ -356,17 +357,18 @@ class AsyncLLM:
         Returns:
             What may be awaited to know that the process has ended.
         """
-        if self._shutdown is None:
-            for task in self._tasks:
-                task.cancel()
-            if self._dead is None:
-                self._die(EngineDeadError("the engine was shut down"))
-            self._shutdown = asyncio.create_task(self._end_process())
+        for task in self._tasks:
+            task.cancel()
+        if self._dead is None:
+            self._die(EngineDeadError("the engine was shut down"))
+        self._shutdown = asyncio.create_task(self._end_process())
         return self._shutdown
 
     async def _end_process(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.shutdown()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # the event loop, too, may be about to end
+            await self._client.shutdown()
 
     async def _process(
         self,
