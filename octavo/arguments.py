@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from octavo.config import ConfigField, EngineConfig, config_fields, optional_type
+from octavo.config import (
+    ConfigField,
+    EngineConfig,
+    config_fields,
+    optional_type,
+    parse_size,
+)
 from octavo.errors import ConfigError
+from octavo.foreign import FOREIGN, RENAMED, SECTIONS, SHORT, SPECULATIVE, VALUES, translate
+
+_DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+)?(?:=(.*))?", re.DOTALL)
+
+GIVEN_FLAGS = "given_flags"
+"""Where a namespace keeps, while it is filled, which flags there were."""
 
 
 def add_engine_settings(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
@@ -24,6 +37,7 @@ def add_engine_settings(parser: argparse.ArgumentParser, exclude: Collection[str
             by_section.setdefault(field.section, []).append(field)
     for section, fields in by_section.items():
         add_settings(parser, section, fields)
+    _add_foreign_settings(parser)
 
 
 def add_settings(
@@ -35,20 +49,139 @@ def add_settings(
         plain, _ = optional_type(field.type)
         shown = "" if field.default in (None, []) else f" [{field.default}]"
         kwargs: dict[str, Any] = {
+            "action": StoreOnce,
             "default": argparse.SUPPRESS,
             "help": (field.doc + shown).replace("%", "%%"),
         }
         if plain is bool:
-            kwargs["action"] = argparse.BooleanOptionalAction
+            kwargs["action"] = _SwitchOnce
         elif plain == list[str]:
             kwargs |= {"nargs": "+", "action": "extend", "metavar": "TEXT"}
         elif field.choices is not None:
-            kwargs |= {"choices": field.choices, "type": type(field.choices[0])}
+            kwargs |= {"choices": field.choices, "type": _choice_type(field)}
         elif field.is_json:
             kwargs["metavar"] = "JSON"
         else:
             kwargs |= _value_type(field.name, plain)
-        group.add_argument(field.flag, **kwargs)
+        group.add_argument(*_names(field.name), **kwargs)
+
+
+def _add_foreign_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that only vLLM has; they are told in docs/vllm.md, not in the help."""
+    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for setting in FOREIGN.values():
+        if setting.kind == "bool":
+            parser.add_argument(*_names(setting.name), **kwargs, action=_SwitchOnce)
+        elif setting.kind == "list":
+            parser.add_argument(*_names(setting.name), **kwargs, nargs="+", action="extend")
+        else:
+            parser.add_argument(*_names(setting.name), **kwargs, action=StoreOnce)
+    for name in (*SPECULATIVE, *SECTIONS, *RENAMED):
+        number = {"spec_tokens": int, "device_memory_utilization": float}.get(name, str)
+        parser.add_argument(*_names(name), **kwargs, type=number, action=StoreOnce)
+
+
+def _names(name: str) -> list[str]:
+    long = "--" + name.replace("_", "-")
+    return [SHORT[name], long] if name in SHORT else [long]
+
+
+class StoreOnce(argparse.Action):
+    """Stores the value of a flag that may be given once only."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Stores it."""
+        _note_given(parser, namespace, self)
+        setattr(namespace, self.dest, values)
+
+
+class _SwitchOnce(argparse.BooleanOptionalAction):
+    """--flag or --no-flag, one of them, once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Stores True or False."""
+        _note_given(parser, namespace, self)
+        super().__call__(parser, namespace, values, option_string)
+
+
+def _note_given(
+    parser: argparse.ArgumentParser, namespace: argparse.Namespace, action: argparse.Action
+) -> None:
+    given = vars(namespace).setdefault(GIVEN_FLAGS, set())
+    if action.option_strings and action.dest in given:
+        flag = next(word for word in action.option_strings if word.startswith("--"))
+        parser.error(f"{flag} is given twice; give it once")
+    given.add(action.dest)
+
+
+def expand_dotted(words: Iterable[str]) -> list[str]:
+    """Puts flags such as --speculative-config.method ngram together to one flag with JSON.
+
+    A value that is JSON counts as such, any other as text; --flag.key+ adds to a list, to which
+    commas add more than one.
+
+    Raises:
+        ConfigError: a key is given twice, or a value is missing.
+    """
+    rest = iter(words)
+    expanded: list[str] = []
+    objects: dict[str, tuple[int, dict[str, Any]]] = {}
+    for word in rest:
+        if word == "--":
+            expanded += [word, *rest]
+            break
+        match = _DOTTED.fullmatch(word)
+        if match is None:
+            expanded.append(word)
+            continue
+        flag, path, plus, value = match[1].replace("_", "-"), match[2], match[3], match[4]
+        if value is None:
+            value = next(rest, None)
+        if value is None:
+            raise ConfigError(f"{word} needs a value.")
+        if flag not in objects:
+            objects[flag] = len(expanded) + 1, {}
+            expanded += [flag, ""]  # JSON takes its place
+        _put_dotted(objects[flag][1], f"{flag}.{path}", path.split("."), value, bool(plus))
+    for place, content in objects.values():
+        expanded[place] = json.dumps(content)
+    return expanded
+
+
+def _put_dotted(content: dict[str, Any], name: str, keys: list[str], text: str, add: bool) -> None:
+    for key in keys[:-1]:
+        content = content.setdefault(key, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"{name} is given twice, with a value and with keys of its own.")
+    last = keys[-1]
+    if add:
+        values = content.setdefault(last, [])
+        if not isinstance(values, list):
+            raise ConfigError(f"{name} is given twice, as a value and as a list.")
+        values += [_json_or_text(part) for part in text.split(",")]
+    elif last in content:
+        raise ConfigError(f"{name} is given twice; give it once.")
+    else:
+        content[last] = _json_or_text(text)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def given_settings(args: argparse.Namespace, fields: Iterable[ConfigField]) -> dict[str, Any]:
@@ -66,7 +199,9 @@ def engine_kwargs(args: argparse.Namespace, model: str | None = None) -> dict[st
     Raises:
         ConfigError: two models are named.
     """
-    kwargs = given_settings(args, config_fields(EngineConfig))
+    known = {field.name for field in config_fields(EngineConfig)}
+    known |= {*FOREIGN, *SPECULATIVE, *SECTIONS, *RENAMED}
+    kwargs = translate({name: value for name, value in vars(args).items() if name in known})
     if model is not None:
         if kwargs.get("model", model) != model:
             raise ConfigError(
@@ -93,13 +228,41 @@ def engine_flags(kwargs: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def _choice_type(field: ConfigField) -> Callable[[str], Any]:
+    """Reads one of a fixed set of values, by vLLM's name where it has another."""
+    assert field.choices is not None
+    kind = type(field.choices[0])
+    others = VALUES.get(field.name, {})
+
+    def read(text: str) -> Any:
+        return kind(others.get(text, text))
+
+    read.__name__ = kind.__name__  # what argparse calls it
+    return read
+
+
 def _value_type(name: str, plain: Any) -> dict[str, Any]:
-    """How argparse reads a value; sizes such as 4G are left to the config."""
+    """How argparse reads a value; sizes in bytes are left to the config."""
     if name.endswith("_bytes"):
         return {"metavar": "SIZE"}
     number = getattr(plain, "__origin__", plain)  # the type under `Annotated`
     if number is int:
-        return {"type": int, "metavar": "N"}
+        return {"type": _length if name == "max_model_len" else _whole, "metavar": "N"}
     if number is float:
         return {"type": float, "metavar": "X"}
     return {"metavar": "TEXT"}
+
+
+def _whole(text: str) -> int:
+    """A whole number, such as 4096, 4k (4,000) or 4K (4,096)."""
+    try:
+        return int(text) if text.lstrip("-").isdigit() else parse_size("", text)
+    except (ConfigError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number; write for example 4096, 4k (4,000) or 4K (4,096)"
+        ) from None
+
+
+def _length(text: str) -> int:
+    """A whole number, or auto for -1."""
+    return -1 if text.lower() == "auto" else _whole(text)

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from octavo import __version__
-from octavo.arguments import add_engine_settings, add_settings, engine_kwargs, given_settings
+from octavo.arguments import (
+    GIVEN_FLAGS,
+    StoreOnce,
+    add_engine_settings,
+    add_settings,
+    engine_kwargs,
+    expand_dotted,
+    given_settings,
+)
 from octavo.config import (
     API_KEY_VARIABLES,
     BUILTIN_DRAFT_MODEL,
@@ -28,10 +36,14 @@ from octavo.config import (
     ServerConfig,
     api_keys_from_environment,
     build_section,
+    config_fields,
     section_fields,
+    settings_from_environment,
+    unknown_variables,
 )
 from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
+from octavo.settings_file import add_config_flag, add_from_file
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
@@ -69,10 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     arguments = _dashes(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = expand_dotted(arguments)
         parser = build_parser(arguments)
         args, unknown = parser.parse_known_args(arguments)
+        vars(args).pop(GIVEN_FLAGS, None)
+        chosen: argparse.ArgumentParser = getattr(args, "parser", parser)
         if unknown:
-            parser.error(_unknown_argument(unknown[0], getattr(args, "flags", [])))
+            chosen.error(_unknown_argument(unknown[0], list(chosen._option_string_actions)))
+        if getattr(args, "config", None) is not None:
+            add_from_file(chosen, args)
         if args.command is None:
             parser.print_help()
             return 2
@@ -92,15 +109,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are `ConfigError` and whose flags are given once."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+        )
+        self.register("action", None, StoreOnce)
 
     def error(self, message: str) -> NoReturn:
-        """Prints the error and exits with status 2."""
-        _print_error(f"{message} (see {self.prog} --help)")
-        sys.exit(2)
+        """Raises the error, with where the help is."""
+        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -111,12 +130,13 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
             come with its module.
     """
     parser = _Parser(prog="octavo", description="LLM inference and serving.")
-    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    parser.add_argument("-v", "--version", action="version", version=f"octavo {__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
 
     serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API")
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    add_config_flag(serve)
     add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
     add_engine_settings(serve)
     serve.set_defaults(command=_serve)
@@ -129,6 +149,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="The model, and the text to continue; without a text, an interactive chat. One "
         "argument alone is the model if it is a built-in one, a folder or a hub id (org/name).",
     )
+    add_config_flag(run)
     _add_sampling_flags(run)
     add_engine_settings(run)
     run.set_defaults(command=_run)
@@ -147,7 +168,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     benchmark = _add_benchmarks(bench, named)
 
     for command in (serve, run, chat, complete, bench, *benchmark):
-        command.set_defaults(flags=sorted(command._option_string_actions))
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -221,12 +242,28 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
+def _warn_of_variables() -> None:
+    """Says which variables of the environment are not read, in one line."""
+    if names := unknown_variables():
+        _note(f"octavo: warning: without meaning here (see docs/vllm.md): {', '.join(names)}")
+
+
 # serve
 
 
+def _server_configs(args: argparse.Namespace) -> tuple[ServerConfig, EngineConfig]:
+    """What the environment, a file and the flags say, the later ones first."""
+    _warn_of_variables()
+    environment = settings_from_environment()
+    fields = section_fields(ServerConfig)
+    server = {f.name: environment.pop(f.name) for f in fields if f.name in environment}
+    server |= given_settings(args, section_fields(ServerConfig))
+    engine = environment | engine_kwargs(args, args.model_arg)
+    return build_section(ServerConfig, server), EngineConfig.from_kwargs(**engine)
+
+
 def _serve(args: argparse.Namespace) -> int:
-    engine_config = EngineConfig.from_kwargs(**engine_kwargs(args, args.model_arg))
-    server_config = build_section(ServerConfig, given_settings(args, section_fields(ServerConfig)))
+    server_config, engine_config = _server_configs(args)
 
     from octavo.server.run import run_server
 
@@ -238,7 +275,10 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     model, prompt = _model_and_prompt(args.words, hasattr(args, "model"))
-    kwargs = engine_kwargs(args, model)
+    _warn_of_variables()
+    known = {field.name for field in config_fields(EngineConfig)}
+    environment = {k: v for k, v in settings_from_environment().items() if k in known}
+    kwargs = environment | engine_kwargs(args, model)
     EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
     given = {"max_tokens": None, "seed": kwargs.get("seed"), **_sampling(args)}
     _check_sampling(given)
@@ -338,7 +378,7 @@ def _show_answer(outputs: Iterator[RequestOutput]) -> str:
 
 def _bench(args: argparse.Namespace) -> int:
     run = args.run
-    del args.run, args.command, args.flags  # not of the benchmark
+    del args.run, args.command, args.parser  # not of the benchmark
     result = run(args)
     return 130 if result.get("interrupted") else 0
 

@@ -12,7 +12,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,6 +29,16 @@ BUILTIN_EAGLE_HEAD = "octavo/stories-eagle"
 BUILTIN_MEDUSA_HEADS = "octavo/stories-medusa"
 # Where API keys are looked for beside the flag: ours, and vLLM's for those who come from there.
 API_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+# Variables of vLLM's that may be there: nothing here does what they turn off or choose.
+_NO_MEANING = (
+    "DISABLE_LOG_LOGO",
+    "DO_NOT_TRACK",
+    "ENABLE_V1_MULTIPROCESSING",
+    "NO_USAGE_STATS",
+    "USAGE_SOURCE",
+    "USE_V1",
+    "WORKER_MULTIPROC_METHOD",
+)
 # What stands in messages in place of a secret.
 HIDDEN = "(hidden)"
 
@@ -39,7 +49,30 @@ KVCacheDtype = Literal[
 ]
 S = TypeVar("S", bound="_Section")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\](:\d+)?")
-_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE_UNITS = ("", "K", "M", "G", "T")
+
+
+def _read_switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _read_gib(text: str) -> int | None:
+    """Bytes of a number of GiB; None for 0, which says nothing."""
+    return int(float(text) * 2**30) or None
+
+
+def _read_log_level(text: str) -> str:
+    return {"critical": "error"}.get(text.lower(), text.lower())
+
+
+ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "BATCH_INVARIANT": ("batch_invariant", _read_switch, "0 or 1"),
+    "CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _read_gib, "GiB; 0 says nothing"),
+    "LOGGING_LEVEL": ("log_level", _read_log_level, "debug, info, warning or error"),
+}
+"""Variables after OCTAVO_ or VLLM_: the setting, how it is read, and what may stand there."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -592,11 +625,14 @@ def _json(name: str, text: str) -> Any:
 
 
 def parse_size(name: str, text: str) -> int:
-    """Reads a number of bytes such as 4096, 512M or 1.5GiB."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    """Reads a number such as 4096, 512M, 1.5GiB or 4k: K is 1,024, and k is 1,000."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{name}={text!r} is no size; write for example 512M or 4G.")
-    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+    unit = match[2]
+    if unit.islower() and not match[3]:
+        return int(float(match[1]) * 1000 ** _SIZE_UNITS.index(unit.upper()))
+    return int(float(match[1]) * 1024 ** _SIZE_UNITS.index(unit.upper()))
 
 
 def optional_type(hint: Any) -> tuple[Any, bool]:
@@ -626,6 +662,36 @@ def cache_folder() -> Path | None:
 def api_keys_from_environment() -> dict[str, str]:
     """The API keys of the environment by their variable, the one that clients use first."""
     return {name: key for name in API_KEY_VARIABLES if (key := os.environ.get(name))}
+
+
+def settings_from_environment() -> dict[str, Any]:
+    """The settings that variables of the environment say, by name; flags win over them.
+
+    OCTAVO_CPU_KVCACHE_SPACE and the others of `ENVIRONMENT`; if there is none, the same of vLLM's.
+
+    Raises:
+        ConfigError: a variable's value is wrong; the message names it.
+    """
+    settings: dict[str, Any] = {}
+    for name, (setting, read, allowed) in ENVIRONMENT.items():
+        for variable in (f"OCTAVO_{name}", f"VLLM_{name}"):
+            text = os.environ.get(variable, "").strip()
+            if not text:
+                continue
+            try:
+                value = read(text)
+            except ValueError:
+                raise ConfigError(f"{variable}={text!r} is not allowed; give {allowed}.") from None
+            if value is not None:
+                settings[setting] = value
+            break
+    return settings
+
+
+def unknown_variables() -> list[str]:
+    """Variables of the environment that vLLM would read and Octavo does not."""
+    known = {f"VLLM_{name}" for name in (*ENVIRONMENT, *_NO_MEANING)} | {*API_KEY_VARIABLES}
+    return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in known)
 
 
 def _shorten(value: int) -> str:

@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
 from typing import Any, Self
 
-from octavo.arguments import add_engine_settings
+from octavo.arguments import GIVEN_FLAGS, add_engine_settings
 from octavo.config import EngineConfig, config_fields
 from octavo.errors import ConfigError
 from octavo.foreign import FOREIGN, SECTIONS, SPECULATIVE
 
 _OWN = {f.name: f for f in config_fields(EngineConfig)}
-# What older scripts give, and neither vLLM nor Octavo has any more.
-_PAST = {
+_IGNORED = {
+    # What older scripts give, and neither vLLM nor Octavo has any more.
     "disable_async_output_proc",
     "max_seq_len_to_capture",
     "swap_space",
     "use_v2_block_manager",
+    # Only `octavo serve` has a log of requests.
+    "enable_log_requests",
+    # What the parser of `add_cli_args` leaves in its namespace.
+    GIVEN_FLAGS,
 }
 
 
@@ -37,7 +41,7 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         if name == "task":  # vLLM's older name of runner
             if value not in (None, "auto", "generate"):
                 raise ConfigError(f"task={value!r} is not supported: models generate text here.")
-        elif name not in _PAST and not (name in _OWN and _is_default(name, value)):
+        elif name not in _IGNORED and not (name in _OWN and _is_default(name, value)):
             settings[name] = value
     if "dtype" in settings:  # torch's own are named "torch.float16"
         settings["dtype"] = str(settings["dtype"]).removeprefix("torch.")
@@ -91,9 +95,7 @@ class EngineArgs(make_dataclass("_EngineArgs", _fields())):  # type: ignore[misc
         Raises:
             ConfigError: a value is wrong, or asks for what Octavo cannot do.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given.pop("enable_log_requests", None)  # only a server has a log of requests
-        return EngineConfig.from_kwargs(**engine_settings(given))
+        return EngineConfig.from_kwargs(**engine_settings(vars(self)))
 
 
 class AsyncEngineArgs(

@@ -151,6 +151,7 @@ FOREIGN: dict[str, Foreign] = {
         _group(
             "the kernels are Octavo's own; leave it out, or choose an attention_backend",
             kernel_config={},
+            attention_config={},
             ir_op_priority={},
             linear_backend="auto",
             moe_backend="auto",
@@ -310,7 +311,6 @@ FOREIGN: dict[str, Foreign] = {
         _group(
             "layers attend as the model's config says; set max_model_len instead",
             disable_sliding_window=False,
-            attention_config={},
         ),
         _group("use max_num_batched_tokens", max_num_scheduled_tokens=None),
         _group("use max_num_seqs", max_num_active_seqs=None),
@@ -380,7 +380,7 @@ FOREIGN: dict[str, Foreign] = {
             aux_output_config={},
         ),
         _group(
-            "logits processors are installed as packages; docs/architecture.md says how",
+            "logits processors come with packages, found by entry point, as examples/ has one",
             logits_processors=[],
         ),
         _group("prompts are texts or token ids", enable_prompt_embeds=False),
@@ -436,7 +436,7 @@ FOREIGN: dict[str, Foreign] = {
         _group("templates are rendered in a process of their own", renderer_num_workers=ANY),
         _group("every answer has an X-Request-Id", enable_request_id_headers=EITHER),
         _group(
-            "put a proxy in front of the server, or set it in the request where there is a field",
+            "the server cannot do that yet; leave it out",
             enable_force_include_usage=False,
             enable_prompt_tokens_details=False,
             enable_server_load_tracking=False,

@@ -189,7 +189,7 @@ class Tokenizer:
         Args:
             text: one text or several.
             add_special_tokens: as the tokenizer's files say.
-            truncation: whether to keep the first `max_length` ids only.
+            truncation: keep `max_length` ids at most: special ones, and the first of the others.
             max_length: see there.
 
         Raises:
@@ -197,11 +197,24 @@ class Tokenizer:
         """
         keep = max_length if truncation else None
         texts = [text] if isinstance(text, str) else text
-        ids = [self.encode(one, add_special_tokens)[:keep] for one in texts]
+        ids = [self._encode_at_most(one, add_special_tokens, keep) for one in texts]
         masks = [[1] * len(one) for one in ids]
         if isinstance(text, str):
             return BatchEncoding(input_ids=ids[0], attention_mask=masks[0])
         return BatchEncoding(input_ids=ids, attention_mask=masks)
+
+    def _encode_at_most(self, text: str, special: bool, keep: int | None) -> list[int]:
+        ids = self.encode(text, special)
+        if keep is None or len(ids) <= keep:
+            return ids
+        if not special:
+            return ids[:keep]
+        (encoding,) = self._encode([text], False)
+        num_special = len(self._prefix) + len(self._suffix)
+        num_special += self._backend.num_special_tokens_to_add(False)
+        encoding.truncate(max(keep - num_special, 0))
+        shorter: list[int] = self._backend.post_process(encoding).ids
+        return self._prefix + shorter + self._suffix
 
     def apply_chat_template(
         self,

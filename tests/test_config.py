@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import typing
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from octavo.arguments import add_settings, given_settings
 from octavo.config import (
     BUILTIN_MODEL,
+    ENVIRONMENT,
     EngineConfig,
     LoadConfig,
     ModelConfig,
@@ -22,6 +24,8 @@ from octavo.config import (
     optional_type,
     parse_size,
     section_fields,
+    settings_from_environment,
+    unknown_variables,
 )
 from octavo.errors import ConfigError
 
@@ -232,7 +236,11 @@ def test_what_does_not_contradict():
         ("4096", 4096),
         ("512M", 512 * 2**20),
         ("4G", 4 * 2**30),
-        ("4g", 4 * 2**30),
+        ("4g", 4 * 10**9),
+        ("1.5g", 1_500_000_000),
+        ("4k", 4000),
+        ("32K", 32768),
+        ("4gib", 4 * 2**30),
         ("1.5GiB", 3 * 2**29),
         (" 2 KB ", 2048),
         ("1T", 2**40),
@@ -383,3 +391,35 @@ def test_environment(monkeypatch):
     assert list(api_keys_from_environment().values()) == ["k", "v"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert not hub_offline()
+
+
+def test_settings_from_the_environment(monkeypatch):
+    for name in ("OCTAVO", "VLLM"):
+        for variable in ENVIRONMENT:
+            monkeypatch.delenv(f"{name}_{variable}", raising=False)
+    assert settings_from_environment() == {}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", "debug")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert settings_from_environment() == {
+        "kv_cache_memory_bytes": 3 * 2**29,
+        "log_level": "debug",
+        "batch_invariant": True,
+    }
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
+    assert "kv_cache_memory_bytes" not in settings_from_environment()
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
+    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE='much'.*GiB"):
+        settings_from_environment()
+
+
+def test_variables_without_meaning_are_named(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    for name in ("VLLM_API_KEY", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables() == []
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    monkeypatch.setenv("VLLM_FROBNICATE", "1")
+    assert unknown_variables() == ["VLLM_FROBNICATE", "VLLM_USE_DEEP_GEMM"]
