@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import signal
 from functools import partial
 
 import pytest
@@ -133,6 +134,24 @@ def test_enqueued_prompts_wait_for_completion(llm):
     assert llm.wait_for_completion(use_tqdm=False) == []
     assert not llm._inboxes
     assert llm.stats().num_waiting_reqs == 0
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(llm, monkeypatch):
+    llm.enqueue(PROMPTS, SamplingParams(max_tokens=400, ignore_eos=True))
+    step = llm._step
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.wait_for_completion(use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    assert not llm._inboxes
+    llm.generate("The", GREEDY, use_tqdm=False)
+    assert llm.stats().num_used_blocks == 0
 
 
 def test_a_bar_of_the_callers_own(llm):
