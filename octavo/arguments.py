@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from octavo.config import (
     ConfigField,
@@ -57,7 +57,7 @@ def add_settings(
             kwargs["action"] = _SwitchOnce
         elif plain == list[str]:
             kwargs |= {"nargs": "+", "action": "extend", "metavar": "TEXT"}
-        elif field.choices is not None:
+        elif field.choices is not None and len(field.choices) > 1:
             kwargs |= {"choices": field.choices, "type": _choice_type(field)}
         elif field.is_json:
             kwargs["metavar"] = "JSON"
@@ -246,6 +246,8 @@ def _value_type(name: str, plain: Any) -> dict[str, Any]:
     if name.endswith("_bytes"):
         return {"metavar": "SIZE"}
     number = getattr(plain, "__origin__", plain)  # the type under `Annotated`
+    if number is Literal:  # of one value
+        number = type(plain.__args__[0])
     if number is int:
         return {"type": _length if name == "max_model_len" else _whole, "metavar": "N"}
     if number is float:
@@ -256,8 +258,8 @@ def _value_type(name: str, plain: Any) -> dict[str, Any]:
 def _whole(text: str) -> int:
     """A whole number, such as 4096, 4k (4,000) or 4K (4,096)."""
     try:
-        return int(text) if text.lstrip("-").isdigit() else parse_size("", text)
-    except (ConfigError, ValueError):
+        return parse_size("", text) if text[-1:].isalpha() else int(text)
+    except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no whole number; write for example 4096, 4k (4,000) or 4K (4,096)"
         ) from None

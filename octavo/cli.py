@@ -1,4 +1,4 @@
-"""The command line: `octavo serve | run | chat | complete | bench`.
+"""The command line: `octavo serve | run | chat | complete | run-batch | bench | collect-env`.
 
 Flags are generated from the config, so every setting has one. What a command needs is imported
 when it runs: `octavo --version` and the client commands start at once, the server has no torch.
@@ -32,6 +32,7 @@ from octavo.config import (
     API_KEY_VARIABLES,
     BUILTIN_DRAFT_MODEL,
     BUILTIN_MODEL,
+    ConfigField,
     EngineConfig,
     ServerConfig,
     api_keys_from_environment,
@@ -134,14 +135,18 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
 
-    serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API")
+    serve = commands.add_parser(
+        "serve", help="serve a model over OpenAI's HTTP API", epilog=_SERVE_EXAMPLES
+    )
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     add_config_flag(serve)
     add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
     add_engine_settings(serve)
     serve.set_defaults(command=_serve)
 
-    run = commands.add_parser("run", help="generate in the terminal, without a server")
+    run = commands.add_parser(
+        "run", help="generate in the terminal, without a server", epilog=_RUN_EXAMPLES
+    )
     run.add_argument(
         "words",
         nargs="*",
@@ -154,20 +159,36 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     add_engine_settings(run)
     run.set_defaults(command=_run)
 
-    chat = commands.add_parser("chat", help="chat with a running server")
+    chat = commands.add_parser("chat", help="chat with a running server", epilog=_CHAT_EXAMPLES)
     _add_client_flags(chat, "Ask this one question instead of chatting.")
     chat.add_argument("--system-prompt", metavar="TEXT", help="First message of the chat.")
     chat.set_defaults(command=_chat)
 
-    complete = commands.add_parser("complete", help="continue texts with a running server")
+    complete = commands.add_parser(
+        "complete", help="continue texts with a running server", epilog=_COMPLETE_EXAMPLES
+    )
     _add_client_flags(complete, "Continue this one text instead of asking for texts.")
     complete.set_defaults(command=_complete)
+
+    batch = commands.add_parser(
+        "run-batch", help="answer a file of requests in OpenAI's format", epilog=_BATCH_EXAMPLES
+    )
+    batch.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    batch.add_argument("-i", "--input-file", metavar="FILE", help="Requests, one JSON a line.")
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="Where the answers go.")
+    add_config_flag(batch)
+    add_settings(batch, "answers", _batch_fields())
+    add_engine_settings(batch)
+    batch.set_defaults(command=_run_batch)
+
+    collect = commands.add_parser("collect-env", help="print versions and the machine's parts")
+    collect.set_defaults(command=_collect_env)
 
     bench = commands.add_parser("bench", help="measure latency, throughput, serving, start-up")
     named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
     benchmark = _add_benchmarks(bench, named)
 
-    for command in (serve, run, chat, complete, bench, *benchmark):
+    for command in (serve, run, chat, complete, batch, collect, bench, *benchmark):
         command.set_defaults(parser=command)
     return parser
 
@@ -188,6 +209,41 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
             parsers.append(parser)
     return parsers
 
+
+_SERVE_EXAMPLES = """\
+examples:
+  octavo serve
+  octavo serve Qwen/Qwen3-0.6B --max-model-len 4k --dtype bfloat16
+  octavo serve --host 127.0.0.1 --port 8080 --speculative-config.method ngram
+  octavo serve --config settings.yaml
+
+vLLM's other flags are known, too: docs/vllm.md says what becomes of each.
+"""
+_RUN_EXAMPLES = """\
+examples:
+  octavo run                                   a chat with the built-in model
+  octavo run "Once upon a time"
+  octavo run Qwen/Qwen3-0.6B "The sea is" --max-tokens 50 --temperature 0
+"""
+_CHAT_EXAMPLES = """\
+examples:
+  octavo chat
+  octavo chat -q "Who are you?" --url http://localhost:8000/v1 --system-prompt "Be brief."
+"""
+_COMPLETE_EXAMPLES = """\
+examples:
+  octavo complete
+  octavo complete -q "Once upon a time" --max-tokens 50 --temperature 0
+"""
+_BATCH_EXAMPLES = """\
+example:
+  octavo run-batch -i requests.jsonl -o answers.jsonl --model octavo/stories
+
+a line of the input:
+  {"custom_id": "a", "method": "POST", "url": "/v1/completions",
+   "body": {"prompt": "Once", "max_tokens": 5}}
+  (url may also be /v1/chat/completions)
+"""
 
 _MODEL_HELP = f"Folder or hub id of a model; default: the built-in one ({BUILTIN_MODEL})."
 
@@ -251,12 +307,17 @@ def _warn_of_variables() -> None:
 # serve
 
 
-def _server_configs(args: argparse.Namespace) -> tuple[ServerConfig, EngineConfig]:
-    """What the environment, a file and the flags say, the later ones first."""
+def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConfig, EngineConfig]:
+    """What the environment, a file and the flags say, the later ones first.
+
+    Args:
+        args: the flags, and what the file says.
+        **server: settings of the server that are as they are.
+    """
     _warn_of_variables()
     environment = settings_from_environment()
     fields = section_fields(ServerConfig)
-    server = {f.name: environment.pop(f.name) for f in fields if f.name in environment}
+    server |= {f.name: environment.pop(f.name) for f in fields if f.name in environment}
     server |= given_settings(args, section_fields(ServerConfig))
     engine = environment | engine_kwargs(args, args.model_arg)
     return build_section(ServerConfig, server), EngineConfig.from_kwargs(**engine)
@@ -268,6 +329,47 @@ def _serve(args: argparse.Namespace) -> int:
     from octavo.server.run import run_server
 
     return run_server(server_config, engine_config)
+
+
+# run-batch
+
+
+def _batch_fields() -> list[ConfigField]:
+    """The server's settings that have a meaning without one."""
+    names = (
+        "chat_template",
+        "response_role",
+        "request_timeout",
+        "request_memory_bytes",
+        "max_request_bytes",
+        "log_level",
+        "log_format",
+    )
+    return [f for f in section_fields(ServerConfig, "server") if f.name in names]
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    if args.input_file is None or args.output_file is None:
+        raise ConfigError("run-batch needs -i FILE and -o FILE (see octavo run-batch --help).")
+    server_config, engine_config = _server_configs(
+        args, max_num_queued_reqs=0, disable_uvicorn_access_log=True
+    )
+
+    from octavo.server.run_batch import run_batch
+
+    return run_batch(server_config, engine_config, args.input_file, args.output_file)
+
+
+# collect-env
+
+
+def _collect_env(args: argparse.Namespace) -> int:
+    from octavo.collect_env import collect_env
+
+    found = collect_env()
+    width = max(map(len, found))
+    _write("".join(f"{name:{width}}  {value}\n" for name, value in found.items()))
+    return 0
 
 
 # run

@@ -347,6 +347,13 @@ class ServerConfig(_Section, frozen=True):
         Literal["text", "json"], Meta(description="Log lines for people or for machines.")
     ] = "text"
     enable_log_requests: Annotated[bool, Meta(description="Log every request.")] = False
+    disable_uvicorn_access_log: Annotated[
+        bool, Meta(description="Log the line of an answered request at level debug only.")
+    ] = False
+    disable_access_log_for_endpoints: Annotated[
+        str | None,
+        Meta(description="The same for some paths, with commas between them: /v1/models,/ping."),
+    ] = None
     strict_fields: Annotated[
         bool,
         Meta(

@@ -57,12 +57,16 @@ def _group(why: str, **harmless: Any) -> list[Foreign]:
     return settings
 
 
+_ONE_DEVICE = (
+    "a model runs on one device here, in one process; to use more of them, start a server for each "
+    "and a load balancer in front"
+)
+
 FOREIGN: dict[str, Foreign] = {
     setting.name: setting
     for settings in (
         _group(
-            "a model runs on one device here, in one process; to use more of them, start a server "
-            "for each and a load balancer in front",
+            _ONE_DEVICE,
             pipeline_parallel_size=1,
             data_parallel_size=1,
             data_parallel_size_local=1,
@@ -403,12 +407,6 @@ FOREIGN: dict[str, Foreign] = {
             log_error_stack=False,
         ),
         _group(
-            "there is no log of each access",
-            disable_uvicorn_access_log=EITHER,
-            disable_access_log_for_endpoints=ANY,
-        ),
-        _group("use log_level", uvicorn_log_level="info"),
-        _group(
             "/metrics has all that is measured; leave it out, or record a profile with "
             "profiler_dir",
             collect_detailed_traces=[],
@@ -425,10 +423,6 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("it tunes kv_cache_metrics, which are refused", kv_cache_metrics_sample=ANY),
         _group(
-            "requests bring their own; leave it out",
-            default_chat_template_kwargs={},
-        ),
-        _group(
             "templates are the operator's: give chat_template when the server starts",
             trust_request_chat_template=False,
             chat_template_content_format="auto",
@@ -437,14 +431,23 @@ FOREIGN: dict[str, Foreign] = {
         _group("every answer has an X-Request-Id", enable_request_id_headers=EITHER),
         _group(
             "the server cannot do that yet; leave it out",
-            enable_force_include_usage=False,
-            enable_prompt_tokens_details=False,
             enable_server_load_tracking=False,
-            enable_tokenizer_info_endpoint=False,
             fingerprint_mode="full",
             fingerprint_value=None,
             return_tokens_as_token_ids=False,
             sse_keep_alive_interval=0,
+        ),
+        _group(
+            "the server has no such setting yet; put a proxy in front of it, or leave it out",
+            default_chat_template_kwargs={},
+            disable_fastapi_docs=False,
+            enable_force_include_usage=False,
+            enable_prompt_tokens_details=EITHER,
+            enable_tokenizer_info_endpoint=False,
+            middleware=[],
+            root_path="",
+            uds=None,
+            uvicorn_log_level=("info", "warning"),
         ),
         _group(
             "put a proxy in front of the server",
@@ -452,16 +455,12 @@ FOREIGN: dict[str, Foreign] = {
             allowed_headers=("*", ["*"]),
             allowed_methods=("*", ["*"]),
             enable_ssl_refresh=False,
-            middleware=[],
-            root_path="",
             ssl_ca_certs=None,
             ssl_cert_reqs=0,
             ssl_ciphers=None,
-            uds=None,
         ),
         _group(
             "the API is HTTP with JSON, and documented at /docs",
-            disable_fastapi_docs=False,
             enable_offline_docs=False,
             enable_scale_out=False,
             grpc=False,
@@ -565,6 +564,9 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a setting of vLLM's asks for what Octavo cannot do, or two contradict.
     """
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
+    devices = settings.get("tensor_parallel_size")
+    if isinstance(devices, int) and devices > 1:
+        raise ConfigError(f"tensor_parallel_size={devices} is not supported: {_ONE_DEVICE}.")
     for name, renamed in RENAMED.items():
         if name in settings:
             _put(settings, renamed, settings.pop(name), name)

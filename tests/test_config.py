@@ -167,6 +167,8 @@ BAD_SERVER = {
     "log_level": ["INFO", "trace"],
     "log_format": ["xml"],
     "enable_log_requests": [1],
+    "disable_uvicorn_access_log": [1],
+    "disable_access_log_for_endpoints": [5],
 }
 
 

@@ -100,8 +100,14 @@ class RequestMiddleware:
         finally:
             self.state.num_active -= not probe
             self.state.body_bytes -= context.body_bytes
-            _log_access(scope, context, probe)
+            _log_access(scope, context, probe or self._quiet(scope["path"]))
             REQUEST_ID.reset(token)
+
+    def _quiet(self, path: str) -> bool:
+        """Whether the operator wants no lines about requests to a path."""
+        config = self.state.config
+        paths = (config.disable_access_log_for_endpoints or "").split(",")
+        return config.disable_uvicorn_access_log or path in map(str.strip, paths)
 
 
 def _request_id(given: str | None) -> str:
@@ -111,7 +117,7 @@ def _request_id(given: str | None) -> str:
     return uuid.uuid4().hex
 
 
-def _log_access(scope: Scope, context: RequestContext, probe: bool) -> None:
+def _log_access(scope: Scope, context: RequestContext, quiet: bool) -> None:
     client = scope.get("client")
     fields: dict[str, object] = {
         "status": context.status,
@@ -123,5 +129,5 @@ def _log_access(scope: Scope, context: RequestContext, probe: bool) -> None:
         fields["completion_tokens"] = context.completion_tokens
     # The raw path is still percent-encoded, so it cannot hold a line break.
     path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
-    level = logging.DEBUG if probe else logging.INFO
+    level = logging.DEBUG if quiet else logging.INFO
     logger.log(level, "%s %s", scope["method"], path, extra=fields)

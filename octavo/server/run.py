@@ -52,7 +52,7 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     if keys:
         sources = [*(["--api-key"] if config.api_key else []), *from_environment]
         logger.info("requests need an API key", extra={"keys_from": ", ".join(sources)})
-    state = ServerState(config, engine_config, lambda: _start_engine(config, engine_config), keys)
+    state = ServerState(config, engine_config, lambda: start_engine(config, engine_config), keys)
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
     with (
         _bind(config.host, config.port) as listener,
@@ -146,7 +146,8 @@ class _Shutdown:
         self.stop()
 
 
-async def _start_engine(config: ServerConfig, engine_config: EngineConfig) -> AsyncLLM:
+async def start_engine(config: ServerConfig, engine_config: EngineConfig) -> AsyncLLM:
+    """Starts the engine of a server; returns while the model still loads."""
     names = engine_config.model.served_model_name
     return await AsyncLLM.start(
         engine_config,

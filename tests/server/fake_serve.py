@@ -41,11 +41,14 @@ def main() -> int:
             asyncio.get_running_loop().call_later(0.3, engine.loaded.set)
         return engine
 
-    run._start_engine = start
+    run.start_engine = start
     if mode == "impatient":
         protocol.HEAD_TIMEOUT = protocol.SEND_TIMEOUT = 0.5
         run.KEEP_ALIVE_TIMEOUT = 1
-    return cli.main(["serve", "--host", "127.0.0.1", "--port", "0", *sys.argv[2:]])
+    flags = sys.argv[2:]
+    host = [] if "--host" in flags else ["--host", "127.0.0.1"]
+    port = [] if "--port" in flags else ["--port", "0"]
+    return cli.main(["serve", *host, *port, *flags])
 
 
 if __name__ == "__main__":

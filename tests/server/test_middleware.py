@@ -64,6 +64,26 @@ def test_lines_of_what_generates_nothing(caplog):
     with_server(scenario)
 
 
+@pytest.mark.parametrize(
+    ("settings", "models", "version"),
+    [
+        ({}, logging.INFO, logging.INFO),
+        ({"disable_uvicorn_access_log": True}, logging.DEBUG, logging.DEBUG),
+        ({"disable_access_log_for_endpoints": "/x, /v1/models/fake"}, logging.INFO, logging.DEBUG),
+    ],
+)
+def test_lines_that_nobody_wants(caplog, settings, models, version):
+    caplog.set_level(logging.DEBUG, LOG)
+
+    async def scenario(served):
+        await served.http.get("/v1/models")
+        await served.http.get("/v1/models/fake")
+
+    with_server(scenario, **settings)
+    levels = {r.getMessage(): r.levelno for r in caplog.records if r.name == LOG}
+    assert levels == {"GET /v1/models": models, "GET /v1/models/fake": version}
+
+
 def test_a_client_without_an_address(caplog):
     caplog.set_level(logging.DEBUG, LOG)
     scope = {

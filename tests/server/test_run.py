@@ -274,7 +274,7 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
     server_config = ServerConfig(
         progress_timeout=7.0, request_memory_bytes=2**21, log_level="debug", log_format="json"
     )
-    asyncio.run(run._start_engine(server_config, config))
+    asyncio.run(run.start_engine(server_config, config))
     assert seen == {
         "progress_timeout": 7.0,
         "request_memory": 2**21,

@@ -1,0 +1,74 @@
+"""`octavo collect-env`: what a report of a fault should say about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+from octavo import __version__
+from octavo.bench.results import cpu_model
+from octavo.config import HIDDEN
+from octavo.device import cpu_memory, num_cpus, num_cuda_devices
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "xgrammar",
+    "llguidance",
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "triton",
+    "flashinfer-python",
+)
+_VARIABLES = ("OCTAVO_", "VLLM_", "HF_", "CUDA_", "OMP_", "TRITON_")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def collect_env() -> dict[str, str]:
+    """What is known of the machine and of what is installed, by name; secrets are hidden."""
+    total, available = cpu_memory()
+    found = {
+        "octavo": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": cpu_model(),
+        "cores": str(num_cpus()),
+        "memory": f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB available",
+        "kernels": _kernels(),
+        "NVIDIA GPUs": ", ".join(_gpus()) or "none",
+    }
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES):
+            found[name] = HIDDEN if any(word in name.upper() for word in _SECRET) else value
+    return found
+
+
+def _kernels() -> str:
+    """The variant of the kernels that this processor gets, and those that it could have."""
+    try:
+        from octavo.kernels import native
+    except ImportError as error:
+        return f"not built ({error})"
+    try:
+        return f"{native.isa()} (of {', '.join(native.available_isas())})"
+    except ValueError as error:  # OCTAVO_ISA names none
+        return str(error)
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return [f"{count} that PyTorch cannot use"] if (count := num_cuda_devices()) else []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,191 @@
+"""`octavo run-batch`: a file of requests in OpenAI's batch format, and a file of the answers.
+
+Each line is answered as the server would answer it; what is wrong with one is said in its answer,
+and the others go on. Answers are written in the order of the requests, as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import httpx
+import msgspec
+
+from octavo.config import EngineConfig, ServerConfig
+from octavo.errors import ConfigError
+from octavo.logs import setup_logging
+from octavo.server.app import build_app
+from octavo.server.run import start_engine
+from octavo.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+# How long a line waits that finds no room among the others.
+_RETRY_SECONDS = 0.2
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """One line of the input."""
+
+    custom_id: str
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: msgspec.Raw
+    """The request, as JSON."""
+
+
+def run_batch(
+    config: ServerConfig, engine_config: EngineConfig, input_file: str, output_file: str
+) -> int:
+    """Answers all lines of a file; returns the exit status.
+
+    Args:
+        config: the settings of answers that are the server's.
+        engine_config: the engine's.
+        input_file: lines of JSON: custom_id, method, url, body.
+        output_file: where a line goes for each of them.
+
+    Raises:
+        ConfigError: a file cannot be read or written.
+        OctavoError: the engine failed, with the root cause.
+    """
+    setup_logging(config.log_level, config.log_format)
+    source, target = Path(input_file), Path(output_file)
+    if target.exists() and source.exists() and source.samefile(target):
+        raise ConfigError(f"output_file={output_file!r} is the input file; name another one.")
+    try:
+        lines = source.open("rb")
+    except OSError as error:
+        raise ConfigError(f"input_file={input_file!r} cannot be read: {error.strerror}.") from None
+    with lines:
+        try:
+            answers = target.open("wb")
+        except OSError as error:
+            raise ConfigError(
+                f"output_file={output_file!r} cannot be written: {error.strerror}."
+            ) from None
+        with answers:
+            state = ServerState(
+                config, engine_config, lambda: start_engine(config, engine_config), []
+            )
+            asyncio.run(_answer_all(state, lines, answers))
+    return 0
+
+
+async def _answer_all(state: ServerState, lines: BinaryIO, answers: BinaryIO) -> None:
+    transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
+    state.start()
+    try:
+        await (await state.get_engine()).wait_ready()
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=None
+        ) as client:
+            batch = _Batch(state, client, answers)
+            for number, line in _numbered(lines):
+                await batch.add(number, line)
+            await batch.finish()
+        logger.info("batch finished", extra={"lines": batch.num_lines, "failed": batch.num_failed})
+    finally:
+        await state.close()
+
+
+def _numbered(lines: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers from 1."""
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+class _Batch:
+    """Requests in flight, at most as many as the engine computes at once and as many again."""
+
+    def __init__(self, state: ServerState, client: httpx.AsyncClient, answers: BinaryIO) -> None:
+        self.num_lines = 0
+        self.num_failed = 0
+        self._state = state
+        self._client = client
+        self._answers = answers
+        self._most = 2 * state.engine_config.scheduler.max_num_seqs
+        self._tasks: deque[asyncio.Task[dict[str, Any]]] = deque()
+        self._num_asking = 0
+
+    async def add(self, number: int, line: bytes) -> None:
+        """Begins to answer a line, once there is room."""
+        while len(self._tasks) >= self._most:
+            await self._write_first()
+        self._tasks.append(asyncio.create_task(self._answer(number, line)))
+
+    async def finish(self) -> None:
+        """Waits for all answers."""
+        while self._tasks:
+            await self._write_first()
+
+    async def _write_first(self) -> None:
+        answer = await self._tasks.popleft()
+        if answer["error"] is not None and self._state.failure is not None:
+            raise self._state.failure
+        self.num_lines += 1
+        self.num_failed += answer["error"] is not None
+        self._answers.write(msgspec.json.encode(answer) + b"\n")
+        self._answers.flush()
+
+    async def _answer(self, number: int, line: bytes) -> dict[str, Any]:
+        """The answer to a line, whatever is wrong with it."""
+        try:
+            request = msgspec.json.decode(line, type=BatchLine)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return _failed(_custom_id(line), f"line {number} of the input: {error}")
+        response = await self._ask(request)
+        if response.headers["content-type"].startswith("text/event-stream"):
+            return _failed(request.custom_id, "stream must be false in a batch")
+        body = response.json()
+        return {
+            "id": _new_id(),
+            "custom_id": request.custom_id,
+            "response": {
+                "status_code": response.status_code,
+                "request_id": response.headers.get("x-request-id"),
+                "body": body,
+            },
+            "error": None if response.status_code == 200 else body["error"],
+        }
+
+    async def _ask(self, request: BatchLine) -> httpx.Response:
+        """Asks; what finds no room among the others waits until they have finished."""
+        headers = {"content-type": "application/json"}
+        while True:
+            self._num_asking += 1
+            try:
+                response = await self._client.post(
+                    request.url, content=bytes(request.body), headers=headers
+                )
+            finally:
+                self._num_asking -= 1
+            if response.status_code != 429 or not self._num_asking:
+                return response
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _failed(custom_id: str | None, message: str) -> dict[str, Any]:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return {"id": _new_id(), "custom_id": custom_id, "response": None, "error": error}
+
+
+def _custom_id(line: bytes) -> str | None:
+    """The id of a line that is wrong, if it can be told."""
+
+    class Named(msgspec.Struct):
+        custom_id: str
+
+    try:
+        return msgspec.json.decode(line, type=Named).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
