@@ -6,13 +6,10 @@ import atexit
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.template_client import RenderRequest, TemplateClient
-
-if TYPE_CHECKING:
-    from octavo.tokenizer import Tokenizer
 
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -26,6 +23,18 @@ atexit.register(_long_client.close)
 # In characters of the messages and in messages.
 _LONG_TEXT = 20_000
 _MANY_MESSAGES = 100
+
+
+class HasTemplates(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Jinja sources by name."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Variables for the templates."""
 
 
 class ChatTemplate:
@@ -43,7 +52,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
+    def from_tokenizer(cls, tokenizer: HasTemplates, override: str | None = None) -> ChatTemplate:
         """The template of the model, or another one given by the operator.
 
         A model's own template is compiled meanwhile, and a broken one fails chats only.

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import signal
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import msgspec
 from tqdm import tqdm
 
-from octavo import clock
-from octavo.config import BUILTIN_MODEL, EngineConfig
-from octavo.engine.assemble import make_engine_core
+from octavo.config import BUILTIN_MODEL, EngineConfig, ModelConfig
 from octavo.engine.beam_search import (
     Beam,
     beam_requests,
@@ -27,30 +21,24 @@ from octavo.engine.beam_search import (
     prompt_params,
     step_params,
 )
-from octavo.engine.core_client import InprocClient
-from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.input_processor import Prompt
+from octavo.engine.interrupts import late_interrupts
+from octavo.engine.llm_engine import LLMEngine, failed_output
 from octavo.engine.memory_plan import MemoryPlan
-from octavo.engine.output_processor import OutputProcessor
-from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
-from octavo.logs import setup_default_logging
+from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter
+from octavo.engine_args import EngineArgs, engine_settings
+from octavo.errors import OctavoError, RequestError, UnsupportedError
 from octavo.messages import EngineCoreRequest, SchedulerStats
-from octavo.models.hub import resolve_folders
-from octavo.models.registry import read_spec
-from octavo.outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    CompletionOutput,
-    RequestOutput,
-)
-from octavo.profiler import span
+from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-OFFLINE_BATCHED_TOKENS = 8192
+if TYPE_CHECKING:
+    from octavo.metrics_reader import Metric
 
 Message = Mapping[str, Any]
+Bar = bool | Callable[..., Any]
+"""Whether there is a progress bar, or what makes one, as `tqdm` does."""
 T = TypeVar("T")
 
 
@@ -59,7 +47,9 @@ class LLM:
 
     Args:
         model: folder, hub id, or nothing for the built-in model.
-        **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name.
+        chat_template: a template, or its file, for `chat` instead of the model's own.
+        **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name. What only vLLM has is
+            accepted if it asks for nothing special, and refused with what to use otherwise.
 
     Raises:
         ConfigError, ModelError, HubError: if settings, model folder or download are bad.
@@ -67,27 +57,29 @@ class LLM:
     Use it as a context manager, or call `shutdown`, to give its memory back at once.
     """
 
-    def __init__(self, model: str = BUILTIN_MODEL, **kwargs: Any) -> None:
-        setup_default_logging()
-        self.config = EngineConfig.from_kwargs(model=model, **kwargs)
-        settings = self.config.model
-        path, tokenizer_path = resolve_folders(self.config)
-        self._tokenizer: Tokenizer | None = None
-        if not settings.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
-        core, self._plan = make_engine_core(
-            self.config, self._spec, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS
+    def __init__(
+        self, model: str = BUILTIN_MODEL, *, chat_template: str | Path | None = None, **kwargs: Any
+    ) -> None:
+        self.config = EngineConfig.from_kwargs(**engine_settings({"model": model, **kwargs}))
+        self.llm_engine = LLMEngine(
+            self.config, log_stats=not kwargs.get("disable_log_stats", True)
         )
-        self._client = InprocClient(core)
-        self._input_processor = InputProcessor(
-            settings, self._spec, self._tokenizer, self._plan.max_model_len
-        )
-        self._output_processor = OutputProcessor(self._tokenizer)
-        self._request_ids = itertools.count()
-        self._inboxes: dict[str, list[RequestOutput | OctavoError]] = {}
-        """What came for each live request and has not been taken yet."""
-        self._running = True
+        """The engine by itself: vLLM's `LLMEngine`."""
+        self._chat_template = None if chat_template is None else str(chat_template)
+        self._client = self.llm_engine.client
+        self._input_processor = self.llm_engine.input_processor
+        self._inboxes = self.llm_engine.inboxes
+        self._enqueued: list[str] = []
+        """Requests of `enqueue`, in their order."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An LLM of vLLM's settings.
+
+        Raises:
+            ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+        """
+        return cls(**vars(engine_args))
 
     def __enter__(self) -> Self:
         return self
@@ -103,21 +95,35 @@ class LLM:
     @property
     def memory_plan(self) -> MemoryPlan:
         """What the engine holds, byte by byte."""
-        return self._plan
+        return self.llm_engine.memory_plan
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's settings, with the `max_model_len` that came out."""
+        return self.llm_engine.model_config
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
+        lora_request: Sequence[None] | None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates an answer to each prompt; the answers come in the order of the prompts.
 
         Args:
             prompts: one prompt or a list: texts, or dicts with "prompt" or "prompt_token_ids".
             sampling_params: one for all or one for each; None: the model's own defaults.
-            use_tqdm: show a progress bar.
+            use_tqdm: show a progress bar; or what makes one, as `tqdm` does.
+            lora_request: adapters are not supported.
+            priority: one for each prompt, smaller is served earlier; with
+                `scheduling_policy="priority"`.
+            tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
+            mm_processor_kwargs: models take text only.
 
         A request that fails by itself, such as one whose grammar cannot be compiled, has an answer
         with `finish_reason` "error" and the reason as `stop_reason`.
@@ -125,9 +131,73 @@ class LLM:
         Raises:
             RequestError: if a prompt or parameter is bad; nothing has been generated then.
         """
-        batch = _as_list(prompts)
-        params = self._params_for(batch, sampling_params)
-        return self._generate(batch, params, use_tqdm=use_tqdm, add_special_tokens=True)
+        starts = self._starts(
+            _as_list(prompts),
+            sampling_params,
+            True,
+            lora_request,
+            priority,
+            tokenization_kwargs,
+            mm_processor_kwargs,
+        )
+        return self._run(starts, use_tqdm=use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Sequence[None] | None = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: Bar = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Hands in prompts without computing anything; `wait_for_completion` does that.
+
+        Args:
+            prompts: as for `generate`, and so are the others.
+            sampling_params: likewise.
+            lora_request: likewise.
+            priority: likewise.
+            use_tqdm: ignored: it is done at once.
+            tokenization_kwargs: as for `generate`.
+            mm_processor_kwargs: likewise.
+
+        Returns:
+            The ids of the requests.
+
+        Raises:
+            RequestError: if a prompt or parameter is bad; nothing has been handed in then.
+        """
+        starts = self._starts(
+            _as_list(prompts),
+            sampling_params,
+            True,
+            lora_request,
+            priority,
+            tokenization_kwargs,
+            mm_processor_kwargs,
+        )
+        return self._enqueue(starts)
+
+    def wait_for_completion(
+        self, output_type: object = None, *, use_tqdm: Bar = True
+    ) -> list[RequestOutput]:
+        """Computes what `enqueue` and `enqueue_chat` handed in.
+
+        Args:
+            output_type: ignored: all outputs are of one type.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            The answers, in the order in which the prompts were handed in.
+        """
+        request_ids, self._enqueued = self._enqueued, []
+        with late_interrupts() as interrupts:
+            try:
+                return self._wait(request_ids, use_tqdm, interrupts.raise_now)
+            finally:
+                self.llm_engine.end(request_ids)
 
     def beam_search(
         self,
@@ -150,11 +220,11 @@ class LLM:
             self._process(prompt, prompt_params(params), add_special_tokens=True)
             for prompt in _as_list(prompts)
         ]
-        vocab_size = self._spec.vocab_size
+        vocab_size = self.llm_engine.spec.vocab_size
         searches = [make_beam_search(params, request, vocab_size) for request, _ in processed]
         while live := [i for i, search in enumerate(searches) if search.live]:
             beams = [
-                partial(self._start, beam, step_params(searches[i]), None)
+                partial(self.llm_engine.start, beam, step_params(searches[i]), None)
                 for i in live
                 for beam in beam_requests(processed[i][0], searches[i])
             ]
@@ -174,13 +244,14 @@ class LLM:
         ]
 
     def _sequence(self, prompt: list[int], beam: Beam, keep_eos: bool) -> BeamSearchSequence:
+        tokenizer = self.llm_engine.tokenizer
         ended = beam.finish_reason == "stop"
         tokens = prompt + (beam.token_ids[:-1] if ended and not keep_eos else beam.token_ids)
         return BeamSearchSequence(
             tokens,
             [row[0] for row in beam.rows],
             beam.cum_logprob,
-            None if self._tokenizer is None else self._tokenizer.decode(tokens),
+            None if tokenizer is None else tokenizer.decode(tokens),
             beam.finish_reason,
         )
 
@@ -188,32 +259,104 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: Bar = True,
+        lora_request: Sequence[None] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next turn of one conversation or of each of several.
+
+        Args:
+            messages: OpenAI's, of one conversation or of several.
+            sampling_params: as for `generate`.
+            use_tqdm: likewise.
+            lora_request: likewise.
+            chat_template: as for `render_chat`, and so are the next four.
+            chat_template_content_format: only "auto": each template gets what it can handle.
+            add_generation_prompt: see there.
+            continue_final_message: see there.
+            tools: see there.
+            chat_template_kwargs: see there.
+            tokenization_kwargs: as for `generate`.
+            mm_processor_kwargs: likewise.
 
         Raises:
             RequestError: if a conversation or parameter is bad.
         """
-        conversations: list[Any] = (
-            [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = self._render_chats(
+            messages,
+            chat_template_content_format,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
-        prompts: list[Prompt] = [
-            self.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
-        params = self._params_for(prompts, sampling_params)
-        # The template writes the special tokens itself.
-        return self._generate(prompts, params, use_tqdm=use_tqdm, add_special_tokens=False)
+        starts = self._starts(
+            prompts,
+            sampling_params,
+            False,
+            lora_request,
+            None,
+            tokenization_kwargs,
+            mm_processor_kwargs,
+        )
+        return self._run(starts, use_tqdm=use_tqdm)
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Bar = True,
+        lora_request: Sequence[None] | None = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Hands in conversations without computing anything; see `enqueue` and `chat`."""
+        prompts = self._render_chats(
+            messages,
+            chat_template_content_format,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        starts = self._starts(
+            prompts,
+            sampling_params,
+            False,
+            lora_request,
+            priority,
+            tokenization_kwargs,
+            mm_processor_kwargs,
+        )
+        return self._enqueue(starts)
+
+    def encode(self, *_: object, **__: object) -> NoReturn:
+        """Not supported.
+
+        Raises:
+            UnsupportedError: always; so do `embed`, `classify`, `score` and `reward`.
+        """
+        raise UnsupportedError(
+            "Models generate text here; embeddings, classes, scores and rewards are not supported."
+        )
+
+    embed = classify = score = reward = encode
 
     def stream(
         self,
@@ -231,12 +374,12 @@ class LLM:
         request_id: str | None = None
         finished = False
         try:
-            with _late_interrupts():
+            with late_interrupts():
                 request_id = self._add(prompt, params, RequestOutputKind.DELTA, add_special_tokens)
                 inbox = self._inboxes[request_id]
             while not finished:
                 if not inbox:
-                    with _late_interrupts():
+                    with late_interrupts():
                         self._step()
                     continue
                 output = inbox.pop(0)
@@ -246,9 +389,9 @@ class LLM:
                 finished = output.finished
                 yield output
         finally:
-            with _late_interrupts():
+            with late_interrupts():
                 if request_id is not None:
-                    self._end([request_id])
+                    self.llm_engine.end([request_id])
 
     def render_chat(
         self,
@@ -256,6 +399,8 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation; it holds its special tokens already.
@@ -264,6 +409,8 @@ class LLM:
             messages: OpenAI's messages.
             chat_template: a template, or its file, instead of the model's own.
             add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: end inside the last message, so that the model goes on with it.
+            tools: definitions of tools, in OpenAI's form, for templates that know them.
             chat_template_kwargs: further variables for the template.
 
         Raises:
@@ -271,10 +418,14 @@ class LLM:
         """
         from octavo.chat_template import ChatTemplate  # brings Jinja, which most calls do without
 
-        template = ChatTemplate.from_tokenizer(self.get_tokenizer(), chat_template)
+        template = ChatTemplate.from_tokenizer(
+            self.get_tokenizer(), chat_template or self._chat_template
+        )
         return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
             template_kwargs=chat_template_kwargs,
         )
 
@@ -284,23 +435,41 @@ class LLM:
         Raises:
             UnsupportedError: if the engine was made with skip_tokenizer_init.
         """
-        if self._tokenizer is None:
-            raise UnsupportedError(
-                "There is no tokenizer: the engine was made with skip_tokenizer_init=True."
-            )
-        return self._tokenizer
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from its generation_config.json."""
-        return msgspec.convert(self._spec.generation_config, SamplingParams)
+        return msgspec.convert(self.llm_engine.spec.generation_config, SamplingParams)
 
     def stats(self) -> SchedulerStats:
         """State and counters of the scheduler and the KV cache."""
-        return msgspec.convert(_complete(self._client.call_utility("stats")), SchedulerStats)
+        return self.llm_engine.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics as they are now.
+
+        Raises:
+            UnsupportedError: if it was not made with `disable_log_stats=False`.
+        """
+        return self.llm_engine.get_metrics()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., T],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[T]:
+        """Calls a method of each worker; see `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], T]) -> list[T]:
+        """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
+        return self.llm_engine.apply_model(func)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
-        return bool(_complete(self._client.call_utility("reset_prefix_cache")))
+        return self.llm_engine.reset_prefix_cache()
 
     def start_profile(self) -> None:
         """Begins to record spans of steps and kernels; needs `profiler_dir`.
@@ -308,7 +477,7 @@ class LLM:
         Raises:
             ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
         """
-        _complete(self._client.call_utility("start_profile"))
+        self.llm_engine.start_profile()
 
     def stop_profile(self) -> Path:
         """Ends the profile; returns the Chrome trace's file.
@@ -316,12 +485,11 @@ class LLM:
         Raises:
             ProfilerError: no profile is being recorded, or it cannot be written.
         """
-        return Path(_complete(self._client.call_utility("stop_profile")))
+        return Path(self.llm_engine.stop_profile())
 
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""
-        self._running = False
-        _complete(self._client.shutdown())
+        self.llm_engine.shutdown()
 
     def _params_for(
         self,
@@ -348,133 +516,123 @@ class LLM:
     ) -> str:
         request, text = self._process(prompt, params, add_special_tokens=add_special_tokens)
         params = msgspec.structs.replace(params, output_kind=output_kind)
-        return self._start(request, params, text)
+        return self.llm_engine.start(request, params, text)
 
     def _process(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
     ) -> tuple[EngineCoreRequest, str | None]:
-        return self._input_processor.process(
-            str(next(self._request_ids)),
-            prompt,
-            params,
-            arrival_time=clock.now(),
-            add_special_tokens=add_special_tokens,
-        )
-
-    def _start(self, request: EngineCoreRequest, params: SamplingParams, text: str | None) -> str:
-        """Hands a request to the engine; returns its id."""
-        if not self._running:
-            raise EngineDeadError("This LLM was shut down; make a new one.")
-        self._inboxes[request.request_id] = []
-        self._output_processor.add_request(request, params, text)
-        _complete(self._client.add_request(request))
-        return request.request_id
+        return self.llm_engine.process(prompt, params, add_special_tokens=add_special_tokens)
 
     def _step(self) -> list[str]:
         """Runs a step; returns the ids of the requests that it brought something for."""
-        outputs = _complete(self._client.get_output())
-        with span("process_outputs"):
-            processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp)
-        _complete(self._client.abort_requests(processed.reqs_to_abort))
-        for output in processed.request_outputs:
-            self._inboxes[output.request_id].append(output)
-        for request_id, error in processed.errors.items():
-            self._inboxes[request_id].append(error)
-        return [*(o.request_id for o in processed.request_outputs), *processed.errors]
+        return self.llm_engine.advance()
 
-    def _end(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests; those that still run are aborted."""
-        _complete(self._client.abort_requests(self._output_processor.abort_requests(request_ids)))
-        for request_id in request_ids:
-            del self._inboxes[request_id]
+    def _render_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        content_format: str,
+        **options: Any,
+    ) -> list[Prompt]:
+        """The prompts of one conversation or of several."""
+        if content_format != "auto":
+            raise UnsupportedError(
+                f"chat_template_content_format={content_format!r} is not supported; leave it out: "
+                "each template gets what it can handle.",
+                "chat_template_content_format",
+            )
+        conversations: list[Any] = (
+            [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        )
+        return [self.render_chat(conversation, **options) for conversation in conversations]
 
-    def _generate(
+    def _starts(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        *,
-        use_tqdm: bool,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         add_special_tokens: bool,
-    ) -> list[RequestOutput]:
-        kind = RequestOutputKind.FINAL_ONLY
-        starts = [
-            partial(self._add, prompt, its_params, kind, add_special_tokens)
-            for prompt, its_params in zip(prompts, params, strict=True)
-        ]
-        return self._run(starts, use_tqdm=use_tqdm)
+        lora_request: Sequence[None] | None,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+    ) -> list[Callable[[], str]]:
+        """What starts the requests of a batch, one each."""
+        refuse_adapter(lora_request)
+        if mm_processor_kwargs:
+            raise UnsupportedError(
+                "mm_processor_kwargs is not supported: models take text only here.",
+                "mm_processor_kwargs",
+            )
+        params = self._params_for(prompts, sampling_params)
+        if priority is not None:
+            if len(priority) != len(prompts):
+                raise ValueError(
+                    f"There are {len(prompts)} prompts and {len(priority)} priorities; give one "
+                    "for each."
+                )
+            params = [
+                msgspec.structs.replace(its_params, priority=its_priority)
+                for its_params, its_priority in zip(params, priority, strict=True)
+            ]
+        starts: list[Callable[[], str]] = []
+        for prompt, its_params in zip(prompts, params, strict=True):
+            its_params, special = apply_tokenization(
+                its_params, tokenization_kwargs, add_special_tokens
+            )
+            starts.append(
+                partial(self._add, prompt, its_params, RequestOutputKind.FINAL_ONLY, special)
+            )
+        return starts
 
-    def _run(self, starts: Sequence[Callable[[], str]], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Starts requests, each by a call that returns its id, and waits for all of them."""
+    def _enqueue(self, starts: Sequence[Callable[[], str]]) -> list[str]:
         request_ids: list[str] = []
-        results: list[RequestOutput] = []
-        with _late_interrupts() as interrupts:
+        with late_interrupts() as interrupts:
             try:
                 for start in starts:
                     interrupts.raise_now()
                     request_ids.append(start())
-                waiting = set(request_ids)
-                with tqdm(total=len(starts), desc="Processed prompts", disable=not use_tqdm) as bar:
-                    while waiting:
-                        waiting.difference_update(self._step())
-                        bar.update(len(starts) - len(waiting) - bar.n)
-                        interrupts.raise_now()
-                for request_id in request_ids:
-                    (output,) = self._inboxes[request_id]
-                    if isinstance(output, OctavoError):
-                        output = _failed(request_id, output)
-                    results.append(output)
+            except BaseException:
+                self.llm_engine.end(request_ids)
+                raise
+            self._enqueued += request_ids
+        return request_ids
+
+    def _run(self, starts: Sequence[Callable[[], str]], *, use_tqdm: Bar) -> list[RequestOutput]:
+        """Starts requests, each by a call that returns its id, and waits for all of them."""
+        request_ids: list[str] = []
+        with late_interrupts() as interrupts:
+            try:
+                for start in starts:
+                    interrupts.raise_now()
+                    request_ids.append(start())
+                return self._wait(request_ids, use_tqdm, interrupts.raise_now)
             finally:
-                self._end(request_ids)
+                self.llm_engine.end(request_ids)
+
+    def _wait(
+        self, request_ids: Sequence[str], use_tqdm: Bar, between: Callable[[], None]
+    ) -> list[RequestOutput]:
+        """Runs steps until requests have finished, calling `between` after each."""
+        make_bar: Callable[..., Any] = use_tqdm if callable(use_tqdm) else tqdm
+        waiting = {request_id for request_id in request_ids if not self._inboxes[request_id]}
+        bar = make_bar(total=len(request_ids), desc="Processed prompts") if use_tqdm else None
+        num_done = 0
+        try:
+            while waiting:
+                waiting.difference_update(self._step())
+                if bar is not None:
+                    bar.update(len(request_ids) - len(waiting) - num_done)
+                    num_done = len(request_ids) - len(waiting)
+                between()
+        finally:
+            if bar is not None:
+                bar.close()
+        results: list[RequestOutput] = []
+        for request_id in request_ids:
+            (output,) = self._inboxes[request_id]
+            if isinstance(output, OctavoError):
+                output = failed_output(request_id, output)
+            results.append(output)
         return results
-
-
-def _complete(call: Coroutine[None, None, T]) -> T:
-    """The result of an `InprocClient`'s call, which never waits for anything."""
-    try:
-        call.send(None)
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    raise AssertionError("a call in process waits")
-
-
-class _Interrupts:
-    """Ctrl-C that has not been raised yet."""
-
-    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
-        self._handler = handler
-        self._last: tuple[int, FrameType | None] | None = None
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler meanwhile. The second Ctrl-C is raised at once: somebody is in a hurry."""
-        if self._last is not None:
-            self._handler(number, frame)
-        self._last = number, frame
-
-    def raise_now(self) -> None:
-        """Raises what has been noted."""
-        last, self._last = self._last, None
-        if last is not None:
-            self._handler(*last)
-
-
-@contextmanager
-def _late_interrupts() -> Iterator[_Interrupts]:
-    """Ctrl-C comes at the block's end, or where the block wants it.
-
-    Anywhere else it would leave the engine's books half written.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield _Interrupts(lambda *_: None)
-        return
-    interrupts = _Interrupts(before)
-    signal.signal(signal.SIGINT, interrupts.note)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
-        interrupts.raise_now()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -490,10 +648,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]  # a list of ids: mypy cannot narrow it
     return list(prompts)  # type: ignore[arg-type]  # nor that these are prompts now
-
-
-def _failed(request_id: str, error: OctavoError) -> RequestOutput:
-    """The output of a request that failed by itself: the others of the batch are not lost."""
-    logger.warning("request %s failed: %s", request_id, error)
-    answer = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
-    return RequestOutput(request_id, None, [], None, [answer], finished=True)

@@ -115,17 +115,22 @@ class FlatLogprobs(Sequence[Any]):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer to a prompt."""
+    """One answer to a prompt. Fields whose type is None are vLLM's, for things not supported."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
+    routed_experts: None = None
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; None while the answer goes on."""
     stop_reason: int | str | None = None
     """The stop token id or stop text that ended the answer; None for the end-of-sequence token."""
+    lora_request: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
 
     def finished(self) -> bool:
         """Whether this answer is complete."""
@@ -143,10 +148,30 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
+    @property
+    def scheduled_ts(self) -> float:
+        """vLLM's name of `first_scheduled_time`; 0 if it never ran."""
+        return self.first_scheduled_time or 0.0
+
+    @property
+    def first_token_ts(self) -> float:
+        """vLLM's name of `first_token_time`; 0 if there was no token."""
+        return self.first_token_time or 0.0
+
+    @property
+    def last_token_ts(self) -> float:
+        """vLLM's name of `last_token_time`; 0 if there was no token."""
+        return self.last_token_time or 0.0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from the arrival to the first token; 0 if there was none."""
+        return self.first_token_ts and self.first_token_ts - self.arrival_time
+
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All answers to one prompt."""
+    """All answers to one prompt. Fields whose type is None are vLLM's, for things not supported."""
 
     request_id: str
     prompt: str | None
@@ -154,8 +179,16 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = field(default=None, kw_only=True)
+    kv_transfer_params: None = field(default=None, kw_only=True)
+    ec_transfer_params: None = field(default=None, kw_only=True)
 
 
 @dataclass(slots=True)

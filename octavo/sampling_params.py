@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
 import numbers
@@ -46,7 +47,24 @@ _FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "flat_logprobs",
+    "skip_clone",
 )
+
+_LEAVE_OUT = "leave it out"
+_REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
+    "watermarking": ((False,), _LEAVE_OUT),
+    "prompt_logprob_token_ids": ((), "use prompt_logprobs"),
+    "prompt_logprob_start": ((0,), "use prompt_logprobs"),
+    "logprob_token_ids": ((), "use logprobs"),
+    "stream_interval": ((1,), "an output comes with each step"),
+    "skip_reading_prefix_cache": ((False,), "give the request a cache_salt of its own"),
+    "thinking_token_budget": ((-1,), "use max_tokens"),
+    "repetition_detection": ((), "use repetition_penalty or frequency_penalty"),
+    "routed_experts_prompt_start": ((0,), _LEAVE_OUT),
+    "trace_decode_token_ids": ((), _LEAVE_OUT),
+}
+"""vLLM's fields that are not supported: values that ask for nothing (as None does), what to do."""
 
 
 GrammarKind: TypeAlias = Literal[
@@ -72,8 +90,8 @@ class RequestOutputKind(enum.IntEnum):
     """One output, when the request has finished."""
 
 
-class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What the answer has to look like: exactly one of the first six. Names are vLLM's.
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
+    """What the answer has to look like: exactly one of the kinds. Names and order are vLLM's.
 
     Raises:
         RequestError: on construction; `param` is the field that is wrong, and the message begins
@@ -90,16 +108,16 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """A context-free grammar, in EBNF or Lark's notation."""
     json_object: bool = False
     """The answer is any JSON object."""
-    structural_tag: str | dict[str, Any] | None = None
-    """Tags whose insides follow schemas, in xgrammar's notation: JSON or its text, then text."""
     disable_any_whitespace: bool = False
     """JSON without white space between its parts."""
-    backend: GrammarBackendName = "auto"
-    """Who compiles it; auto: the engine chooses. vLLM's "guidance" is llguidance."""
     disable_additional_properties: bool = False
     """Refused: a schema says so itself."""
     whitespace_pattern: str | None = None
     """Refused: no backend has it for all schemas."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Tags whose insides follow schemas, in xgrammar's notation: JSON or its text, then text."""
+    backend: GrammarBackendName = "auto"
+    """Who compiles it; auto: the engine chooses. vLLM's "guidance" is llguidance."""
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -197,8 +215,8 @@ GuidedDecodingParams = StructuredOutputsParams
 """Its older name in vLLM."""
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Parameters of one generation request. Names and defaults are vLLM's.
+class SamplingParams(msgspec.Struct, omit_defaults=True):
+    """Parameters of one generation request. Names, order and defaults are vLLM's.
 
     Raises:
         RequestError: on construction, naming the field, the value and the range.
@@ -215,6 +233,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     0, at most 1000."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
+    watermarking: bool | None = None
+    """Refused if true."""
     top_p: float = 1.0
     """Keep the most probable tokens whose probabilities add up to this; in (0, 1]."""
     top_k: int = 0
@@ -237,6 +257,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """How many most probable tokens to report for each output token; -1: the whole vocabulary."""
     prompt_logprobs: int | None = None
     """The same for each prompt token."""
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    """Refused."""
+    prompt_logprob_start: int | None = None
+    """Refused."""
+    logprob_token_ids: list[int] | None = None
+    """Refused."""
+    flat_logprobs: bool = False
+    """Accepted: logprobs are always kept flat, and read like vLLM's in either form."""
     detokenize: bool = True
     """Turn tokens into text."""
     skip_special_tokens: bool = True
@@ -247,6 +275,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Keep the stop text at the end of the answer."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Whether outputs hold all so far, only what is new, or come once at the end."""
+    stream_interval: int | None = None
+    """Refused if above 1: an output comes with each step."""
+    skip_clone: bool = False
+    """Accepted: parameters are never changed, so they are not copied."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of the given token ids; -100 to 100."""
     allowed_token_ids: list[int] | None = None
@@ -267,6 +299,41 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """What it asks of logits processors of plug-ins: plain data by key."""
     truncation_side: Literal["left", "right"] = "left"
     """Where `truncate_prompt_tokens` cuts: left keeps the prompt's last tokens, right the first."""
+    skip_reading_prefix_cache: bool | None = None
+    """Refused if true: a `cache_salt` of its own keeps a request from cached prefixes."""
+    thinking_token_budget: int | None = None
+    """Refused; -1, no limit, is None."""
+    repetition_detection: Any = None
+    """Refused."""
+    routed_experts_prompt_start: int = 0
+    """Refused."""
+    trace_decode_token_ids: list[int] | None = None
+    """Refused."""
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """The same as the constructor, but None is the default, and `logit_bias` is clamped.
+
+        Args:
+            given: fields by name; biases beyond -100 to 100 become these.
+
+        Raises:
+            RequestError: as the constructor.
+        """
+        given = {
+            name: value
+            for name, value in given.items()
+            if value is not None or name == "max_tokens"  # whose None is not its default
+        }
+        bias = given.get("logit_bias")
+        if isinstance(bias, dict) and all(map(_is_number, bias.values())):
+            # In this order of comparison NaN stays, and is refused.
+            given["logit_bias"] = {t: max(min(b, 100.0), -100.0) for t, b in bias.items()}
+        return cls(**given)
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with the original."""
+        return copy.deepcopy(self)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -290,6 +357,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return self.temperature == 0.0
 
     def _verify(self) -> None:
+        for name, (harmless, instead) in _REFUSED.items():
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value in harmless):
+                raise UnsupportedError(f"{name}={_show(value)} is not supported; {instead}.", name)
         self._check_int("n", 1, MAX_N)
         self._check_float("presence_penalty", -2.0, 2.0)
         self._check_float("frequency_penalty", -2.0, 2.0)
@@ -456,7 +527,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         setattr(self, name, float(value))
 
 
-class BeamSearchParams(msgspec.Struct, omit_defaults=True, kw_only=True):
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     """Parameters of a beam search. Names and defaults are vLLM's, and `early_stopping`.
 
     Raises:

@@ -7,7 +7,7 @@ A tokenizer is read from a Hugging Face folder: `tokenizer.json` holds the whole
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,25 @@ _SHORT_TEXT = 1_000
 _SMALL_TEXT = 2**16
 
 
+class BatchEncoding(dict[str, Any]):
+    """What calling a `Tokenizer` returns: "input_ids" and "attention_mask", as attributes, too."""
+
+    @property
+    def input_ids(self) -> Any:
+        """Token ids: a list, or a list for each text."""
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        """Ones, as many as there are ids."""
+        return self["attention_mask"]
+
+
 class Tokenizer:
     """An immutable tokenizer; every method may be called from several threads at once.
+
+    What transformers' tokenizers have besides is named alike: calling it, `apply_chat_template`,
+    `get_vocab` ...
 
     Attributes:
         config: what tokenizer_config.json and special_tokens_map.json say, as it stands there.
@@ -129,6 +146,126 @@ class Tokenizer:
         """Text of the end-of-sequence token."""
         return self.special_tokens.get("eos_token")
 
+    @property
+    def pad_token(self) -> str | None:
+        """Text of the padding token."""
+        return self.special_tokens.get("pad_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Id of the padding token, None if there is none."""
+        return self._named_id("pad_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """Id of the token for unknown texts, None if there is none."""
+        return self._named_id("unk_token")
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Texts of the tokens that `skip_special_tokens` leaves out."""
+        return self.convert_ids_to_tokens(sorted(self.all_special_ids))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source of the model's chat template."""
+        return self.chat_templates.get("default")
+
+    def get_vocab(self) -> dict[str, int]:
+        """All tokens as the vocabulary writes them, added ones included, and their ids."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """The added tokens, and their ids."""
+        return {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> BatchEncoding:
+        """Turns a text or several into token ids, as transformers' tokenizers do; never pads.
+
+        Args:
+            text: one text or several.
+            add_special_tokens: as the tokenizer's files say.
+            truncation: keep `max_length` ids at most: special ones, and the first of the others.
+            max_length: see there.
+
+        Raises:
+            RequestError: a text is not valid Unicode.
+        """
+        keep = max_length if truncation else None
+        texts = [text] if isinstance(text, str) else text
+        ids = [self._encode_at_most(one, add_special_tokens, keep) for one in texts]
+        masks = [[1] * len(one) for one in ids]
+        if isinstance(text, str):
+            return BatchEncoding(input_ids=ids[0], attention_mask=masks[0])
+        return BatchEncoding(input_ids=ids, attention_mask=masks)
+
+    def _encode_at_most(self, text: str, special: bool, keep: int | None) -> list[int]:
+        ids = self.encode(text, special)
+        if keep is None or len(ids) <= keep:
+            return ids
+        if not special:
+            return ids[:keep]
+        (encoding,) = self._encode([text], False)
+        num_special = len(self._prefix) + len(self._suffix)
+        num_special += self._backend.num_special_tokens_to_add(False)
+        encoding.truncate(max(keep - num_special, 0))
+        shorter: list[int] = self._backend.post_process(encoding).ids
+        return self._prefix + shorter + self._suffix
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **template_kwargs: Any,
+    ) -> Any:
+        """The prompt of a conversation, or of several, as transformers' tokenizers make it.
+
+        Args:
+            conversation: OpenAI's messages, or a list of such lists.
+            tools: definitions of tools, for templates that know them.
+            documents: texts for retrieval, likewise.
+            chat_template: a template, or its file, instead of the model's own.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: end inside the last message.
+            tokenize: return token ids instead of a text.
+            template_kwargs: further variables for the template.
+
+        Returns:
+            A text or a list of ids; of several conversations, a list of these.
+
+        Raises:
+            RequestError: the messages are malformed, or the template refuses them.
+        """
+        from octavo.chat_template import ChatTemplate  # which most tokenizers never need
+
+        template = ChatTemplate.from_tokenizer(self, chat_template)
+        several = bool(conversation) and not isinstance(conversation[0], Mapping)
+        conversations: Any = conversation if several else [conversation]
+        made: list[Any] = []
+        for messages in conversations:
+            text = template.render(
+                messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs or None,
+            )
+            # The template writes the special tokens itself.
+            made.append(self.encode(text, add_special_tokens=False) if tokenize else text)
+        return made if several else made[0]
+
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
@@ -184,8 +321,8 @@ class Tokenizer:
                 "invalid_unicode",
             ) from None
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Turns token ids into text; ids outside the vocabulary have none.
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Turns token ids, or one, into text; ids outside the vocabulary have none.
 
         Of many ids, as of a long text, without the interpreter's lock.
 
@@ -193,6 +330,7 @@ class Tokenizer:
             RequestError: an id is negative or does not fit 32 bits.
         """
         backend = self._backend
+        ids = [ids] if isinstance(ids, int) else ids
         try:
             if len(ids) > _SHORT_TEXT:
                 (text,) = backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)

@@ -298,6 +298,9 @@ class FakeExecutor(Executor):
         self.steps.append(work)
         return FakeStep(self, work)
 
+    def collective_rpc(self, call, timeout=None):
+        return [call(self.worker)]
+
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 

@@ -161,11 +161,19 @@ def test_imports_bring_no_more_than_needed(module):
 def test_public_names():
     assert set(octavo.__all__) == {
         "LLM",
+        "AsyncEngineArgs",
+        "AsyncLLM",
+        "AsyncLLMEngine",
         "BeamSearchParams",
         "CompletionOutput",
+        "EmbedsPrompt",
+        "EngineArgs",
+        "LLMEngine",
         "RequestOutput",
         "RequestOutputKind",
         "SamplingParams",
+        "TextPrompt",
+        "TokensPrompt",
         "__version__",
     }
     for name in octavo.__all__:

@@ -1,11 +1,18 @@
 """`FlatLogprobs` is a list of dicts that takes little memory."""
 
+import dataclasses
 import pickle
 
 import numpy as np
 import pytest
 
-from octavo.outputs import FlatLogprobs, Logprob
+from octavo.outputs import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from tests.params import pack_logprobs
 
 ROWS = [
@@ -73,3 +80,24 @@ def test_a_row_takes_as_many_bytes_as_its_numbers():
         flat.append_rows(bytes(4 * width), np.zeros(width, np.float32).tobytes(), bytes(4))
     held = sum(a.buffer_info()[1] * 4 for a in (flat._token_ids, flat._logprobs, flat._ranks))
     assert held == rows * (2 * width + 1) * 4
+
+
+def test_outputs_have_vllms_fields_in_its_order():
+    assert [f.name for f in dataclasses.fields(RequestOutput)] == [
+        *("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished"),
+        *("metrics", "lora_request", "encoder_prompt", "encoder_prompt_token_ids"),
+        *("num_cached_tokens", "num_cache_creation_tokens", "prompt_token_id_logprobs"),
+        *("kv_transfer_params", "ec_transfer_params"),
+    ]
+    assert [f.name for f in dataclasses.fields(CompletionOutput)] == [
+        *("index", "text", "token_ids", "cumulative_logprob", "logprobs", "routed_experts"),
+        *("finish_reason", "stop_reason", "lora_request", "sampling_mask"),
+        *("spec_decode_metrics", "weight_versions"),
+    ]
+
+
+def test_times_by_vllms_names():
+    times = RequestMetrics(10.0, 10.5, 12.0, 13.0)
+    assert (times.scheduled_ts, times.first_token_ts, times.last_token_ts) == (10.5, 12.0, 13.0)
+    assert times.first_token_latency == 2.0
+    assert RequestMetrics(10.0).first_token_latency == 0

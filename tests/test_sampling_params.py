@@ -81,6 +81,18 @@ GOOD = [
     ("structured_outputs", [None, StructuredOutputsParams(regex="a")]),
     ("guided_decoding", [None, GuidedDecodingParams(regex="a")]),
     ("extra_args", [None, {}, {"a": 1, "b": [0.5, "x"], "c": {"d": None}}]),
+    ("watermarking", [None, False]),
+    ("prompt_logprob_token_ids", [None]),
+    ("prompt_logprob_start", [None, 0]),
+    ("logprob_token_ids", [None]),
+    ("flat_logprobs", [True, False]),
+    ("stream_interval", [None, 1]),
+    ("skip_clone", [True]),
+    ("skip_reading_prefix_cache", [None, False]),
+    ("thinking_token_budget", [None, -1]),
+    ("repetition_detection", [None]),
+    ("routed_experts_prompt_start", [0]),
+    ("trace_decode_token_ids", [None]),
 ]
 BAD = [
     ("n", [0, -1, 1025, 1.5, "1", None, True, HUGE]),
@@ -118,6 +130,18 @@ BAD = [
     ("structured_outputs", [{"regex": "a"}, "a", 5, {}]),
     ("guided_decoding", [{"regex": "a"}, "a", 5]),
     ("extra_args", [[1], "x", 5, {1: 2}, {"a": object()}, {"a": HUGE}, {"a": "\ud800"}]),
+    ("watermarking", [True, "no"]),
+    ("prompt_logprob_token_ids", [[[1]], np.zeros((2, 2), np.int64)]),
+    ("prompt_logprob_start", [5]),
+    ("logprob_token_ids", [[5], []]),
+    ("flat_logprobs", [1, None]),
+    ("stream_interval", [2, 0]),
+    ("skip_clone", ["yes"]),
+    ("skip_reading_prefix_cache", [True]),
+    ("thinking_token_budget", [0, 100]),
+    ("repetition_detection", [{"min_count": 2}]),
+    ("routed_experts_prompt_start", [1]),
+    ("trace_decode_token_ids", [[5], HUGE]),
 ]  # fmt: skip
 
 
@@ -153,6 +177,60 @@ def test_contradictions():
     assert refused(min_tokens=5, max_tokens=4).param == "min_tokens"
     assert refused(stop="x", detokenize=False).param == "stop"
     SamplingParams(min_tokens=17, max_tokens=None)
+
+
+def test_positional_arguments_come_in_vllms_order():
+    params = SamplingParams(2, 0.1, 0.2, 1.5, 0.7, None, 0.9, 40, 0.05, 7, "x", [5], True, 9, 3)
+    assert params == SamplingParams(
+        n=2,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.5,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=7,
+        stop=["x"],
+        stop_token_ids=[5],
+        ignore_eos=True,
+        max_tokens=9,
+        min_tokens=3,
+    )
+    grammar = StructuredOutputsParams(None, None, ["a", "b"])
+    assert grammar.kind == "choice"
+
+
+def test_from_optional_takes_none_as_the_default():
+    given = dict.fromkeys(f.name for f in msgspec.structs.fields(SamplingParams))
+    assert SamplingParams.from_optional(**given) == SamplingParams(max_tokens=None)
+    assert SamplingParams.from_optional() == SamplingParams()
+    biased = SamplingParams.from_optional(logit_bias={"5": 500, 6: -500.0, 7: 1})
+    assert biased.logit_bias == {5: 100.0, 6: -100.0, 7: 1.0}
+    for bias in ({"x": 1}, {5: "1"}, [5], {5: NAN}):
+        with pytest.raises(RequestError, match="logit_bias"):
+            SamplingParams.from_optional(logit_bias=bias)
+    with pytest.raises(RequestError, match="top_p"):
+        SamplingParams.from_optional(top_p=5)
+
+
+def test_a_clone_shares_nothing():
+    params = SamplingParams(
+        stop=["a"],
+        logit_bias={5: 1.0},
+        extra_args={"a": [1]},
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
+    )
+    clone = params.clone()
+    assert clone == params
+    clone.stop.append("b")
+    clone.logit_bias[6] = 2.0
+    clone.extra_args["a"].append(2)
+    clone.structured_outputs.choice.append("c")
+    assert params.stop == ["a"]
+    assert params.logit_bias == {5: 1.0}
+    assert params.extra_args == {"a": [1]}
+    assert params.structured_outputs.choice == ["a", "b"]
 
 
 def test_unknown_name():

@@ -246,3 +246,37 @@ def test_texts_of_too_many_tokens():
         tokenizer.encode("ab" * 50 + "c", False, max_tokens=100)
     with pytest.raises(ContextLengthError, match="characters"):
         tokenizer.encode("a" * 2**17, False, max_tokens=100)
+
+
+def test_calls_as_transformers_has_them(real):
+    transformers = pytest.importorskip("transformers")
+    folder, tokenizer = real
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    text = TEXTS[0]
+    encoded = tokenizer(text)
+    assert encoded.input_ids == encoded["input_ids"] == theirs(text)["input_ids"]
+    assert encoded.attention_mask == [1] * len(encoded.input_ids)
+    several = tokenizer([text, text], truncation=True, max_length=2)
+    assert several.input_ids == theirs([text, text], truncation=True, max_length=2)["input_ids"]
+    assert tokenizer.get_vocab() == theirs.get_vocab()
+    assert tokenizer.get_added_vocab() == theirs.get_added_vocab()
+    assert set(theirs.all_special_tokens) <= set(tokenizer.all_special_tokens)
+    assert tokenizer.pad_token == theirs.pad_token
+    assert tokenizer.unk_token_id == theirs.unk_token_id
+    first = encoded.input_ids[0]
+    assert tokenizer.decode(first) == theirs.decode(first)
+
+
+def test_a_chat_template_can_be_applied(tmp_path):
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ more }}"
+    save(byte_level(), tmp_path, {"chat_template": source})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.chat_template == source
+    chat = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, more="!")
+    assert text == "<user>Hi!"
+    ids = tokenizer.apply_chat_template([chat, chat], more="!")
+    assert ids == [tokenizer.encode(text, add_special_tokens=False)] * 2
+    assert tokenizer.apply_chat_template(chat, chat_template="{{ 5 }}", tokenize=False) == "5"
+    with pytest.raises(RequestError, match="messages"):
+        tokenizer.apply_chat_template([])

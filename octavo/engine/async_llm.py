@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,10 @@ from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory, request_nbytes
-from octavo.errors import EngineDeadError
+from octavo.engine.vllm_arguments import refuse_adapter, require_tokenizer
+from octavo.engine_args import AsyncEngineArgs
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.logs import setup_default_logging
 from octavo.messages import EngineCoreRequest, SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
@@ -107,6 +110,8 @@ class AsyncLLM:
         self._stalled_since: float | None = None
         """When the first answer came that found requests, and no step since the one before."""
         self._dead: EngineDeadError | None = None
+        self._shutdown: asyncio.Task[None] | None = None
+        """Kept, since nobody else need keep it."""
         self._tasks = [
             asyncio.create_task(self._handle_outputs()),
             asyncio.create_task(self._send_heartbeats()),
@@ -154,6 +159,35 @@ class AsyncLLM:
             log_format=log_format,
         )
 
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
+        """Starts the engine process with vLLM's settings; as `start`, but a download blocks.
+
+        To be called in the event loop that the engine is used in.
+
+        Raises:
+            ConfigError, ModelError, HubError: if settings, model folder or download are bad, or
+                there is no running event loop.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise ConfigError(
+                "An AsyncLLM belongs to the event loop that it is made in, and none is running "
+                "here; make it inside of the coroutine that uses it."
+            ) from None
+        setup_default_logging()
+        config = engine_args.create_engine_config()
+        return cls(
+            config,
+            *resolve_folders(config),
+            progress_timeout=60.0,
+            request_memory=DEFAULT_REQUEST_MEMORY,
+            served_name=None,
+            log_level="warning",
+            log_format="text",
+        )
+
     async def wait_ready(self) -> None:
         """Waits for the model.
 
@@ -193,6 +227,8 @@ class AsyncLLM:
         deadline: float | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
+        lora_request: None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; closing the stream aborts it.
 
@@ -204,12 +240,17 @@ class AsyncLLM:
             deadline: second of `time.monotonic` after which the request fails.
             add_special_tokens: whether the tokenizer adds its special tokens to a text.
             turn: how many prompts came before it in the same call: those behind let others pass.
+            lora_request: adapters are not supported.
+            priority: smaller is served earlier (with `scheduling_policy=priority`).
 
         Raises:
             RequestError: if the request is bad or fails, or its id is in use.
             QueueFullError: if there is no memory for it now.
             EngineDeadError: if the engine is gone.
         """
+        refuse_adapter(lora_request)
+        if priority:
+            sampling_params = msgspec.structs.replace(sampling_params, priority=priority)
         request, text = await self._process(
             prompt,
             sampling_params,
@@ -262,9 +303,37 @@ class AsyncLLM:
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request within one step; unknown ids are ignored."""
-        await self._client.abort_requests(self._output_processor.abort_requests([request_id]))
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several, within one step; unknown ids are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._client.abort_requests(self._output_processor.abort_requests(ids))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            UnsupportedError: if the engine was made with skip_tokenizer_init.
+        """
+        return require_tokenizer(self.tokenizer)
+
+    async def check_health(self) -> None:
+        """Raises what ended the engine.
+
+        Raises:
+            EngineDeadError: with the root cause, if it is gone.
+        """
+        if self._dead is not None:
+            raise self._dead
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is gone."""
+        return self._dead is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is not."""
+        return self._dead is None
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
@@ -286,14 +355,24 @@ class AsyncLLM:
         """
         return str(await self._client.call_utility("stop_profile"))
 
-    async def shutdown(self) -> None:
-        """Ends the engine process. May be called twice."""
+    def shutdown(self) -> asyncio.Task[None]:
+        """Ends the engine process. May be called twice.
+
+        Returns:
+            What may be awaited to know that the process has ended.
+        """
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
-        await self._client.shutdown()
+        self._shutdown = asyncio.create_task(self._end_process())
+        return self._shutdown
+
+    async def _end_process(self) -> None:
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # the event loop, too, may be about to end
+            await self._client.shutdown()
 
     async def _process(
         self,
@@ -412,3 +491,7 @@ class AsyncLLM:
         self.ready = False
         self._client.fail_calls(error)
         self._output_processor.propagate_error(error)
+
+
+AsyncLLMEngine = AsyncLLM
+"""Its older name in vLLM."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
@@ -30,6 +30,13 @@ class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
     prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings, which is refused: they are not supported yet."""
+
+    prompt_embeds: Any
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, object]
@@ -155,6 +162,11 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             if prompt.get("multi_modal_data"):
                 raise UnsupportedError("multi_modal_data is not supported.", "prompt")
+            if prompt.get("prompt_embeds") is not None:
+                raise UnsupportedError(
+                    "prompt_embeds is not supported yet; give 'prompt' or 'prompt_token_ids'.",
+                    "prompt",
+                )
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids")
             if text is None and ids is None:

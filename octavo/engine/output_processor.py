@@ -119,8 +119,8 @@ class _Group:
             prompt_logprobs,
             completions,
             self.finished,
-            self.num_cached_tokens,
             times,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 
@@ -170,8 +170,8 @@ class _RequestState:
             token_ids,
             self.cumulative_logprob,
             logprobs,
-            None if reason is None else str(reason),
-            stop_reason,
+            finish_reason=None if reason is None else str(reason),
+            stop_reason=stop_reason,
         )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from octavo.worker.memory import MemoryBudget
+
+T = TypeVar("T")
 
 
 class StepHandle(Protocol):
@@ -54,6 +57,14 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, work: SchedulerOutput) -> StepHandle:
         """Starts a step's forward pass, and returns at once."""
+
+    @abstractmethod
+    def collective_rpc(self, call: Callable[[Any], T], timeout: float | None = None) -> list[T]:
+        """Calls a function with each worker, between two steps; returns what each call returned.
+
+        Raises:
+            TimeoutError: it took longer than `timeout` seconds.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -7,7 +7,9 @@ their way from a GPU, a second thread waits for them, so that the worker can lau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from octavo.executor.base import Executor
 from octavo.kv_cache.groups import KVCacheConfig
@@ -17,6 +19,8 @@ from octavo.worker.memory import MemoryBudget
 from octavo.worker.model_runner import Drafts
 from octavo.worker.setup import WorkerSetup
 from octavo.worker.worker import Worker
+
+T = TypeVar("T")
 
 
 class UniProcExecutor(Executor):
@@ -47,6 +51,10 @@ class UniProcExecutor(Executor):
     def execute(self, work: SchedulerOutput) -> _UniProcStep:
         """See `Executor`."""
         return _UniProcStep(self._worker, self._thread, self._results, work)
+
+    def collective_rpc(self, call: Callable[[Any], T], timeout: float | None = None) -> list[T]:
+        """See `Executor`."""
+        return [self._thread.submit(call, self._worker).result(timeout)]
 
     def shutdown(self) -> None:
         """See `Executor`."""

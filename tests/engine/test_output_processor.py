@@ -637,8 +637,8 @@ def test_all_of_what_two_answers_bring(kind):
     b1, b2 = [(67, -0.25, 2)], [(5, -1.0, 2)]
     first = CompletionOutput(0, "A", [65], -2.0, candidates(a1))
     whole = [
-        CompletionOutput(0, "ABD", [65, 66, 68], -5.5, candidates(a1, a2, a3), "length"),
-        CompletionOutput(1, "C\x05", [67, 5], -1.25, candidates(b1, b2), "stop", 5),
+        CompletionOutput(0, "ABD", [65, 66, 68], -5.5, candidates(a1, a2, a3), None, "length"),
+        CompletionOutput(1, "C\x05", [67, 5], -1.25, candidates(b1, b2), None, "stop", 5),
     ]
     if kind == FINAL_ONLY:
         assert seen[:3] == [None] * 3
@@ -649,8 +649,8 @@ def test_all_of_what_two_answers_bring(kind):
                 CompletionOutput(0, "B", [66], -2.5, candidates(a2)),
                 CompletionOutput(1, "C", [67], -0.25, candidates(b1)),
             ],
-            [CompletionOutput(1, "\x05", [5], -1.25, candidates(b2), "stop", 5)],
-            [CompletionOutput(0, "D", [68], -5.5, candidates(a3), "length")],
+            [CompletionOutput(1, "\x05", [5], -1.25, candidates(b2), None, "stop", 5)],
+            [CompletionOutput(0, "D", [68], -5.5, candidates(a3), None, "length")],
         ]
     else:
         second = CompletionOutput(0, "AB", [65, 66], -2.5, candidates(a1, a2))

@@ -1,0 +1,1 @@
+"""Octavo under the names of others."""

@@ -1,0 +1,83 @@
+"""An unchanged script for vLLM, run by `python -m octavo.compat.vllm`."""
+
+import importlib
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from octavo.compat import vllm
+
+SCRIPT = """
+import sys
+
+from helper import PROMPT
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if __name__ == "__main__":
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="octavo/stories")
+    parser.add_argument("--answer-len", type=int, default=4)
+    args = vars(parser.parse_args())
+    params = SamplingParams(temperature=0, max_tokens=args.pop("answer_len"))
+    llm = LLM(**args)
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    for output in llm.generate([PROMPT, TokensPrompt(prompt_token_ids=[5])], params):
+        print("tokens", len(output.outputs[0].token_ids))
+    try:
+        import vllm.model_executor
+    except ImportError as error:
+        print(error)
+"""
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "octavo.compat.vllm", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_script_runs_unchanged(tmp_path):
+    (tmp_path / "helper.py").write_text("PROMPT = 'Once upon a time'\n")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run(
+        str(script), "--max_model_len", "128", "--tensor-parallel-size=1", "--answer_len", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "tokens 3",
+        "tokens 3",
+        "No module named 'vllm.model_executor'",
+    ]
+
+
+def test_what_cannot_be_run_is_said(tmp_path, capsys, monkeypatch):
+    assert vllm.main([str(tmp_path / "absent.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+    assert vllm.main([]) == vllm.main(["--help"]) == 2
+    assert "usage" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    with pytest.raises(RuntimeError, match="imported already"):
+        vllm.install()
+
+
+def test_every_name_is_there(monkeypatch):
+    for name in vllm._MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "vllm")
+    vllm.install()
+    vllm.install()
+    for name, attributes in vllm._MODULES.items():
+        module = importlib.import_module(name)
+        for attribute in attributes:
+            assert getattr(module, attribute) is attributes[attribute]

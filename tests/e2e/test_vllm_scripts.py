@@ -1,0 +1,314 @@
+"""What scripts for vLLM do, in the shapes of its well-known examples, in one engine."""
+
+import asyncio
+import dataclasses
+import signal
+from functools import partial
+
+import pytest
+import tqdm
+
+from octavo import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    EmbedsPrompt,
+    EngineArgs,
+    LLMEngine,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from octavo.errors import ConfigError, EngineDeadError, RequestError, UnsupportedError
+from octavo.metrics_reader import Counter, Gauge, Histogram
+
+PROMPTS = ["Once upon a time", "The cat", "The sun is"]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+CHAT = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(
+        max_model_len=512,
+        kv_cache_memory_bytes="64M",
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        enforce_eager=False,
+        seed=None,
+        swap_space=4,
+        disable_log_stats=False,
+        trust_remote_code=True,
+        enable_lora=False,
+        max_num_seqs=None,
+        dtype="auto",
+        disable_custom_all_reduce=True,
+        compilation_config=None,
+        scheduling_policy="priority",
+    ) as llm:
+        yield llm
+
+
+def texts(outputs):
+    return [o.outputs[0].text for o in outputs]
+
+
+def test_prompts_of_each_form_and_vllms_arguments(llm):
+    expected = texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    ids = llm.get_tokenizer().encode(PROMPTS[1])
+    mixed = [TextPrompt(prompt=PROMPTS[0]), TokensPrompt(prompt_token_ids=ids), PROMPTS[2]]
+    outputs = llm.generate(
+        mixed, GREEDY, use_tqdm=False, lora_request=None, priority=[2, 1, 0], tokenization_kwargs={}
+    )
+    assert texts(outputs) == expected
+    assert outputs[0].metrics.first_token_latency > 0
+    cut = llm.generate(
+        PROMPTS[0], GREEDY, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 2}
+    )
+    assert len(cut[0].prompt_token_ids) == 2
+
+
+def test_priorities_decide_who_is_first(llm, monkeypatch):
+    added = []
+    core = llm.llm_engine.client.core
+    monkeypatch.setattr(core, "add_request", added.append)
+    ids = llm.enqueue(["a", "b"], GREEDY, priority=[3, -1])
+    monkeypatch.undo()
+    assert [request.sampling_params.priority for request in added] == [3, -1]
+    llm._enqueued.clear()
+    llm.llm_engine.end(ids)
+
+
+def test_what_is_not_supported_is_refused_with_a_sentence(llm):
+    with pytest.raises(UnsupportedError, match="adapter into the"):
+        llm.generate("x", lora_request=object())
+    with pytest.raises(UnsupportedError, match="text only"):
+        llm.generate("x", mm_processor_kwargs={"a": 1})
+    with pytest.raises(UnsupportedError, match="padding=True"):
+        llm.generate("x", tokenization_kwargs={"padding": True})
+    with pytest.raises(UnsupportedError, match="prompt_embeds"):
+        llm.generate(EmbedsPrompt(prompt_embeds=[[0.0]]))
+    with pytest.raises(UnsupportedError, match="chat_template_content_format"):
+        llm.chat(CHAT, chat_template_content_format="openai")
+    with pytest.raises(ValueError, match="2 priorities"):
+        llm.generate("x", priority=[1, 2])
+    for call in (llm.encode, llm.embed, llm.classify, llm.score, llm.reward):
+        with pytest.raises(UnsupportedError, match="generate text"):
+            call("x", use_tqdm=False)
+    for settings, why in [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"enable_lora": True}, "adapter"),
+        ({"task": "embed"}, "task='embed'"),
+        ({"runner": "pooling"}, "embeddings"),
+        ({"max_seq_len": 5}, "did you mean"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            LLM(**settings)
+
+
+def test_chat_takes_vllms_arguments_by_position(llm):
+    plain = texts(llm.chat(CHAT, GREEDY, use_tqdm=False))
+    assert texts(llm.chat(CHAT, GREEDY, False, None, None, "auto", True)) == plain
+    own = "{{ messages[0]['content'] }}"
+    assert llm.chat(CHAT, GREEDY, False, None, own)[0].prompt == "Hello!"
+    begun = [*CHAT, {"role": "assistant", "content": "Once"}]
+    went_on = llm.chat(
+        begun, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True
+    )
+    assert went_on[0].prompt.endswith("Once")
+
+
+def test_enqueued_prompts_wait_for_completion(llm):
+    expected = texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    first = llm.enqueue(PROMPTS[:2], GREEDY)
+    assert llm.enqueue_chat(CHAT, GREEDY)[0] not in first
+    llm.enqueue(PROMPTS[2], GREEDY)
+    between = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert texts(between) == expected[:1]
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [o.request_id for o in outputs[:2]] == first
+    assert texts(outputs[:2] + outputs[3:]) == expected
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    with pytest.raises(RequestError, match="99999"):
+        llm.enqueue([PROMPTS[0], {"prompt_token_ids": [99999]}], GREEDY)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    assert not llm._inboxes
+    assert llm.stats().num_waiting_reqs == 0
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(llm, monkeypatch):
+    llm.enqueue(PROMPTS, SamplingParams(max_tokens=400, ignore_eos=True))
+    step = llm._step
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.wait_for_completion(use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    assert not llm._inboxes
+    llm.generate("The", GREEDY, use_tqdm=False)
+    assert llm.stats().num_used_blocks == 0
+
+
+def test_a_bar_of_the_callers_own(llm):
+    made = []
+
+    def make_bar(**kwargs):
+        made.append(tqdm.tqdm(**kwargs, disable=True))
+        return made[0]
+
+    llm.generate(PROMPTS, GREEDY, use_tqdm=make_bar)
+    assert made[0].total == 3
+    llm.generate(PROMPTS, GREEDY, use_tqdm=partial(tqdm.tqdm, disable=True))
+
+
+def test_metrics_as_objects(llm):
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    generated = metrics["octavo:generation_tokens"]
+    assert isinstance(generated, Counter)
+    assert generated.value >= 18
+    assert isinstance(metrics["octavo:num_requests_running"], Gauge)
+    latency = metrics["octavo:time_to_first_token_seconds"]
+    assert isinstance(latency, Histogram)
+    assert latency.buckets["+Inf"] == latency.count >= 3
+
+
+def test_workers_and_models_can_be_called(llm):
+    assert llm.collective_rpc(
+        lambda worker, a, b: (type(worker).__name__, a, b), None, (1,), {"b": 2}
+    )
+    (name,) = llm.apply_model(lambda model: type(model).__name__)
+    assert name == "DecoderModel"
+    for method in ("no_such_method", "_runner"):
+        with pytest.raises(UnsupportedError, match=method):
+            llm.collective_rpc(method)
+
+
+def run_engine(engine, requests):
+    """vLLM's engine loop: adds a request before each step, as long as there are some."""
+    finished = {}
+    requests = list(requests)
+    while requests or engine.has_unfinished_requests():
+        if requests:
+            engine.add_request(*requests.pop(0))
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+    return finished
+
+
+def test_the_engine_a_step_at_a_time(llm):
+    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    engine = llm.llm_engine
+    assert isinstance(engine, LLMEngine)
+    assert engine.model_config.max_model_len == llm.model_config.max_model_len == 512
+    got = run_engine(engine, [(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(PROMPTS)])
+    assert [got[f"r{i}"].outputs[0].text for i in range(3)] == texts(expected)
+    assert engine.step() == []
+
+
+def test_engine_and_llm_keep_their_outputs_apart(llm):
+    engine = llm.llm_engine
+    engine.add_request("0", PROMPTS[0], GREEDY)
+    with pytest.raises(RequestError, match="'0' is running"):
+        engine.add_request("0", PROMPTS[0], GREEDY)
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    piece = next(stream)
+    assert piece.prompt == PROMPTS[1]
+    seen = []
+    while engine.has_unfinished_requests():
+        seen += engine.step()
+    assert {o.request_id for o in seen} == {"0"}
+    assert seen[-1].finished
+    assert len("".join(o.outputs[0].text for o in [piece, *stream])) > 5
+
+
+def test_aborted_and_failed_requests_of_the_engine(llm):
+    engine = llm.llm_engine
+    engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
+    engine.step()
+    engine.abort_request(["long", "unknown"])
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    nothing_left = SamplingParams(
+        max_tokens=4, min_tokens=2, allowed_token_ids=[5], stop_token_ids=[5]
+    )
+    (failed,) = run_engine(engine, [("bad", PROMPTS[0], nothing_left)]).values()
+    assert failed.outputs[0].finish_reason == "error"
+    assert "no token is left" in failed.outputs[0].stop_reason
+    with pytest.raises(RequestError, match="request_id=5"):
+        engine.add_request(5, PROMPTS[0], GREEDY)
+    assert llm.stats().num_used_blocks == 0
+
+
+def test_the_tokenizer_does_what_transformers_does(llm):
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert text == llm.render_chat(CHAT)
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template([CHAT, CHAT], add_generation_prompt=True) == [ids, ids]
+    assert tokenizer(text, add_special_tokens=False).input_ids == ids
+
+
+def test_engine_args_make_an_llm():
+    args = EngineArgs("octavo/stories", max_model_len=128, skip_tokenizer_init=True)
+    engine = LLMEngine.from_engine_args(args)
+    assert engine.model_config.max_model_len == 128
+    engine.add_request("a", {"prompt_token_ids": [5, 6]}, GREEDY)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert len(outputs[0].outputs[0].token_ids) == 6
+    assert engine.get_metrics()
+    with pytest.raises(UnsupportedError, match="skip_tokenizer_init"):
+        engine.get_tokenizer()
+    engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.add_request("b", {"prompt_token_ids": [5, 6]}, GREEDY)
+    with LLM(**dataclasses.asdict(args)) as llm:
+        assert llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].finished
+        with pytest.raises(UnsupportedError, match="disable_log_stats=False"):
+            LLM.from_engine_args(dataclasses.replace(args, disable_log_stats=True)).get_metrics()
+
+
+def test_an_async_engine_streams_and_ends(llm):
+    expected = texts(llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False))
+
+    async def run():
+        engine = AsyncLLMEngine.from_engine_args(
+            AsyncEngineArgs(max_model_len=512, kv_cache_memory_bytes="64M")
+        )
+        try:
+            with pytest.raises(UnsupportedError, match="adapter"):
+                await anext(engine.generate("x", GREEDY, "y", lora_request=object()))
+
+            async def answer(i):
+                async for output in engine.generate(PROMPTS[i], GREEDY, f"r{i}", priority=i):
+                    last = output
+                return last.outputs[0].text
+
+            got = await asyncio.gather(answer(0), answer(1))
+            long = SamplingParams(max_tokens=400, ignore_eos=True)
+            outputs = []
+            async for output in engine.generate(PROMPTS[0], long, "long"):
+                outputs.append(output)
+                await engine.abort(["long"])
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+            await engine.check_health()
+            assert engine.is_running
+            assert engine.get_tokenizer().encode("x")
+            return got
+        finally:
+            engine.shutdown()
+            assert engine.errored
+            with pytest.raises(EngineDeadError):
+                await engine.check_health()
+            await engine.shutdown()
+
+    assert asyncio.run(run()) == expected
+    with pytest.raises(ConfigError, match="event loop"):
+        AsyncLLMEngine.from_engine_args(AsyncEngineArgs())
