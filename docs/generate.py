@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from octavo.config import (
     BUILTIN_MODEL,
@@ -23,7 +24,7 @@ from octavo.config import (
 from octavo.server.app import build_app
 from octavo.server.body import Body
 from octavo.server.field_docs import field_doc
-from octavo.server.openapi import OPERATIONS
+from octavo.server.openapi import OPERATIONS, InvocationBody
 from octavo.server.schema import (
     ChatBody,
     CompletionBody,
@@ -93,7 +94,9 @@ def api() -> str:
         parts += [f"## {method} {_shown(route.path)}", _first_line(route.endpoint)]
         parts += [_code("sh", curl_line(route)), _code("python", openai_line(route))]
         body = OPERATIONS[route.path].body
-        if body is not None:
+        if body is InvocationBody:
+            parts.append("The fields of a chat, or of a completion.")
+        elif body is not None:
             rows = _fields(body, ())
             if issubclass(body, GenerationBody):
                 rows = _fields(body, GenerationBody.model_fields)
@@ -117,7 +120,8 @@ def api() -> str:
 DOCUMENTS: dict[str, Callable[[], str]] = {"settings.md": settings, "api.md": api}
 """What makes each file of this folder."""
 
-_EXAMPLES: dict[type[Body], dict[str, Any]] = {
+_EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
+    InvocationBody: {"messages": [{"role": "user", "content": "Hello!"}]},
     CompletionBody: {"model": BUILTIN_MODEL, "prompt": "Once upon a time", "max_tokens": 20},
     ChatBody: {"model": BUILTIN_MODEL, "messages": [{"role": "user", "content": "Hello!"}]},
     TokenizeBody: {"prompt": "Once upon a time"},
@@ -166,7 +170,11 @@ def _routes() -> Iterator[APIRoute]:
         raise AssertionError("no engine is started")
 
     app = build_app(ServerState(ServerConfig(), EngineConfig(), never))
-    return (route for route in app.routes if isinstance(route, APIRoute))
+    found: dict[str, APIRoute] = {}  # of each address, what is asked first: GET before POST
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            found.setdefault(route.path, route)
+    return iter(found.values())
 
 
 def _inner_bodies() -> dict[str, type[Body]]:

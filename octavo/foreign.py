@@ -431,10 +431,9 @@ FOREIGN: dict[str, Foreign] = {
         _group("every answer has an X-Request-Id", enable_request_id_headers=EITHER),
         _group(
             "the server cannot do that yet; leave it out",
-            enable_server_load_tracking=False,
+            enable_server_load_tracking=EITHER,
             fingerprint_mode="full",
             fingerprint_value=None,
-            return_tokens_as_token_ids=False,
             sse_keep_alive_interval=0,
         ),
         _group(

@@ -87,7 +87,7 @@ def run_python(text):
 
 def test_the_offline_example():
     (text,) = (text for text in PYTHON if "LLM(" in text)
-    assert run_python(text)
+    assert run_python(text)[-1] in '.!?"', "a whole sentence"
 
 
 def test_the_example_with_openais_client(server):
@@ -107,6 +107,11 @@ def test_octavo_run(words):
     assert done.stdout.strip()
     *logs, _figures = done.stderr.splitlines()
     assert len(logs) <= 2
+
+
+def test_octavo_list():
+    (words,) = (words for words in OCTAVO if words[0] == "list")
+    assert BUILTIN_MODEL in octavo(*words, capture_output=True).stdout
 
 
 def test_octavo_chat(server):

@@ -44,8 +44,8 @@ def apply_tokenization(
             special = value
         else:
             raise UnsupportedError(
-                f"tokenization_kwargs has {name}={value!r}; only truncate_prompt_tokens, truncation_side and "
-                "add_special_tokens (true or false) are supported.",
+                f"tokenization_kwargs has {name}={value!r}; only truncate_prompt_tokens, "
+                "truncation_side and add_special_tokens (true or false) are supported.",
                 "tokenization_kwargs",
             )
     return params, special

@@ -34,6 +34,7 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "Default true.",
         "include_stop_str_in_output": "Keep the stop text in the answer.",
         "truncate_prompt_tokens": "Keep this many last tokens of the prompt; -1: as many as fit.",
+        "truncation_side": "Which end truncate_prompt_tokens cuts off: left (default) or right.",
         "prompt_logprobs": "Logprobs of the prompt's tokens, with this many candidates each; "
         "not with stream.",
         "allowed_token_ids": "The only tokens that may be generated.",
@@ -43,6 +44,7 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "vllm_xargs": "Arguments for logits processors of plug-ins.",
         "add_special_tokens": "Let the tokenizer add its special tokens to the prompt; default: "
         "true for a text, false for a chat, whose template writes them.",
+        "return_tokens_as_token_ids": "Name tokens in logprobs by their ids: token_id:N.",
         "return_token_ids": "Put the token ids of prompt and answer into the answer.",
         "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or made up.",
         "deadline_ms": "Milliseconds after which the request fails with 408.",
@@ -58,6 +60,7 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
     },
     schema.ChatBody: {
         "messages": "The chat so far.",
+        "echo": "Begin the answer with the last message.",
         "max_completion_tokens": "Most tokens of an answer: the newer name of max_tokens.",
         "logprobs": "Logprobs of each token.",
         "top_logprobs": "And of this many most probable ones; needs logprobs.",
