@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -310,7 +310,9 @@ class _Sweep:
                 if self._slos is not None:
                     own.metric_percentiles = _with(own.metric_percentiles, self._slos.percentiles)
                 serve.check_arguments(own)
-                words = None if command is None else command + flags
+                words = None
+                if command is not None:
+                    words = _without(command, serve_params, known or {}) + flags
                 if words is not None:
                     own.base_url = _address(own, words)
                 self.combinations.append(_Combination(serve_params, bench_params, words, own))
@@ -564,6 +566,29 @@ def bench_flags(args: argparse.Namespace) -> list[str]:
         values = [] if action.nargs == 0 else value if isinstance(value, list) else [value]
         words += [action.option_strings[0], *map(str, values)]
     return words
+
+
+def _without(
+    command: Sequence[str], params: Container[str], known: Mapping[str, ConfigField]
+) -> list[str]:
+    """A server's command without its own words for some settings: a flag is given once."""
+    left, skipped = list[str](), 0
+    for word in command:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        positive = name.removeprefix("no_")
+        if word.startswith("--"):
+            field = known.get(name) or known.get(positive)
+            skipped = 0
+            if field is not None and field.name in params:
+                if "=" not in word and field.type is not bool:
+                    # A list goes on up to the next flag.
+                    skipped = len(command) if isinstance(field.default, list) else 1
+                continue
+        elif skipped:
+            skipped -= 1
+            continue
+        left.append(word)
+    return left
 
 
 def server_flags(

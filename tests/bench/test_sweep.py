@@ -439,6 +439,19 @@ def test_dry_run(fakes, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_setting_takes_the_place_of_the_commands_own(fakes, tmp_path, capsys):
+    own = [{"enable_prefix_caching": False, "max_num_seqs": 8, "allowed_origins": ["x"]}]
+    serve_params = params(tmp_path, "s.json", own)
+    command = "octavo serve m --allowed-origins a b --enable-prefix-caching --port 7"
+    command += " --max_num_seqs=4 --seed 3"
+    flags = ("--serve-cmd", command, "--serve-params", serve_params, "--dry-run")
+    sweep.run(parse(*flags, "--request-rates", "1", "--result-dir", tmp_path / "out"))
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "octavo serve m --port 7 --seed 3 --no-enable-prefix-caching --max-num-seqs 8"
+        " --allowed-origins x"
+    )
+
+
 # With servers
 
 

@@ -110,7 +110,7 @@ def test_ctrl_c_keeps_what_there_is(tmp_path, monkeypatch, capsys):
         (["--num-prompts", 0], ConfigError, "--num-prompts 0"),
         (["--dataset-name", "sharegpt"], ConfigError, "--dataset-path"),
         (["--dataset-name", "workload", "--dataset-path", "EMPTY"], DatasetError, "no usable"),
-        (["--max-num-seqs", 0], ConfigError, "max_num_seqs=0"),
+        (["--max-num-batched-tokens", 0], ConfigError, "max_num_batched_tokens=0"),
         (["--model", "/nowhere"], OctavoError, "no folder /nowhere"),
     ],
 )
