@@ -49,10 +49,14 @@ void apply_bitmask(const BitmaskArgs& a) {
     const int32_t* words = a.bitmask + row * a.bitmask_stride;
     if (a.indices[row] < 0 || a.indices[row] >= a.x_rows) return;
     float* x = a.x + a.indices[row] * a.x_stride;
-    for_lanes(a.dim, [&](int64_t i, int n) {
-      const uint32_t kept = uint32_t(words[i / 32]) >> i % 32;
-      store(x + i, (bit & kept) != 0u ? load(x + i, n) : splat(-INFINITY), n);
-    });
+    for (int64_t from = 0; from < a.dim; from += 32) {
+      const uint32_t kept = uint32_t(words[from / 32]);
+      if (kept == ~0u) continue;  // as most are, within a string
+      for (int64_t i = from; i < min(from + 32, a.dim); i += W) {
+        const int n = int(min<int64_t>(W, a.dim - i));
+        store(x + i, (bit & kept >> (i - from)) != 0u ? load(x + i, n) : splat(-INFINITY), n);
+      }
+    }
   });
 }
 

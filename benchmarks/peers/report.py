@@ -72,7 +72,7 @@ SECTIONS = {
     "W5": "Prefill: one prompt of 2,048 tokens",
     "W6": "Start and peak memory, KV cache of 1 GiB",
     "W7": "Toy model, 256 requests at once: the engine's own costs",
-    "W8": "Speculative decoding: stories, and texts that repeat their prompt; 96 tokens out",
+    "W8": "Speculative decoding: stories, and texts that repeat themselves; 96 tokens out",
 }
 BUSY_CLIENT, LATE_CLIENT_MS = 0.5, 20.0
 

@@ -10,8 +10,8 @@ the seeded ones, random tokens everywhere:
 - w4: 48 requests of one shared prefix of 1,024 tokens and 32 of their own, 16 out;
 - w5: 5 prompts of 2,048 tokens, 1 out;
 - w7: 256 requests of 16 tokens, 128 out;
-- w8, never read from a folder: 1 or 16 requests that go on with a story, or with a list that the
-  prompt has three times, 96 out; tokens of the built-in model.
+- w8, never read from a folder: 1 or 16 requests that go on with a story, or with a text that
+  repeats itself, 96 out; tokens of the built-in model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ TEXTS = {
         "One day a bird found a shiny stone. The bird wanted to",
         "Mia was sad because her toy was broken. Her mom said",
     ),
-    "repeats": (
-        "Lily has a red ball. Tom has a blue car. Mia has a green hat. Ben has a big dog. " * 3,
-    ),
+    # A model this small cannot copy a list; it goes on with these in the way they began.
+    "repeats": ("The dog ran. " * 20, "One, two, three, four, five. " * 12),
 }
 """What W8 goes on with."""
 
