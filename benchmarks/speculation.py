@@ -5,9 +5,9 @@
 
 A process for each configuration holds the model; they take turns, one workload after the other, and
 the ratios are those of runs that followed each other. Workloads: `stories` go on with a story,
-greedily and at temperature 0.8; `repeats` goes on with a text that repeats itself. MODEL should write
-real text: the built-in model, or one that `training/widen.py` made larger. `suffix` finds in every
-turn but the first what it has answered to the same prompt before.
+greedily and at temperature 0.8; `repeats` goes on with a text that repeats itself. MODEL should
+write real text: the built-in model, or one that `training/widen.py` made larger. `suffix` finds in
+every turn but the first what it has answered to the same prompt before.
 """
 
 from __future__ import annotations
