@@ -16,12 +16,12 @@ _WEIGHT = 1 / 16
 # Before anything is known a draft is right that often, if the one before it was.
 _FIRST_GUESS = 0.7
 # Drafts must promise that much more than none: the means are not exact.
-_GAIN = 1.02
+_GAIN = 1.05
 # Steps between two looks at what is best, and steps of a look at what may have become better.
 _STEPS_BETWEEN = 16
-_STEPS_OF_PROBE = 4
+_STEPS_OF_PROBE = 3
 # After a look that found nothing better the next one comes later, at most that many steps.
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512
+_FIRST_PAUSE, _LONGEST_PAUSE = 64, 512
 
 
 class DraftLengths:
@@ -70,22 +70,28 @@ class DraftLengths:
         return self._loads.setdefault(num_reqs.bit_length(), _Load())
 
     def _look(self, load: _Load) -> None:
-        """Chooses anew: the best, or now and then one beside it, so that it gets measured."""
-        best = max(range(self.most + 1), key=lambda k: self._promise(load, k))
+        """Chooses anew: the best, or now and then one beside it, so that it gets measured.
+
+        A load begins without drafts, and goes up as long as that is better: where many requests
+        share a step, many drafts would make it several times as long.
+        """
+        most_tried = max(load.tried, default=-1)
+        best = max(range(max(most_tried, 0) + 1), key=lambda k: self._promise(load, k))
         if best and self._promise(load, best) < _GAIN * self._promise(load, 0):
             best = 0
-        unknown = 0 not in load.seconds and bool(load.seconds)
+        climbs = best == most_tried and best < self.most
         load.until_probe -= 1
-        if unknown or load.until_probe < 0:
+        if climbs or most_tried < 0:
+            load.current = most_tried + 1 if most_tried < 2 else min(2 * most_tried, self.most)
+        elif load.until_probe < 0:
             load.pause = min(load.pause * 2, _LONGEST_PAUSE) if best == load.best else _FIRST_PAUSE
             load.until_probe = load.pause // _STEPS_BETWEEN
-            load.best = best
-            # None is measured as well, and from none it takes a try to see that drafts are right.
-            load.current = 0 if unknown else min(best + 1 if best else 2, self.most)
-            load.steps_left = _STEPS_OF_PROBE - 1
-            return
-        load.best = load.current = best
-        load.steps_left = (_STEPS_BETWEEN if load.seconds else _STEPS_OF_PROBE) - 1
+            load.current = min(best + 1, self.most)
+        else:
+            load.current = best
+        load.best = best
+        load.tried.add(load.current)
+        load.steps_left = (_STEPS_BETWEEN if load.current == best else _STEPS_OF_PROBE) - 1
 
     def _promise(self, load: _Load, num_drafts: int) -> float:
         """Tokens per second of a request."""
@@ -98,6 +104,7 @@ class _Load:
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
         """Of a step, by the number of drafts of each request."""
+        self.tried: set[int] = set()
         self._counts: dict[int, int] = {}
         self.current = self.best = 0
         self.steps_left = 0
