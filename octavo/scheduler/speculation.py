@@ -86,7 +86,9 @@ class DraftLengths:
         elif load.until_probe < 0:
             load.pause = min(load.pause * 2, _LONGEST_PAUSE) if best == load.best else _FIRST_PAUSE
             load.until_probe = load.pause // _STEPS_BETWEEN
-            load.current = min(best + 1, self.most)
+            # One more and one fewer by turns: what was measured long ago may have changed.
+            load.downwards = best > 0 and not (load.downwards and best < self.most)
+            load.current = best - 1 if load.downwards else best + 1
         else:
             load.current = best
         load.best = best
@@ -108,6 +110,7 @@ class _Load:
         self._counts: dict[int, int] = {}
         self.current = self.best = 0
         self.steps_left = 0
+        self.downwards = False
         self.pause = _FIRST_PAUSE
         self.until_probe = _FIRST_PAUSE // _STEPS_BETWEEN
 
