@@ -162,7 +162,11 @@ def openai_line(route: APIRoute) -> str:
     verb = "get" if "GET" in route.methods else "post"
     kind = "str" if operation.answer is None else "object"
     body = f", body={json.dumps(given)}" if given else ""
-    return f'client.{verb}("{ADDRESS}{route.path}", cast_to={kind}{body})'
+    line = f'client.{verb}("{ADDRESS}{route.path}", cast_to={kind}{body})'
+    if len(line) > 100:  # likewise
+        inner = line[line.index("(") + 1 : -1].replace(", cast_to", ",\n    cast_to")
+        line = f"client.{verb}(\n    {inner.replace(', body', f',{chr(10)}    body')},\n)"
+    return line
 
 
 def _routes() -> Iterator[APIRoute]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from octavo.messages import NewRequestData
+from octavo.scheduler.speculation import DraftLengths
 from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.worker import worker
 from octavo.worker.graphs import StepResult
@@ -20,7 +21,7 @@ SETTINGS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 
 class Drafter:
     """Proposes from answers that are known already, some of it wrong.
 
-    Engines are to be built with `SETTINGS`, while it is in place.
+    Engines are to be built with `SETTINGS`, while it is in place. They take all drafts that may be.
 
     Attributes:
         num_steps: in which requests sampled, so far.
@@ -33,6 +34,7 @@ class Drafter:
         self.answers, self.wrong, self.random = answers, wrong, random.Random(1)
         self.num_steps = self.num_tokens = 0
         monkeypatch.setattr(worker, "make_proposer", lambda target: _FromAnswers(target, self))
+        monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
 
 
 class _FromAnswers(Proposer):

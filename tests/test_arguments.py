@@ -21,7 +21,7 @@ def serve(monkeypatch):
         )
         monkeypatch.setitem(sys.modules, "octavo.server.run", module)
         lines = []
-        monkeypatch.setattr(cli, "_print_error", lines.append)
+        monkeypatch.setattr(cli, "print_error", lines.append)
         status = cli.main(["serve", *words])
         assert (status == 0) == bool(seen)
         return seen.get("engine") or lines[0]
@@ -51,7 +51,6 @@ def test_what_asks_for_nothing_changes_nothing(serve, words):
         (["-pp", "2"], "pipeline_parallel_size='2' is not supported: "),
         (["--enable-lora"], "enable_lora=True is not supported: "),
         (["-cc.mode=3"], "compilation_config='{\"mode\": 3}' is not supported: "),
-        (["--middleware", "a", "b"], "middleware=['a', 'b'] is not supported: "),
         (["-tp", "2"], "tensor_parallel_size=2 is not supported: a model runs on one device"),
         (["--max-num-seqs", "1.5"], "'1.5' is no whole number"),
         (["--port", "1", "--port", "1"], "--port is given twice"),

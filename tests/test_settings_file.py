@@ -20,7 +20,7 @@ def serve(monkeypatch, tmp_path):
             run_server=lambda server, engine: seen.update(server=server, engine=engine) or 0
         )
         monkeypatch.setitem(sys.modules, "octavo.server.run", module)
-        monkeypatch.setattr(cli, "_print_error", lines.append)
+        monkeypatch.setattr(cli, "print_error", lines.append)
         status = cli.main(["serve", "--config", str(path), *words])
         assert (status == 0) == bool(seen)
         return SimpleNamespace(**seen) if seen else lines[0]

@@ -184,6 +184,7 @@ class AsyncLLM:
             progress_timeout=60.0,
             request_memory=DEFAULT_REQUEST_MEMORY,
             served_name=None,
+            metrics_prefix="octavo",
             log_level="warning",
             log_format="text",
         )

@@ -137,7 +137,7 @@ def test_a_start_that_takes_too_long():
         (["--repeats", 0], ConfigError, "--repeats 0"),
         (["--timeout", 0], ConfigError, "--timeout 0"),
         (["--model", "/nowhere"], OctavoError, "no folder /nowhere"),
-        (["--max-num-seqs", 0], ConfigError, "max_num_seqs=0"),
+        (["--max-num-batched-tokens", 0], ConfigError, "max_num_batched_tokens=0"),
         (["--output-json", "/"], BenchError, "cannot be written"),
     ],
 )

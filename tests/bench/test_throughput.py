@@ -10,6 +10,7 @@ from octavo.bench import throughput
 from octavo.bench.offline import ObservedLLM
 from octavo.errors import BenchError, ConfigError, DatasetError, OctavoError
 from octavo.llm import LLM
+from octavo.scheduler.speculation import DraftLengths
 
 ENGINE = ["--max-model-len", "128", "--kv-cache-memory-bytes", "16M", "--max-num-seqs", "4"]
 
@@ -27,7 +28,8 @@ def workload(folder, rows):
     return ["--dataset-name", "workload", "--dataset-path", path]
 
 
-def test_a_workload(tmp_path, capsys):
+def test_a_workload(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
     prefix = list(range(1, 65))
     rows = [([*prefix, i + 100], 3 + i) for i in range(8)]
     path = tmp_path / "result.json"

@@ -39,4 +39,4 @@ def test_the_resident_size_keeps_to_the_plan():
     assert full >= start + 0.8 * kv_cache
     # Of what is planned only the allowance for libraries and some buffers may be left.
     assert planned - full < 0.35 * runtime
-    assert "resident memory: " in done.stderr
+    assert "memory plan: " in done.stderr

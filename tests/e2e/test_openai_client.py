@@ -1,6 +1,7 @@
 """OpenAI's own client against the real server and the built-in model."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -255,7 +256,8 @@ def test_client_commands(server):
     assert len(chat.stdout) > 10
     complete = octavo("complete", "-q", "Once upon a time", *limits)
     assert len(complete.stdout) > 10
-    assert chat.stderr == complete.stderr == ""
+    for figures in (chat.stderr, complete.stderr):
+        assert re.fullmatch(r"\[12 tokens \| first token .* prompt tokens cached\]\n", figures)
 
 
 def test_run_without_a_server():

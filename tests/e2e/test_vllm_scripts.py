@@ -215,7 +215,7 @@ def test_the_engine_a_step_at_a_time(llm):
 def test_engine_and_llm_keep_their_outputs_apart(llm):
     engine = llm.llm_engine
     engine.add_request("0", PROMPTS[0], GREEDY)
-    with pytest.raises(RequestError, match="'0' is running"):
+    with pytest.raises(RequestError, match="id '0' is already running"):
         engine.add_request("0", PROMPTS[0], GREEDY)
     stream = llm.stream(PROMPTS[1], GREEDY)
     piece = next(stream)

@@ -6,6 +6,7 @@ import pytest
 from octavo.errors import ContextLengthError, RequestError
 from octavo.messages import FinishReason, GrammarSpec, ModelRunnerOutput
 from octavo.request import RequestStatus
+from octavo.scheduler.speculation import DraftLengths
 from tests.fakes import FakeEngine, expected_output, pages, scheduled_tokens
 from tests.params import unpack_logprobs
 
@@ -627,8 +628,9 @@ class TestSpeculation:
         engine.run()
         check_tokens(engine, a)
 
-    def test_places_are_shared_out_in_order(self):
+    def test_places_are_shared_out_in_order(self, monkeypatch):
         """A step has so many in all, and none for what is not about to sample."""
+        monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
         engine = FakeEngine(num_drafts=4, max_num_batched_tokens=40)
         for i in range(4):
             engine.add(f"r{i}", [i] * 5, max_tokens=[2, 30, 30, 30][i])

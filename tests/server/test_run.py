@@ -312,7 +312,7 @@ def test_what_is_found_before_the_model_is_loaded(flags, said, monkeypatch, caps
     async def start(config, engine_config):
         pytest.fail("the model is loaded")
 
-    monkeypatch.setattr(run, "_start_engine", start)
+    monkeypatch.setattr(run, "start_engine", start)
     before = sys.getswitchinterval()
     try:
         assert cli.main(["serve", "--host", "127.0.0.1", "--port", "0", *flags]) != 0

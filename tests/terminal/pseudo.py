@@ -53,12 +53,24 @@ class Terminal:
 
     def wait_for(self, pattern):
         """Waits until what came since the last call matches; returns that up to its end."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while (match := re.compile(pattern).search(self.output, self._seen)) is None:
             assert time.monotonic() < end, self.output
             assert self._read(), self.output
         begin, self._seen = self._seen, match.end()
         return self.output[begin : match.end()]
+
+    def interrupt(self, pattern):
+        """Presses Ctrl-C until what comes matches: readline may miss one as it begins a line."""
+        for _ in range(5):
+            self.type("\x03")
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                if re.compile(pattern).search(self.output, self._seen):
+                    self.wait_for(pattern)
+                    return
+                assert self._read(), self.output
+        raise AssertionError(self.output)
 
     def wait(self):
         """Waits for the program's end; returns its status."""

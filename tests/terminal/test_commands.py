@@ -77,7 +77,9 @@ class FakeLLM:
             raise FakeLLM.error
         for text, reason in (("Hel", None), ("lo", "stop")):
             answer = CompletionOutput(0, text, [1, 2], finish_reason=reason)
-            yield RequestOutput("0", prompt, [1] * 20, None, [answer], bool(reason), 16)
+            yield RequestOutput(
+                "0", prompt, [1] * 20, None, [answer], bool(reason), num_cached_tokens=16
+            )
 
     def get_default_sampling_params(self):
         return SamplingParams(temperature=0.6, top_p=0.7)

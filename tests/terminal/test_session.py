@@ -67,8 +67,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(chat):
     with chat() as terminal:
         terminal.type("for ever\r")
         terminal.wait_for("w3 ")
-        terminal.type("\x03")
-        terminal.wait_for(r"\[stopped \|")
+        terminal.interrupt(r"\[stopped \|")
         terminal.wait_for(PROMPT)
         terminal.type("and now?\r")
         messages, _ = asked(terminal)
@@ -77,16 +76,14 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(chat):
         assert messages[2] == user("and now?")
         terminal.type("half a quest")
         terminal.wait_for("half a quest")
-        terminal.type("\x03")  # throws that away
-        terminal.wait_for("leaves")
+        terminal.interrupt("leaves")  # throws that away
         terminal.wait_for(PROMPT)
         terminal.type("whole\r")
         assert asked(terminal)[0][-1] == user("whole")
         terminal.type('"""begun\r')
         terminal.type("more")
         terminal.wait_for(r"\.\.\. more")
-        terminal.type("\x03")
-        terminal.wait_for(PROMPT)
+        terminal.interrupt(PROMPT)
         terminal.type("\x04")
         terminal.wait_for("left")
         assert terminal.wait() == 0
