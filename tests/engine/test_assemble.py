@@ -129,7 +129,8 @@ def test_debug_logs_tell_why_requests_wait(caplog):
         )
     while core.has_work():
         core.step()
-    lines = [record.getMessage() for record in caplog.records]
+    name = "octavo.scheduler.observer"
+    lines = [record.getMessage() for record in caplog.records if record.name == name]
     assert lines == [f"request {i} waits: max_num_seqs requests run" for i in (1, 2)]
 
 
