@@ -136,6 +136,9 @@ class ModelConfig(_Section, frozen=True):
             " one; auto: the first that can."
         ),
     ] = "auto"
+    enable_prompt_embeds: Annotated[
+        bool, Meta(description="Accept embeddings as prompts (prompt_embeds).")
+    ] = False
     enforce_eager: Annotated[
         bool,
         Meta(description="Run steps operation by operation instead of replaying a captured plan."),

@@ -387,7 +387,6 @@ FOREIGN: dict[str, Foreign] = {
             "logits processors come with packages, found by entry point, as examples/ has one",
             logits_processors=[],
         ),
-        _group("prompts are texts or token ids", enable_prompt_embeds=False),
         _group("answers carry no marks", watermark_config={}),
         _group(
             "statistics are not logged but counted; /metrics has them",

@@ -116,7 +116,8 @@ class LLM:
         """Generates an answer to each prompt; the answers come in the order of the prompts.
 
         Args:
-            prompts: one prompt or a list: texts, or dicts with "prompt" or "prompt_token_ids".
+            prompts: one prompt or a list: texts, or dicts with "prompt", "prompt_token_ids" or
+                "prompt_embeds".
             sampling_params: one for all or one for each; None: the model's own defaults.
             use_tqdm: show a progress bar; or what makes one, as `tqdm` does.
             lora_request: adapters are not supported.
@@ -237,21 +238,21 @@ class LLM:
                 searches[i].step([candidates_of(output) for output in its_outputs])
         keep_eos = params.include_stop_str_in_output
         return [
-            BeamSearchOutput(
-                [self._sequence(request.prompt_token_ids, beam, keep_eos) for beam in search.beams]
-            )
+            BeamSearchOutput([self._sequence(request, beam, keep_eos) for beam in search.beams])
             for (request, _), search in zip(processed, searches, strict=True)
         ]
 
-    def _sequence(self, prompt: list[int], beam: Beam, keep_eos: bool) -> BeamSearchSequence:
+    def _sequence(
+        self, request: EngineCoreRequest, beam: Beam, keep_eos: bool
+    ) -> BeamSearchSequence:
         tokenizer = self.llm_engine.tokenizer
         ended = beam.finish_reason == "stop"
-        tokens = prompt + (beam.token_ids[:-1] if ended and not keep_eos else beam.token_ids)
+        tokens = beam.token_ids[:-1] if ended and not keep_eos else beam.token_ids
         return BeamSearchSequence(
-            tokens,
+            request.prompt_token_ids + tokens,
             [row[0] for row in beam.rows],
             beam.cum_logprob,
-            None if tokenizer is None else tokenizer.decode(tokens),
+            None if tokenizer is None else tokenizer.decode(request.known_token_ids + tokens),
             beam.finish_reason,
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,11 @@ class FinishReason(enum.IntEnum):
 
     def __str__(self) -> str:
         return self.name.lower()
+
+
+EmbedsDtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
+EMBEDS_DTYPES: dict[EmbedsDtype, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Of `PromptEmbeds`: bytes of a number."""
 
 
 class BadWordsTokenIds(msgspec.Struct, array_like=True, frozen=True):
@@ -93,6 +98,35 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
         return self.temperature == 0.0
 
 
+class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
+    """Embeddings that come with a prompt, as they go into the model instead of its tokens'."""
+
+    data: bytes
+    """[tokens, size], checked: all are finite."""
+    dtype: EmbedsDtype
+    size: int
+    """Numbers of an embedding."""
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of an embedding."""
+        return self.size * EMBEDS_DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return len(self.data)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are."""
+        return self.nbytes // self.row_nbytes
+
+    def rows(self, start: int, stop: int) -> memoryview:
+        """Bytes of those from `start` up to `stop`."""
+        return memoryview(self.data)[start * self.row_nbytes : stop * self.row_nbytes]
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A prompt as the front end hands it to the engine core: checked and tokenised.
 
@@ -116,6 +150,15 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     of these tokens ends it; they count against `max_tokens` and `min_tokens`."""
     num_prompt_logprobs: int = 0
     """Prompt logprobs that it has already."""
+    prompt_embeds: PromptEmbeds | None = None
+    """In place of the first tokens of the prompt, whose ids are 0 and mean nothing."""
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        """The prompt's tokens that did not come as embeddings."""
+        if self.prompt_embeds is None:
+            return self.prompt_token_ids
+        return self.prompt_token_ids[self.prompt_embeds.num_tokens :]
 
     @property
     def child_ids(self) -> list[str]:
@@ -237,6 +280,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """Found in the prefix cache. From here on the worker itself knows how far it is."""
     private: bool = False
     """Whether nothing of it may be used for other requests."""
+    prompt_embeds: PromptEmbeds | None = None
+    """See `EngineCoreRequest`."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):

@@ -84,6 +84,7 @@ class Request:
         self.leader = leader
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
+        self.prompt_embeds = core_request.prompt_embeds
         self.max_tokens = params.max_tokens
         self.stop_token_ids = params.all_stop_token_ids
 

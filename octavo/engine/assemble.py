@@ -97,6 +97,13 @@ def make_engine_core(
             "speculative_config: models that draft run on device=cpu only, without Triton; take "
             "method ngram or suffix."
         )
+    if config.model.enable_prompt_embeds and (
+        estimate is None or config.device.attention_backend == "triton"
+    ):
+        raise ConfigError(
+            "enable_prompt_embeds: embeddings as prompts are supported on device=cpu only, without "
+            "Triton; leave it out."
+        )
     if estimate is not None:  # what does not fit is refused before anything is loaded
         plan, kv_cache = make_memory_plan(
             config,
@@ -167,7 +174,11 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
         num_speculative_tokens=speculative.num_speculative_tokens or found.num_heads,
     )
     draft = WorkerSetup(
-        config=msgspec.structs.replace(config, speculation=SpeculationConfig()),
+        config=msgspec.structs.replace(
+            config,
+            speculation=SpeculationConfig(),
+            model=msgspec.structs.replace(config.model, enable_prompt_embeds=False),
+        ),
         spec=found.spec,
         model_path=found.path,
         dtype=setup.dtype,

@@ -203,7 +203,10 @@ def beam_search_nbytes(request: EngineCoreRequest, search: BeamSearch, vocab_siz
     params = step_params(search)
     core = msgspec.structs.replace(request.sampling_params, logprobs=search.num_logprobs)
     whole = msgspec.structs.replace(request, n=2 * search.width, sampling_params=core)
-    return request_nbytes(whole, params, vocab_size)
+    embeds = request.prompt_embeds
+    # With each live beam's request they are sent again.
+    sent = 0 if embeds is None else search.width * 2 * embeds.nbytes
+    return request_nbytes(whole, params, vocab_size) + sent
 
 
 async def run_beam_search(
@@ -245,7 +248,7 @@ async def run_beam_search(
         search.step([candidates_of(output) for output in outputs])
     completions = []
     for index, beam in enumerate(search.beams):
-        detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params)
+        detokenizer = IncrementalDetokenizer(tokenizer, request.known_token_ids, params)
         detokenizer.update(beam.token_ids, beam.finish_reason == "stop")
         detokenizer.finish()
         completions.append(

@@ -16,7 +16,7 @@ from octavo.clock import now
 from octavo.device import trim_memory
 from octavo.errors import EngineDeadError, ProfilerError, RequestError, UnsupportedError
 from octavo.executor.base import Executor, StepHandle
-from octavo.kv_cache.hashing import make_block_hasher
+from octavo.kv_cache.hashing import make_block_hasher, prompt_embeds_keys
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -87,7 +87,9 @@ class EngineCore:
         self._clock = clock
         self._profiler = profiler
         self._engine_index = engine_index
-        self._block_hasher = make_block_hasher(scheduler.kv_cache_config.block_size)
+        self._block_hasher = make_block_hasher(
+            scheduler.kv_cache_config.block_size, prompt_embeds_keys
+        )
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_scheduled = 0
         self._outputs: list[EngineCoreOutput] = []

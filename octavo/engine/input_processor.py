@@ -10,12 +10,14 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NotRequired, Protocol, TypedDict
 
+import msgspec
 import numpy as np
 
 from octavo.config import ModelConfig
 from octavo.engine.core_params import make_core_params
+from octavo.engine.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
-from octavo.messages import EngineCoreRequest
+from octavo.messages import EngineCoreRequest, PromptEmbeds
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
@@ -34,12 +36,15 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as embeddings, which is refused: they are not supported yet."""
+    """A prompt as embeddings, with `enable_prompt_embeds`."""
 
     prompt_embeds: Any
+    """A torch tensor, or a numpy array, [tokens, hidden size] of floating-point numbers."""
+    prompt: NotRequired[str]
+    """Its text, which outputs repeat."""
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, object]
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, object]
 
 
 class SpecLike(Protocol):
@@ -50,6 +55,10 @@ class SpecLike(Protocol):
         """Rows of the embedding and of the output head."""
 
     @property
+    def embed_size(self) -> int:
+        """Numbers of an embedding; asked for with the first that comes with a prompt."""
+
+    @property
     def eos_token_ids(self) -> Iterable[int]:
         """Tokens that end an answer."""
 
@@ -57,18 +66,21 @@ class SpecLike(Protocol):
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     """About how many microseconds `InputProcessor.process` takes."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
     lists = (prompt, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
     tokens = sum(len(ids) for ids in lists if ids is not None)
-    return chars + sum(map(len, params.bad_words or ())) + tokens // 2
+    nbytes = getattr(embeds, "nbytes", 0)
+    return chars + sum(map(len, params.bad_words or ())) + tokens // 2 + nbytes // 1000
 
 
 class InputProcessor:
     """Checks and completes requests for one model.
 
     Args:
-        model_config: `max_logprobs`, `seed` and `guided_decoding_backend` are used.
-        spec: vocabulary size and end-of-sequence ids of the model.
+        model_config: `max_logprobs`, `seed`, `guided_decoding_backend` and `enable_prompt_embeds`
+            are used.
+        spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
         tokenizer: None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
     """
@@ -81,11 +93,13 @@ class InputProcessor:
         max_model_len: int,
     ) -> None:
         self._tokenizer = tokenizer
+        self._spec = spec
         self._max_model_len = max_model_len
         self._vocab_size = spec.vocab_size
         self._max_logprobs = model_config.max_logprobs
         self._seed = model_config.seed
         self._grammar_backend = model_config.guided_decoding_backend
+        self._enable_prompt_embeds = model_config.enable_prompt_embeds
         eos = set(spec.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -109,7 +123,8 @@ class InputProcessor:
 
         Args:
             request_id: unique among the live requests.
-            prompt: text, token ids, or a dict with one of "prompt" and "prompt_token_ids".
+            prompt: text, token ids, or a dict with one of "prompt", "prompt_token_ids" and
+                "prompt_embeds".
             params: what is asked.
             arrival_time: by `clock.now`.
             cache_salt: scope of the prefix cache; `params.cache_salt` divides it further.
@@ -126,12 +141,17 @@ class InputProcessor:
             raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
         self._check_params(params)
         _check_salts([cache_salt or "", params.cache_salt or ""])
-        text, ids = self._read_prompt(prompt)
-        if ids is None:
-            assert text is not None
-            ids = self._encode(text, params, add_special_tokens)
-        self._check_ids("prompt", ids)
-        ids = self._truncate(ids, params)
+        embeds = self._read_embeds(prompt, params)
+        if embeds is not None:
+            assert isinstance(prompt, Mapping)
+            text, ids = _read_text(prompt), [0] * embeds.num_tokens
+        else:
+            text, given = self._read_prompt(prompt)
+            if given is None:
+                assert text is not None
+                given = self._encode(text, params, add_special_tokens)
+            self._check_ids("prompt", given)
+            ids = given[self._kept(len(given), params)]
         max_tokens = self._max_tokens(len(ids), params)
         seed = self._derive_seed(request_id) if params.seed is None else params.seed
         stop_ids = set(params.stop_token_ids)
@@ -154,25 +174,48 @@ class InputProcessor:
             deadline=deadline,
             n=params.n,
             turn=turn,
+            prompt_embeds=embeds,
         )
         return request, text
+
+    def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
+        """The embeddings of a prompt, if it came as such."""
+        tensor = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
+        if tensor is None:
+            return None
+        assert isinstance(prompt, Mapping)
+        if not self._enable_prompt_embeds:
+            raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
+        if prompt.get("prompt_token_ids") is not None:
+            raise UnsupportedError(
+                "A prompt of both prompt_embeds and prompt_token_ids is not supported; give "
+                "embeddings for all of it.",
+                "prompt",
+            )
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs is not available with prompt_embeds: there are no tokens to give "
+                "logprobs of. Leave it out.",
+                "prompt_logprobs",
+            )
+        embeds = read_tensor(tensor)
+        kept = self._kept(embeds.num_tokens, params)
+        if kept != slice(None):
+            start, stop, _ = kept.indices(embeds.num_tokens)
+            embeds = msgspec.structs.replace(embeds, data=bytes(embeds.rows(start, stop)))
+        check_embeds(embeds, self._spec.embed_size, self._max_model_len)
+        return embeds
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
         """Text and token ids of a prompt, as far as given."""
         if isinstance(prompt, Mapping):
             if prompt.get("multi_modal_data"):
                 raise UnsupportedError("multi_modal_data is not supported.", "prompt")
-            if prompt.get("prompt_embeds") is not None:
-                raise UnsupportedError(
-                    "prompt_embeds is not supported yet; give 'prompt' or 'prompt_token_ids'.",
-                    "prompt",
-                )
-            text = prompt.get("prompt")
-            ids = prompt.get("prompt_token_ids")
+            text, ids = _read_text(prompt), prompt.get("prompt_token_ids")
             if text is None and ids is None:
-                raise RequestError("A prompt dict needs 'prompt' or 'prompt_token_ids'.", "prompt")
-            if text is not None and not isinstance(text, str):
-                raise RequestError(f"'prompt' is a {type(text).__name__}, not a text.", "prompt")
+                raise RequestError(
+                    "A prompt dict needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'.", "prompt"
+                )
             return text, None if ids is None else _int_list(ids)
         if isinstance(prompt, str):
             return prompt, None
@@ -194,7 +237,8 @@ class InputProcessor:
             )
         return tokenizer.encode(text, add_special_tokens, max(limit, MAX_TOKENS))
 
-    def _truncate(self, ids: list[int], params: SamplingParams) -> list[int]:
+    def _kept(self, num_tokens: int, params: SamplingParams) -> slice:
+        """Which of the prompt's tokens are kept."""
         keep = params.truncate_prompt_tokens
         if keep is not None and keep > self._max_model_len:
             raise RequestError(
@@ -204,9 +248,9 @@ class InputProcessor:
             )
         if keep == -1:
             keep = max(1, self._max_model_len - (params.max_tokens or 1))
-        if keep is None:
-            return ids
-        return ids[-keep:] if params.truncation_side == "left" else ids[:keep]
+        if keep is None or keep >= num_tokens:
+            return slice(None)
+        return slice(-keep, None) if params.truncation_side == "left" else slice(keep)
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Most tokens of the answer: as many as are asked for and fit the context."""
@@ -280,6 +324,14 @@ class InputProcessor:
         """Seed of a request without one: the same request replayed gets the same."""
         digest = hashlib.blake2b(f"{self._seed}:{request_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
+
+
+def _read_text(prompt: Mapping[str, object]) -> str | None:
+    """The text in a prompt's dict."""
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"'prompt' is a {type(text).__name__}, not a text.", "prompt")
+    return text
 
 
 def _int_list(ids: object) -> list[int]:

@@ -239,7 +239,7 @@ class OutputProcessor:
                 index=index,
                 group=group,
                 detokenizer=IncrementalDetokenizer(
-                    self._tokenizer, request.prompt_token_ids, params
+                    self._tokenizer, request.known_token_ids, params
                 ),
                 stop_token_ids=core_params.all_stop_token_ids,
                 max_tokens=core_params.max_tokens,

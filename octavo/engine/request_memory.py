@@ -20,6 +20,8 @@ _PROMPT_TOKEN_OF_ANSWER = 12
 """One more reference to it, which each of n answers has."""
 _EXTRA_ARGS_BYTE = 128
 """Of its msgpack: the most, such as an empty list, takes 64 bytes in either process."""
+_PROMPT_EMBEDS_BYTE = 3
+"""In either process, and on its way."""
 _GRAMMAR_CHARACTER = 16
 """Of a grammar's text, in either process."""
 _OUTPUT_TOKEN = 112
@@ -55,6 +57,8 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
         lists += _GRAMMAR_CHARACTER * len(core.grammar.text)
     if core.extra_args:
         lists += _EXTRA_ARGS_BYTE * len(msgspec.msgpack.encode(core.extra_args))
+    if request.prompt_embeds is not None:
+        lists += _PROMPT_EMBEDS_BYTE * request.prompt_embeds.nbytes
     of_answer = output * candidates(core.logprobs)
     of_prompt = prompt * candidates(core.prompt_logprobs)
     return (

@@ -37,6 +37,16 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[byt
     return hashlib.sha256(message).digest()
 
 
+def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """`ExtraKeys`: a digest of the embeddings that take the place of tokens."""
+    embeds = request.prompt_embeds
+    if embeds is None or start >= embeds.num_tokens:
+        return []
+    digest = hashlib.sha256(embeds.dtype.encode() + b":")
+    digest.update(embeds.rows(start, end))
+    return [digest.digest()]
+
+
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:
     """Makes the function that hashes a request's full blocks of known tokens.
 

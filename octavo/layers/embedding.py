@@ -21,6 +21,8 @@ class Embedding:
     """[vocab_size, embed_size] in the model's dtype; packed where the LM head shares it."""
     scale: float | None = None
     """Factor on the embedding (Gemma), rounded to the model's dtype."""
+    scale_given: bool = False
+    """Whether embeddings that come with a prompt are still to be scaled."""
     project: Linear | None = None
     """To the hidden size, where the embedding is narrower (OPT-350m)."""
     positions: Tensor | None = None
@@ -32,10 +34,22 @@ class Embedding:
         if self.scale is not None:
             self.scale = torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """input_ids and positions [T] int64 -> [T, hidden_size]."""
+    def look_up(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] int64 -> [T, embed_size], such as may come with a prompt instead."""
         x = self.ops.embedding(self.weight, input_ids)
-        if self.scale is not None:
+        if self.scale is not None and not self.scale_given:
+            self.ops.scale_(x, self.scale)
+        return x
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, looked_up: Tensor | None = None
+    ) -> Tensor:
+        """input_ids and positions [T] int64 -> [T, hidden_size].
+
+        `looked_up` is what to take instead of `look_up(input_ids)`; it is changed.
+        """
+        x = self.look_up(input_ids) if looked_up is None else looked_up
+        if self.scale is not None and self.scale_given:
             self.ops.scale_(x, self.scale)
         if self.project is not None:
             x = self.project(x)

@@ -21,6 +21,8 @@ class StepContext:
         backend: computes attention.
         kept_layers: layers whose hidden states are wanted.
         kept: filled by the model: [T, hidden_size] behind each of them, the residual added.
+        embeds: [T, embed_size], what to take instead of the tokens' rows in the embedding's table;
+            changed.
     """
 
     positions: Tensor
@@ -29,3 +31,4 @@ class StepContext:
     backend: AttentionBackend
     kept_layers: tuple[int, ...] = ()
     kept: dict[int, Tensor] = field(default_factory=dict)
+    embeds: Tensor | None = None

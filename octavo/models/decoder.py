@@ -41,9 +41,13 @@ class DecoderModel:
         """Type of weights and activations."""
         return self.embed.weight.dtype
 
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] int64 -> [T, embed_size], for `StepContext.embeds`."""
+        return self.embed.look_up(input_ids)
+
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """See `Model`; hidden states come from behind the final norm."""
-        x = self.embed(input_ids, step.positions)
+        x = self.embed(input_ids, step.positions, step.embeds)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)

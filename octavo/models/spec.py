@@ -53,6 +53,11 @@ class ModelSpec:
     """Module and name of the `Model` that it is computed by."""
 
     @property
+    def embed_size(self) -> int:
+        """Numbers of an embedding, as it may come with a prompt."""
+        return self.embed.size
+
+    @property
     def tied(self) -> bool:
         """Whether the LM head is the embedding's table."""
         return self.head.lm_head.modules[0][0] == self.embed.module

@@ -560,6 +560,7 @@ class Scheduler:
                 request.sampling_params,
                 start,
                 private=request.cache_salt is not None,
+                prompt_embeds=request.prompt_embeds,
             ),
         )
         self._add_to_step(step, request, scheduled, start, request.num_tokens)

@@ -11,6 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.detokenizer import TextStream, make_text_stream
+from octavo.engine.prompt_embeds import PROMPT_EMBEDS_OFF
+from octavo.errors import RequestError
+from octavo.offload import offload
 from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import read_model
@@ -25,6 +28,7 @@ from octavo.server.generation import (
 )
 from octavo.server.schema import CompletionBody, Prompts
 from octavo.server.state import state_of
+from octavo.server.tensor_file import decode_embeds
 from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,7 +53,12 @@ class Completion(Generation[CompletionBody]):
 
     def __init__(self, request: Request, body: CompletionBody) -> None:
         super().__init__(request, body)
-        self._prompts = _split(body.prompt)
+        self._prompts: list[Prompt] = []
+        """Those of `prompt`; embeddings come before them, once they are read."""
+        # OpenAI's client wants a prompt, and gets an empty one.
+        if body.prompt is not None and (body.prompt or body.prompt_embeds is None):
+            self._prompts = _split(body.prompt)
+        self._num_embeds = len(body.prompt_embeds or ())
         self._only_echo = bool(body.echo) and body.max_tokens == 0
         details = self.state.config.enable_prompt_tokens_details
         self.usage = Usage(details, count_completions=not self._only_echo)
@@ -63,7 +72,7 @@ class Completion(Generation[CompletionBody]):
     @property
     def num_prompts(self) -> int:
         """Prompts in this request."""
-        return len(self._prompts)
+        return self._num_embeds + len(self._prompts)
 
     @property
     def num_answers(self) -> int:
@@ -86,7 +95,19 @@ class Completion(Generation[CompletionBody]):
             prompt_logprobs=prompt_logprobs,
             detokenize=engine.tokenizer is not None,
         )
-        return self._prompts, params, body.add_special_tokens is not False
+        prompts = [*await self._read_embeds(engine), *self._prompts]
+        return prompts, params, body.add_special_tokens is not False
+
+    async def _read_embeds(self, engine: AsyncLLM) -> list[Prompt]:
+        tensors = self.body.prompt_embeds
+        if tensors is None:
+            return []
+        if not engine.config.model.enable_prompt_embeds:
+            raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
+        self.body.prompt_embeds = None  # what they are decoded to is enough to keep
+        size = sum(map(len, tensors))
+        read = await offload(size // 100, lambda: list(map(decode_embeds, tensors)))
+        return [{"prompt_embeds": embeds} for embeds in read]
 
     def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """See `Generation.choices`."""
@@ -143,7 +164,8 @@ class Completion(Generation[CompletionBody]):
         places: list[int] = []
         if body.logprobs is not None:
             if first:
-                self._offsets[number] = _Offsets(self.tokenizer, body, output, len(prompt))
+                known = [] if index < self._num_embeds else output.prompt_token_ids
+                self._offsets[number] = _Offsets(self.tokenizer, body, known, len(prompt))
             end = self._sent.get(number, 0) + len(prompt) + len(text)
             places = self._offsets[number].place(token_ids)
             if completion.finish_reason is not None:  # text behind a stop text has been cut off
@@ -221,18 +243,22 @@ class _Offsets:
     Args:
         tokenizer: None if there is no text.
         body: of the request.
-        output: the first one, with its prompt.
+        prompt_token_ids: what is before the answer.
         start: length of the text before the answer.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, body: CompletionBody, output: RequestOutput, start: int
+        self,
+        tokenizer: Tokenizer | None,
+        body: CompletionBody,
+        prompt_token_ids: list[int],
+        start: int,
     ) -> None:
         self._at = start
         self._stream: TextStream | None = None
         if tokenizer is not None:
             self._stream = make_text_stream(
-                tokenizer, output.prompt_token_ids, body.skip_special_tokens is not False
+                tokenizer, prompt_token_ids, body.skip_special_tokens is not False
             )
 
     def place(self, token_ids: list[int]) -> list[int]:

@@ -54,6 +54,9 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
     },
     schema.CompletionBody: {
         "prompt": "Text or token ids, or a list of them.",
+        "prompt_embeds": "Embeddings instead of tokens, with --enable-prompt-embeds: a tensor "
+        "[tokens, hidden size] saved with torch.save, in base64, or a list of them. Their answers "
+        "come before those of prompt.",
         "echo": "Begin each answer with its prompt.",
         "logprobs": "Logprobs of each token and of this many most probable ones.",
         "best_of": "Make this many answers and return the n best; not with stream.",

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.engine.input_processor import EmbedsPrompt
 from octavo.engine.request_memory import logprobs_nbytes
 from octavo.errors import RequestError
 from octavo.offload import offload
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=GenerationBody)
 
-Prompt = str | list[int]
+Prompt = str | list[int] | EmbedsPrompt
 IndexedOutput = tuple[int, RequestOutput]
 
 DONE = b"data: [DONE]\n\n"

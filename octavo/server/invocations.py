@@ -27,7 +27,7 @@ async def create_invocation(request: Request) -> Response:
 def _kind(body: dict[str, Any]) -> type[ChatBody] | type[CompletionBody]:
     if "messages" in body:
         return ChatBody
-    if "prompt" in body:
+    if "prompt" in body or "prompt_embeds" in body:
         return CompletionBody
     raise RequestError(
         "The body has neither messages (a chat) nor prompt (a completion); give one of them.",

@@ -42,7 +42,7 @@ GENERATION: Unsupported = {
     # vLLM, newer and older
     **_all(
         _NOTHING,
-        "guided_whitespace_pattern prompt_embeds logits_processors "
+        "guided_whitespace_pattern logits_processors "
         "kv_transfer_params ec_transfer_params extra_args repetition_detection "
         "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
         "output_kind",
@@ -129,6 +129,7 @@ COMPLETION: Unsupported = {
 
 CHAT: Unsupported = {
     **GENERATION,
+    "prompt_embeds": (None, []),
     **_TOOLS,
     **_TEMPLATE,
     **_all(

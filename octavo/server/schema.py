@@ -80,7 +80,7 @@ def check_token_ids(value: object, param: str) -> list[int]:
 
 
 def _check_prompt(value: object) -> object:
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise RequestError(
@@ -112,6 +112,25 @@ def _check_prompt(value: object) -> object:
         if kind is list:
             check_token_ids(item, f"prompt[{i}]")
     return value
+
+
+def _check_prompt_embeds(value: object) -> list[str] | None:
+    """Tensors in base64, as a list; they are decoded where the model is known."""
+    if value is None or value == []:
+        return None
+    tensors: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(tensor, str) for tensor in tensors):
+        raise RequestError(
+            f"prompt_embeds={show(value)} is not allowed; give a tensor saved with torch.save, in "
+            "base64, or a list of them.",
+            "prompt_embeds",
+        )
+    if len(tensors) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt_embeds has {len(tensors)} prompts; at most {MAX_PROMPTS} are allowed.",
+            "prompt_embeds",
+        )
+    return tensors
 
 
 def _check_stop(value: object) -> object:
@@ -459,7 +478,13 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     # Checked once, and not by pydantic, which would try one kind of list after the other.
-    prompt: Annotated[Prompts, PlainValidator(_check_prompt, json_schema_input_type=Prompts)]
+    prompt: Annotated[
+        Prompts | None, PlainValidator(_check_prompt, json_schema_input_type=Prompts)
+    ] = None
+    prompt_embeds: Annotated[
+        list[str] | None,
+        PlainValidator(_check_prompt_embeds, json_schema_input_type=str | list[str] | None),
+    ] = None
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
@@ -469,6 +494,10 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         """See `GenerationBody.check`."""
         super().check()
+        if self.prompt_embeds is not None:
+            self._check_without_tokens()
+        elif self.prompt is None:
+            raise RequestError("prompt is missing; it is required.", "prompt", "missing_parameter")
         n = 1 if self.n is None else self.n
         if self.best_of is None or self.best_of == n:
             return
@@ -484,6 +513,19 @@ class CompletionBody(GenerationBody):
                 "answers are known at the end; leave one of them out.",
                 "best_of",
             )
+
+    def _check_without_tokens(self) -> None:
+        """Refuses what needs the prompt's tokens."""
+        for name, asked in (
+            ("echo", self.echo),
+            ("prompt_logprobs", self.prompt_logprobs is not None),
+        ):
+            if asked:
+                raise RequestError(
+                    f"{name} is not available with prompt_embeds, which has no tokens; leave one "
+                    "of them out.",
+                    name,
+                )
 
 
 class ChatBody(GenerationBody):

@@ -23,6 +23,7 @@ from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
 from octavo.models.base import Model
+from octavo.models.decoder import DecoderModel
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.step_table import StepTable
 
@@ -145,6 +146,10 @@ class EagerSteps:
         max_seq_len = int(table.seq_lens.max())
         tensors = table.map(torch.from_numpy)
         step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
+        if inputs.embeds:
+            assert isinstance(self.model, DecoderModel)
+            step.embeds = self.model.embed_input_ids(tensors.input_ids)
+            _put_embeds(step.embeds, inputs.embeds)
         hidden = self.model.forward(tensors.input_ids, step)
         return StepResult(hidden, self.model.head(hidden, tensors.logits_indices), step.kept)
 
@@ -157,16 +162,29 @@ class CapturedSteps:
         ops: the model's table of operations.
         activations: where the forward pass has its intermediate results.
         logits: where the logits are, and what they are made from.
+        prompt_embeds: whether embeddings may come with prompts: the model must be a `DecoderModel`.
+            They are put in between two plans, of the look-up in the table and of all that follows.
     """
 
     def __init__(
-        self, eager: EagerSteps, ops: NativeOps, *, activations: Arena, logits: Arena
+        self,
+        eager: EagerSteps,
+        ops: NativeOps,
+        *,
+        activations: Arena,
+        logits: Arena,
+        prompt_embeds: bool = False,
     ) -> None:
         self._buffers = buffers = eager.buffers(0, 0)
         self._owners = eager, activations, logits  # of the memory that the plan has addresses of
         self._plan = _native.Plan()
         table = buffers.table.map(torch.from_numpy)
         step = eager.context(table, len(table.input_ids), 0)
+        self._look_up, self._embeds = _native.Plan(), None
+        if prompt_embeds:
+            assert isinstance(eager.model, DecoderModel)
+            with ops.record(self._look_up, activations):
+                self._embeds = step.embeds = eager.model.embed_input_ids(table.input_ids)
         with ops.record(self._plan, activations):
             self._hidden = eager.model.forward(table.input_ids, step)
         self._plan.bind("samples")
@@ -184,6 +202,15 @@ class CapturedSteps:
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """See `StepRunner`."""
         size = inputs.size
+        if self._embeds is not None:
+            self._look_up.run(size.tokens, size.requests, size.samples)
+            _put_embeds(self._embeds, inputs.embeds)
         self._plan.run(size.tokens, size.requests, size.samples)
         kept = {layer: hidden[: size.tokens] for layer, hidden in self._kept.items()}
         return StepResult(self._hidden[: size.tokens], self._logits[: size.samples], kept)
+
+
+def _put_embeds(x: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
+    """Puts embeddings that came with prompts in their places of [T, embed_size], in its dtype."""
+    for begin, rows in embeds:
+        x[begin : begin + len(rows)] = rows

@@ -8,16 +8,18 @@ scheduler may count drafts that turned out wrong until it learns of that.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.messages import NewRequestData, ScheduledRequest
+from octavo.messages import NewRequestData, PromptEmbeds, ScheduledRequest
 from octavo.worker.step_table import STEP_ARRAYS, StepLayout, StepSize, StepTable
 
 IntArray = npt.NDArray[np.int32]
@@ -70,6 +72,9 @@ class StepInputs:
     """Of the step."""
     table: HostTable
     """The arrays, with room for more than that."""
+    embeds: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Embeddings that came with prompts: the first of the tokens whose they are, as an index into
+    the batch, and [tokens, embed_size] in any dtype. What stands in for their ids means nothing."""
 
     @property
     def sampling_rows(self) -> LongArray:
@@ -93,6 +98,8 @@ class InputBatch:
         self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, self.blocks), np.int32)
         self.num_blocks: LongArray = np.zeros((num_groups, max_num_seqs), np.int64)
         self.row_of: dict[str, int] = {}
+        self.embeds: dict[int, torch.Tensor] = {}
+        """[tokens, embed_size] by row: what comes with a prompt instead of its first tokens."""
         self.owners: LongArray = np.zeros(max_num_seqs, np.int64)
         """How many requests each row has had."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -135,6 +142,8 @@ class InputBatch:
         self.num_prompt_tokens[row] = data.num_prompt_tokens
         self.num_computed_tokens[row] = data.num_computed_tokens
         self.num_blocks[:, row] = 0
+        if data.prompt_embeds is not None:
+            self.embeds[row] = _as_tensor(data.prompt_embeds)
         return row
 
     def append_blocks(self, row: int, block_ids: list[list[int]]) -> None:
@@ -150,6 +159,7 @@ class InputBatch:
         row = self.row_of.pop(req_id, None)
         if row is not None:
             self._free_rows.append(row)
+            self.embeds.pop(row, None)
         return row
 
     def append(self, rows: LongArray, tokens: LongArray, counts: LongArray) -> LongArray:
@@ -217,4 +227,27 @@ class InputBatch:
             sampling=np.flatnonzero(self._num_samples[:num_reqs]),
             size=StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples),
             table=buffers.table,
+            embeds=self._gather_embeds(num_reqs, buffers.table.query_start_loc)
+            if self.embeds
+            else [],
         )
+
+    def _gather_embeds(self, num_reqs: int, starts: IntArray) -> list[tuple[int, torch.Tensor]]:
+        found = []
+        for i in range(num_reqs):
+            row = int(self._rows[i])
+            if (embeds := self.embeds.get(row)) is not None:
+                first = int(self.num_computed_tokens[row])
+                if len(rows := embeds[first : first + int(self._counts[i])]):
+                    found.append((int(starts[i]), rows))
+        return found
+
+
+def _as_tensor(embeds: PromptEmbeds) -> torch.Tensor:
+    """[tokens, embed_size] on the bytes of the message, which nobody changes."""
+    data = embeds.data
+    # torch warns of memory that must not be written, once it is told.
+    buffer = (ctypes.c_char * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
+    buffer.owner = data  # type: ignore[attr-defined]  # keeps it
+    flat = torch.frombuffer(buffer, dtype=getattr(torch, embeds.dtype))
+    return flat.view(embeds.num_tokens, embeds.size)

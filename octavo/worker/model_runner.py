@@ -538,8 +538,12 @@ class ModelRunner:
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)
         params = data.sampling_params
+        # Penalties and the like know nothing of what came as embeddings.
+        first = 0 if data.prompt_embeds is None else data.prompt_embeds.num_tokens
         try:
-            self.state.sampling.add_row(row, params, data.token_ids, data.num_prompt_tokens)
+            self.state.sampling.add_row(
+                row, params, data.token_ids[first:], data.num_prompt_tokens - first
+            )
         except Exception as error:  # whatever one request makes fail, fails that request only
             # The row stays without sampling state: greedy and plain.
             self._failed[req_id] = f"its sampling parameters cannot be used: {error}"

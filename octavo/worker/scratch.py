@@ -82,6 +82,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
             ops,
             activations=activations,
             logits=logits,
+            prompt_embeds=config.model.enable_prompt_embeds,
         )
     kernels += kernel_nbytes(threads, spec.vocab_size)
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")

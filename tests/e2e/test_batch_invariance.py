@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from octavo import LLM, SamplingParams
@@ -47,7 +48,7 @@ TARGETS = [(tokens(1, PROMPT_LEN), params(0.0)), (tokens(2, PROMPT_LEN - 37), pa
 
 def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
     outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids, _ in requests],
+        [ids if isinstance(ids, dict) else {"prompt_token_ids": ids} for ids, _ in requests],
         [p for _, p in requests],
         use_tqdm=False,
     )
@@ -188,6 +189,47 @@ def test_after_forced_preemptions(dtype, expected):
         result = answers(llm, [*crowd, *TARGETS])
         assert llm.stats().num_preemptions >= 2
     assert result[-2:] == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enforce_eager": True, "async_scheduling": False},
+        {"long_prefill_token_threshold": 7, **SETTINGS},
+        {"max_model_len": 336, "num_gpu_blocks_override": 25},
+    ],
+    ids=["captured", "eager", "chunks and drafts", "preempted"],
+)
+def test_embeddings_instead_of_tokens(dtype, expected, settings):
+    """The table's rows in place of ids: alone, among others, cached, and with the prompt's end
+    computed again."""
+    with LLM(
+        **{"dtype": dtype, "max_model_len": 512, "enable_prompt_embeds": True} | settings
+    ) as llm:
+        targets = [
+            (ids, replace(its_params, repetition_penalty=1.0)) for ids, its_params in TARGETS
+        ]
+        by_ids = [answers(llm, [target])[0] for target in targets]
+        assert by_ids[0] == expected[0]
+
+        def look_up(model):
+            return [model.embed_input_ids(torch.tensor(ids)).clone() for ids, _ in targets]
+
+        given = [
+            ({"prompt_embeds": rows}, its_params)
+            for rows, (_, its_params) in zip(llm.apply_model(look_up)[0], targets, strict=True)
+        ]
+        hits = llm.stats().prefix_cache_hits
+        assert [answers(llm, [target])[0] for target in given] == by_ids
+        assert llm.stats().prefix_cache_hits == hits  # not those of the ids
+        growing = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        crowd = [(tokens(50 + i, 12), growing) for i in range(4)]
+        result = answers(llm, [*crowd, *given, *targets])
+        assert result[-4:] == by_ids * 2
+        assert llm.stats().prefix_cache_hits > hits
+        assert llm.stats().num_preemptions >= 2 or "num_gpu_blocks_override" not in settings
+        llm._client.core.check_integrity()
 
 
 def test_with_a_plug_ins_processor(tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def test_what_is_not_supported_is_refused_with_a_sentence(llm):
         llm.generate("x", mm_processor_kwargs={"a": 1})
     with pytest.raises(UnsupportedError, match="padding=True"):
         llm.generate("x", tokenization_kwargs={"padding": True})
-    with pytest.raises(UnsupportedError, match="prompt_embeds"):
+    with pytest.raises(RequestError, match="--enable-prompt-embeds"):
         llm.generate(EmbedsPrompt(prompt_embeds=[[0.0]]))
     with pytest.raises(UnsupportedError, match="chat_template_content_format"):
         llm.chat(CHAT, chat_template_content_format="openai")

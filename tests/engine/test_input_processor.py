@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from octavo.config import ModelConfig
 from octavo.engine import input_processor
@@ -14,10 +15,13 @@ from octavo.messages import NO_TOKEN, CoreSamplingParams, EngineCoreRequest, Gra
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.small_tokenizers import BOS, EOS, byte_level, sentencepiece
 
+NOT_FINITE = "prompt_embeds", "not finite"
+
 
 @dataclass(frozen=True)
 class Spec:
     vocab_size: int = 270
+    embed_size: int = 4
     eos_token_ids: tuple[int, ...] = (EOS, 3)
 
 
@@ -96,6 +100,72 @@ def test_bad_prompts(prompt):
 def test_media_is_refused():
     with pytest.raises(UnsupportedError):
         run({"prompt": "a", "multi_modal_data": {"image": 1}})
+
+
+def embeds(*shape, dtype=torch.float32, **more):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return {"prompt_embeds": tensor, **more}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4)])
+def test_embeddings_stand_in_for_tokens(dtype, shape):
+    prompt = embeds(*shape, dtype=dtype)
+    request, text = run(prompt | {"prompt": "abc"}, make(enable_prompt_embeds=True))
+    given = request.prompt_embeds
+    assert text == "abc"
+    assert request.prompt_token_ids == [0, 0, 0]
+    assert request.known_token_ids == []
+    assert (given.dtype, given.size, given.num_tokens) == (str(dtype)[6:], 4, 3)
+    found = torch.frombuffer(bytearray(given.data), dtype=dtype)
+    assert torch.equal(found.view(3, 4), prompt["prompt_embeds"].view(3, 4))
+    assert request.sampling_params.max_tokens == 16
+    packed = msgspec.msgpack.encode(request)
+    assert msgspec.msgpack.decode(packed, type=EngineCoreRequest).prompt_embeds == given
+
+
+def test_embeddings_are_truncated_like_tokens():
+    processor, prompt = make(enable_prompt_embeds=True), embeds(10, 4)
+    rows = prompt["prompt_embeds"].numpy()
+    for side, kept in (("left", rows[-4:]), ("right", rows[:4])):
+        request, _ = run(prompt, processor, truncate_prompt_tokens=4, truncation_side=side)
+        assert request.prompt_embeds.data == kept.tobytes()
+        assert request.prompt_token_ids == [0] * 4
+    view = {"prompt_embeds": rows.T.copy().T[::2]}  # numpy's, and not contiguous
+    assert run(view, processor)[0].prompt_embeds.data == rows[::2].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param", "says"),
+    [
+        ({"prompt_embeds": [[0.0] * 4]}, {}, "prompt_embeds", "is a list"),
+        ({"prompt_embeds": b"abc"}, {}, "prompt_embeds", "is a bytes"),
+        (embeds(3, 5), {}, "prompt_embeds", "of 5 numbers; this model's have 4"),
+        (embeds(4), {}, "prompt_embeds", "shape"),
+        (embeds(2, 3, 4), {}, "prompt_embeds", "shape"),
+        (embeds(0, 4), {}, "prompt", "empty"),
+        (embeds(3, 0), {}, "prompt_embeds", "without numbers"),
+        (embeds(3, 4, dtype=torch.int8), {}, "prompt_embeds", "of type int8"),
+        ({"prompt_embeds": np.zeros((2, 4), np.complex64)}, {}, "prompt_embeds", "complex64"),
+        ({"prompt_embeds": torch.eye(4).to_sparse()}, {}, "prompt_embeds", "to_dense"),
+        (embeds(32, 4), {}, "prompt_embeds", "no room"),
+        (embeds(3, 4), {"prompt_logprobs": 1}, "prompt_logprobs", "prompt_embeds"),
+        (embeds(3, 4, prompt_token_ids=[1, 2, 3]), {}, "prompt", "both"),
+        (embeds(3, 4, prompt=5), {}, "prompt", "not a text"),
+        *(
+            ({"prompt_embeds": torch.tensor([[0, 1, value, 2]], dtype=dtype)}, {}, *NOT_FINITE)
+            for value in (torch.nan, torch.inf, -torch.inf)
+            for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        ),
+    ],
+    ids=str,
+)
+def test_bad_embeddings(prompt, fields, param, says):
+    with pytest.raises(RequestError, match=says) as caught:
+        run(prompt, make(enable_prompt_embeds=True), **fields)
+    assert caught.value.param == param
+    with pytest.raises(RequestError, match="--enable-prompt-embeds"):
+        run(prompt, **fields)
 
 
 def test_text_outside_the_models_vocabulary():
@@ -276,7 +346,8 @@ REFUSALS = [
     ({"logit_bias": {270: 1.0}}, "logit_bias", "logit_bias holds the token id 270, which is not in "
      "this model's vocabulary of 270 tokens."),
     ({"prompt": []}, "prompt", "The prompt is empty; give at least one token."),
-    ({"prompt": {"x": 1}}, "prompt", "A prompt dict needs 'prompt' or 'prompt_token_ids'."),
+    ({"prompt": {"x": 1}}, "prompt", "A prompt dict needs 'prompt', 'prompt_token_ids' or "
+     "'prompt_embeds'."),
     ({"prompt": {"prompt": 3}}, "prompt", "'prompt' is a int, not a text."),
     ({"prompt": [True]}, "prompt", "A prompt is a text or a list of token ids (integers)."),
     ({"prompt": [1] * 32}, "prompt", CONTEXT + "your prompt has 32 tokens, which leaves no room "

@@ -4,7 +4,7 @@ import pytest
 
 from octavo.engine.request_memory import RequestMemory, logprobs_nbytes, request_nbytes
 from octavo.errors import QueueFullError, RequestError
-from octavo.messages import EngineCoreRequest
+from octavo.messages import EngineCoreRequest, PromptEmbeds
 from octavo.sampling_params import StructuredOutputsParams
 from tests.params import Params
 
@@ -34,6 +34,18 @@ def nbytes(prompt=10, **fields):
 )
 def test_everything_counts(more):
     assert nbytes(**more) > nbytes()
+
+
+def test_embeddings_count_in_both_processes_and_once_for_all_answers():
+    embeds = PromptEmbeds(bytes(1000 * 64), "bfloat16", 32)
+
+    def of(n, **more):
+        params = Params(n=n)
+        request = EngineCoreRequest("r", [0] * 1000, params.core(100), 0.0, n=n, **more)
+        return request_nbytes(request, params, 100)
+
+    assert of(1, prompt_embeds=embeds) - of(1) >= 3 * 64_000
+    assert of(8, prompt_embeds=embeds) - of(8) == of(1, prompt_embeds=embeds) - of(1)
 
 
 def test_each_answer_holds_its_tokens_and_refers_to_the_prompt():

@@ -3,8 +3,13 @@ import struct
 
 import pytest
 
-from octavo.kv_cache.hashing import hash_block, make_block_hasher, root_hash
-from octavo.messages import CoreSamplingParams, EngineCoreRequest
+from octavo.kv_cache.hashing import (
+    hash_block,
+    make_block_hasher,
+    prompt_embeds_keys,
+    root_hash,
+)
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, PromptEmbeds
 from octavo.request import Request
 
 
@@ -80,3 +85,34 @@ def test_extra_keys_apply_to_their_block_and_those_after():
     assert plain[0] == media[0]
     assert plain[1] != media[1]
     assert plain[2] != media[2]
+
+
+def test_embeddings_are_known_by_their_content():
+    """A block's hash follows from the embeddings in it and before it, not from stand-in ids."""
+
+    def hashes(data, dtype="float32", count=6, more=(5, 6)):
+        embeds = PromptEmbeds(data[: count * 8], dtype, 2 if dtype == "float32" else 4)
+        core = EngineCoreRequest("r", [0] * count + [*more], CoreSamplingParams(), 0.0)
+        core.prompt_embeds = embeds
+        return Request(core, make_block_hasher(4, prompt_embeds_keys)).block_hashes
+
+    data = bytes(range(48))
+    first = hashes(data)
+    assert hashes(bytes(bytearray(data))) == first
+    assert len(first) == 2
+    for at, same in ((0, 0), (31, 0), (32, 1), (47, 1)):
+        other = bytearray(data)
+        other[at] ^= 1
+        found = hashes(bytes(other))
+        assert [a == b for a, b in zip(found, first, strict=True)] == [True] * same + [False] * (
+            2 - same
+        )
+    assert hashes(data, more=(5, 7))[0] == first[0]
+    assert hashes(data, more=(5, 7))[1] != first[1]
+    assert hashes(data, "bfloat16")[0] != first[0]
+    # What is an embedding there is a token here.
+    assert hashes(data, count=5, more=(0, 5, 6))[0] == first[0]
+    assert hashes(data, count=5, more=(0, 5, 6))[1] != first[1]
+    tokens = make_request([0] * 6 + [5, 6], make_block_hasher(4, prompt_embeds_keys))
+    assert tokens.block_hashes == make_request([0] * 6 + [5, 6], make_block_hasher(4)).block_hashes
+    assert not set(tokens.block_hashes) & set(first)

@@ -211,6 +211,9 @@ def test_parity(case: str, tmp_path: Path) -> None:
     hf_model = make_hf(architecture, **config)
     model = save_and_load(hf_model, tmp_path)
     prompts = make_prompts(VOCAB, LENGTHS)
+    with torch.inference_mode():  # so people make what they send as prompt_embeds
+        embeds = hf_model.get_input_embeddings()(torch.tensor(prompts[-1]))
+    assert torch.equal(model.embed_input_ids(torch.tensor(prompts[-1])), embeds)
     generated = generate(model, prompts, NUM_TOKENS)
     assert_same_as_hf(hf_model, prompts, generated)
     # Greedy tokens that always repeat would prove little.

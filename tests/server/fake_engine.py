@@ -75,7 +75,10 @@ class FakeAsyncLLM:
             None if self.config.model.skip_tokenizer_init else tokenizer or make_tokenizer()
         )
         self.spec = SimpleNamespace(
-            vocab_size=258, eos_token_ids=(EOS,), generation_config=generation_config or {}
+            vocab_size=258,
+            embed_size=4,
+            eos_token_ids=(EOS,),
+            generation_config=generation_config or {},
         )
         self.max_model_len = MAX_MODEL_LEN
         self.request_memory = RequestMemory(2**30)

@@ -12,7 +12,13 @@ from octavo.config import EngineConfig
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
+from octavo.messages import (
+    CoreSamplingParams,
+    NewRequestData,
+    PromptEmbeds,
+    ScheduledRequest,
+)
+from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.structured_output.base import MAX_FORCED
@@ -60,9 +66,10 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
     ), batch
 
 
-def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
+def capture(eager: EagerSteps, dtype: str, prompt_embeds: bool) -> CapturedSteps:
+    settings = {"max_num_seqs": MAX_REQS, "block_size": BLOCK_SIZE}
     setup = WorkerSetup(
-        config=EngineConfig.from_kwargs(max_num_seqs=MAX_REQS, block_size=BLOCK_SIZE),
+        config=EngineConfig.from_kwargs(enable_prompt_embeds=prompt_embeds, **settings),
         spec=eager.model.spec,
         model_path=Path("nowhere"),
         dtype=dtype,
@@ -72,9 +79,16 @@ def capture(eager: EagerSteps, dtype: str) -> CapturedSteps:
     )
     scratch = measure_scratch(setup, CPUAttention())
     activations, logits = Arena(scratch.activations), Arena(scratch.logits)
-    steps = CapturedSteps(eager, OPS, activations=activations, logits=logits)
+    steps = CapturedSteps(
+        eager, OPS, activations=activations, logits=logits, prompt_embeds=prompt_embeds
+    )
     assert (activations.peak, logits.peak) == (scratch.activations, scratch.logits)
     return steps
+
+
+def embeds_of(model: Model, tokens: list[int], dtype: str) -> PromptEmbeds:
+    rows = model.embed_input_ids(torch.tensor(tokens))
+    return PromptEmbeds(rows.view(torch.uint8).numpy().tobytes(), dtype, rows.shape[1])
 
 
 STEPS: list[dict[str, int]] = [
@@ -89,11 +103,12 @@ STEPS: list[dict[str, int]] = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", list(CASES))
 def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
+    """With ids, and with the rows of the embedding's table in place of most of them."""
     save_config(tmp_path, *CASES[case])
     results = []
-    for captured in (False, True):
+    for captured, with_embeds in ((False, 0), (True, 0), (False, 30), (True, 30)):
         steps, batch = make_steps(tmp_path, dtype)
-        runner = capture(steps, dtype) if captured else steps
+        runner = capture(steps, dtype, with_embeds > 0) if captured else steps
         groups = len(batch.block_tables)
         rng = np.random.default_rng(0)
         for i, req_id in enumerate("abc"):
@@ -102,7 +117,11 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
                 list(range(first + g * BLOCKS, first + (g + 1) * BLOCKS)) for g in range(groups)
             ]
             tokens = rng.integers(3, VOCAB, MAX_LEN).tolist()
-            row = batch.add(req_id, NewRequestData(tokens, MAX_LEN, CoreSamplingParams(), 0))
+            new = NewRequestData(tokens, MAX_LEN, CoreSamplingParams(), 0)
+            if with_embeds and req_id != "a":
+                new.prompt_embeds = embeds_of(steps.model, tokens[:with_embeds], dtype)
+                new.token_ids = [0] * with_embeds + tokens[with_embeds:]
+            row = batch.add(req_id, new)
             batch.append_blocks(row, blocks)
         seen = []
         with torch.inference_mode():
@@ -124,9 +143,10 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
                 seen += [t.clone() for t in (result.hidden, result.logits, *kept)]
                 batch.num_computed_tokens[inputs.rows] += inputs.counts
         results.append(seen)
-    for eager, captured_result in zip(*results, strict=True):
+    for eager, *others in zip(*results, strict=True):
         assert eager.isfinite().all()
-        assert torch.equal(eager, captured_result)
+        for other in others:
+            assert torch.equal(eager, other)
 
 
 def test_a_plan_computes_nothing_while_it_records() -> None:

@@ -38,6 +38,9 @@ class EmbedSpec:
     hidden_size: int
     scale: float | None = None
     """Factor on the embedding (Gemma, Granite)."""
+    scale_given: bool = False
+    """Whether it is one on embeddings that come with a prompt, too: Granite's are given as they are
+    in the table, Gemma's scaled."""
     project: LinearSpec | None = None
     """To the hidden size, where the embedding has another (OPT-350m)."""
     positions: PositionsSpec | None = None
@@ -72,6 +75,7 @@ class EmbedSpec:
             parts.ops,
             parts.tensor("weight") if shared is None else shared,
             scale=self.scale,
+            scale_given=self.scale_given,
             project=None if self.project is None else self.project.build(parts.of("project")),
             positions=None if self.positions is None else parts.tensor("positions"),
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),

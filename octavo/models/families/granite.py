@@ -17,6 +17,7 @@ def read(config: ConfigJson) -> ModelSpec:
         scale=config.number("attention_multiplier", default=1.0),
         residual_multiplier=config.number("residual_multiplier", default=1.0),
         embed_scale=config.number("embedding_multiplier", default=1.0),
+        embed_scale_given=True,
         logit_scale=1 / config.positive("logits_scaling", 1.0),
     )
     return variant.read(config)

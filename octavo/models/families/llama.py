@@ -67,6 +67,8 @@ class LlamaLike:
     """RMS norm of queries and keys, over each head or over all heads together."""
 
     embed_scale: float | None = None
+    embed_scale_given: bool = False
+    """See `EmbedSpec.scale_given`."""
     tied: bool = False
     """Whether embedding and LM head are, where the config does not say."""
     logit_scale: float | None = None
@@ -135,6 +137,7 @@ class LlamaLike:
             hidden,
             hidden,
             scale=self.embed_scale,
+            scale_given=self.embed_scale_given,
         )
         kinds = list(zip(ropes, self.windows or (None,) * num_layers, strict=True))
         layers = {kind: layer(*kind) for kind in set(kinds)}

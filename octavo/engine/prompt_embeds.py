@@ -1,0 +1,109 @@
+"""Embeddings as prompts: from a caller's tensor to what travels to the engine core.
+
+Without torch: who hands in one of its tensors has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from octavo.errors import ContextLengthError, RequestError
+from octavo.messages import EMBEDS_DTYPES, EmbedsDtype, PromptEmbeds
+
+NAME = "prompt_embeds"
+PROMPT_EMBEDS_OFF = (
+    "prompt_embeds is not accepted here; start the engine with --enable-prompt-embeds "
+    "(enable_prompt_embeds=True), or give the prompt as text or token ids."
+)
+# Numbers of that many bytes are looked at at once: what that takes is small beside them.
+_PIECE = 2**22
+_EXPONENT_BFLOAT16 = 0x7F80
+
+
+def read_tensor(tensor: Any) -> PromptEmbeds:
+    """The embeddings in a torch tensor or a numpy array of floating-point numbers.
+
+    Args:
+        tensor: [tokens, size], or [1, tokens, size].
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if isinstance(tensor, PromptEmbeds):
+        return tensor
+    if isinstance(tensor, np.ndarray):
+        shape, dtype = tensor.shape, str(tensor.dtype)
+    elif type(tensor).__module__.partition(".")[0] == "torch" and hasattr(tensor, "layout"):
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if str(tensor.layout) != "torch.strided":
+            raise RequestError(
+                f"{NAME} is a tensor of layout {tensor.layout}; call to_dense().", NAME
+            )
+    else:
+        raise RequestError(
+            f"{NAME} is a {type(tensor).__name__}, not a torch tensor or a numpy array.", NAME
+        )
+    its_dtype, size = check_form(shape, dtype)
+    if not isinstance(tensor, np.ndarray):
+        torch = sys.modules["torch"]
+        tensor = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return PromptEmbeds(np.ascontiguousarray(tensor).tobytes(), its_dtype, size)
+
+
+def check_form(shape: tuple[int, ...], dtype: str) -> tuple[EmbedsDtype, int]:
+    """The type of a tensor's numbers, and the size of an embedding.
+
+    Args:
+        shape: of the tensor.
+        dtype: its name.
+
+    Raises:
+        RequestError: it does not hold embeddings.
+    """
+    if dtype not in EMBEDS_DTYPES:
+        raise RequestError(
+            f"{NAME} holds numbers of type {dtype}; it must be one of {', '.join(EMBEDS_DTYPES)}.",
+            NAME,
+        )
+    if len(shape) != (3 if len(shape) == 3 and shape[0] == 1 else 2):
+        raise RequestError(
+            f"{NAME} has the shape {list(shape)[:8]}; it must be [tokens, hidden size].", NAME
+        )
+    if not shape[-1]:
+        raise RequestError(f"{NAME} holds embeddings without numbers.", NAME)
+    return dtype, shape[-1]
+
+
+def check_embeds(embeds: PromptEmbeds, size: int, max_model_len: int) -> None:
+    """Refuses embeddings that a model cannot take.
+
+    Args:
+        embeds: what came with the prompt.
+        size: of the model's embeddings.
+        max_model_len: most tokens of prompt and answer together.
+
+    Raises:
+        RequestError: naming what is wrong.
+    """
+    if embeds.size != size:
+        raise RequestError(
+            f"{NAME} holds embeddings of {embeds.size} numbers; this model's have {size}.", NAME
+        )
+    if embeds.num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens; {NAME} has "
+            f"{embeds.num_tokens}, which leaves no room for an answer. Shorten it.",
+            NAME,
+        )
+    for begin in range(0, embeds.nbytes, _PIECE):
+        piece = memoryview(embeds.data)[begin : begin + _PIECE]
+        if embeds.dtype == "bfloat16":
+            bits = np.frombuffer(piece, np.uint16) & _EXPONENT_BFLOAT16
+            finite = (bits != _EXPONENT_BFLOAT16).all()
+        else:
+            finite = np.isfinite(np.frombuffer(piece, embeds.dtype)).all()
+        if not finite:
+            raise RequestError(f"{NAME} holds numbers that are not finite (NaN, infinity).", NAME)
