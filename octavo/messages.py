@@ -77,6 +77,8 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     max_tokens: int = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: bytes | None = None
+    """Token ids int32 [logprobs]: these, not the most probable ones."""
     prompt_logprobs: int | None = None
     priority: int = 0
     stop_token_ids: frozenset[int] = frozenset()

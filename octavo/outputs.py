@@ -31,12 +31,27 @@ class FlatLogprobs(Sequence[Any]):
     Args:
         text_of: the text of a token; None: no text.
         of_prompt: nothing is known of the first position, which is None (`PromptLogprobs`).
+        ranked: the candidates are the most probable ones; else they have no ranks.
     """
 
-    __slots__ = ("_logprobs", "_num_rows", "_of_prompt", "_ranks", "_token_ids", "text_of")
+    __slots__ = (
+        "_logprobs",
+        "_num_rows",
+        "_of_prompt",
+        "_ranks",
+        "_token_ids",
+        "ranked",
+        "text_of",
+    )
 
-    def __init__(self, text_of: Callable[[int], str] | None, *, of_prompt: bool = False) -> None:
-        self.text_of = text_of
+    def __init__(
+        self,
+        text_of: Callable[[int], str] | None,
+        *,
+        of_prompt: bool = False,
+        ranked: bool = True,
+    ) -> None:
+        self.text_of, self.ranked = text_of, ranked
         self._of_prompt = of_prompt
         self._token_ids, self._logprobs, self._ranks = array("i"), array("f"), array("i")
         self._num_rows = 0  # a copy shares the arrays, which may have become longer since
@@ -47,7 +62,7 @@ class FlatLogprobs(Sequence[Any]):
         return len(self._token_ids)
 
     def candidates(self, position: int) -> tuple[array[int], array[float]]:
-        """Token ids and logprobs of a position's most probable tokens, the best first."""
+        """Token ids and logprobs of a position's candidates, the most probable one first."""
         width = len(self._token_ids) // len(self._ranks)
         row = slice(position * width + 1, (position + 1) * width)  # the token itself is before them
         return self._token_ids[row], self._logprobs[row]
@@ -68,7 +83,7 @@ class FlatLogprobs(Sequence[Any]):
 
     def copy(self) -> FlatLogprobs:
         """What is there now: positions added later are not in it. Neither is it to be added to."""
-        new = FlatLogprobs(self.text_of, of_prompt=self._of_prompt)
+        new = FlatLogprobs(self.text_of, of_prompt=self._of_prompt, ranked=self.ranked)
         new._token_ids, new._logprobs, new._ranks = self._token_ids, self._logprobs, self._ranks
         new._num_rows = self._num_rows
         return new
@@ -96,7 +111,8 @@ class FlatLogprobs(Sequence[Any]):
             if token_id not in row:
                 text = None if text_of is None else text_of(token_id)
                 # Behind the token itself come the most probable ones, of rank 1, 2 ...
-                row[token_id] = Logprob(self._logprobs[begin + i], i or self._ranks[at], text)
+                rank = self._ranks[at] if not i else i if self.ranked else None
+                row[token_id] = Logprob(self._logprobs[begin + i], rank, text)
         return row
 
     def __eq__(self, other: object) -> bool:

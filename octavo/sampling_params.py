@@ -25,6 +25,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 256
 """Characters of a stop text."""
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ALLOWED_TOKEN_IDS = 2**19
 """More than any vocabulary has; ids may be given twice."""
 MAX_LOGIT_BIAS = 1024
@@ -56,7 +57,6 @@ _REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
     "watermarking": ((False,), _LEAVE_OUT),
     "prompt_logprob_token_ids": ((), "use prompt_logprobs"),
     "prompt_logprob_start": ((0,), "use prompt_logprobs"),
-    "logprob_token_ids": ((), "use logprobs"),
     "stream_interval": ((1,), "an output comes with each step"),
     "skip_reading_prefix_cache": ((False,), "give the request a cache_salt of its own"),
     "thinking_token_budget": ((-1,), "use max_tokens"),
@@ -262,7 +262,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     prompt_logprob_start: int | None = None
     """Refused."""
     logprob_token_ids: list[int] | None = None
-    """Refused."""
+    """Report these tokens for each output token, in this order, in place of the most probable ones;
+    at most 128, without a rank. `logprobs` is left out, or their number."""
     flat_logprobs: bool = False
     """Accepted: logprobs are always kept flat, and read like vLLM's in either form."""
     detokenize: bool = True
@@ -356,6 +357,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many tokens are reported beside each output token; None: not even that one."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
+
     def _verify(self) -> None:
         for name, (harmless, instead) in _REFUSED.items():
             value = getattr(self, name)
@@ -413,6 +419,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 raise RequestError(
                     "allowed_token_ids is empty: no token could be chosen.", "allowed_token_ids"
                 )
+        self._check_logprob_token_ids()
         if self.logit_bias is not None:
             self._check_logit_bias()
         if self.cache_salt is not None and not (
@@ -462,6 +469,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if len(value) > most:
             raise RequestError(
                 f"{name} has {len(value)} entries; at most {most} are allowed.", name
+            )
+
+    def _check_logprob_token_ids(self) -> None:
+        if self.logprob_token_ids is None:
+            return
+        self._check_token_ids("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS)
+        count = len(self.logprob_token_ids)
+        if not count:
+            self.logprob_token_ids = None
+        elif self.logprobs not in (None, count):
+            raise RequestError(
+                f"logprobs={self.logprobs} contradicts logprob_token_ids, which has {count} "
+                "entries; leave logprobs out.",
+                "logprob_token_ids",
             )
 
     def _check_logit_bias(self) -> None:

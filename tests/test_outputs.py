@@ -52,6 +52,20 @@ def test_it_is_a_list():
     assert not FlatLogprobs(None)
 
 
+def test_tokens_that_were_asked_for_have_no_rank():
+    rows = [
+        {
+            t: lp if t in (7, 1) and i == t % 2 else Logprob(lp.logprob, None, lp.decoded_token)
+            for t, lp in row.items()
+        }
+        for i, row in enumerate(ROWS)
+    ]
+    flat = make(ranked=False)
+    rows[0][7], rows[1][1] = ROWS[0][7], ROWS[1][1]  # the tokens themselves have one
+    assert flat == rows
+    assert flat.copy() == rows
+
+
 def test_nothing_is_known_of_a_prompts_first_token():
     assert make(of_prompt=True) == [None, *ROWS]
     assert make(of_prompt=True)[-3:1] == [None]

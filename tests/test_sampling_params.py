@@ -84,7 +84,7 @@ GOOD = [
     ("watermarking", [None, False]),
     ("prompt_logprob_token_ids", [None]),
     ("prompt_logprob_start", [None, 0]),
-    ("logprob_token_ids", [None]),
+    ("logprob_token_ids", [None, [], [5], (1, 2), [np.int64(3)], list(range(128))]),
     ("flat_logprobs", [True, False]),
     ("stream_interval", [None, 1]),
     ("skip_clone", [True]),
@@ -133,7 +133,7 @@ BAD = [
     ("watermarking", [True, "no"]),
     ("prompt_logprob_token_ids", [[[1]], np.zeros((2, 2), np.int64)]),
     ("prompt_logprob_start", [5]),
-    ("logprob_token_ids", [[5], []]),
+    ("logprob_token_ids", [5, "5", [-1], [1.0], [True], [2**31], [None], list(range(129))]),
     ("flat_logprobs", [1, None]),
     ("stream_interval", [2, 0]),
     ("skip_clone", ["yes"]),
@@ -479,3 +479,16 @@ def test_guided_decoding_is_the_older_name():
     assert msgspec.structs.replace(params, n=2).structured_outputs == wanted
     error = refused(guided_decoding=wanted, structured_outputs=wanted)
     assert error.param == "guided_decoding"
+
+
+def test_certain_logprobs_and_their_number():
+    """As vLLM has it: the ids say how many there are, and `logprobs` may only say the same."""
+    assert SamplingParams(logprobs=3).num_logprobs == 3
+    assert SamplingParams().num_logprobs is None
+    assert SamplingParams(logprob_token_ids=[5, 6]).num_logprobs == 2
+    assert SamplingParams(logprob_token_ids=[5, 6], logprobs=2).num_logprobs == 2
+    empty = SamplingParams(logprob_token_ids=[], logprobs=2)
+    assert (empty.logprob_token_ids, empty.num_logprobs) == (None, 2)
+    for number in (0, 1, 3, -1):
+        with pytest.raises(RequestError, match="leave logprobs out"):
+            SamplingParams(logprob_token_ids=[5, 6], logprobs=number)

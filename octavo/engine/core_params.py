@@ -48,7 +48,10 @@ def make_core_params(
         seed=seed,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
-        logprobs=params.logprobs,
+        logprobs=params.num_logprobs,
+        logprob_token_ids=None
+        if params.logprob_token_ids is None
+        else np.asarray(params.logprob_token_ids, np.int32).tobytes(),
         prompt_logprobs=params.prompt_logprobs,
         priority=params.priority,
         stop_token_ids=frozenset(params.stop_token_ids),

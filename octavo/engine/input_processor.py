@@ -280,6 +280,7 @@ class InputProcessor:
         self._check_num_logprobs("logprobs", params.logprobs)
         self._check_num_logprobs("prompt_logprobs", params.prompt_logprobs)
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logprob_token_ids", params.logprob_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if self._tokenizer is None:

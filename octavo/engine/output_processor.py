@@ -159,7 +159,7 @@ class _RequestState:
             token_ids = detokenizer.token_ids[self.num_delivered :].tolist()
             self.num_delivered += len(token_ids)
             if logprobs is not None:
-                self.logprobs = FlatLogprobs(logprobs.text_of)
+                self.logprobs = FlatLogprobs(logprobs.text_of, ranked=logprobs.ranked)
         else:
             text = detokenizer.text()
             token_ids = detokenizer.token_ids.tolist()
@@ -244,11 +244,13 @@ class OutputProcessor:
                 stop_token_ids=core_params.all_stop_token_ids,
                 max_tokens=core_params.max_tokens,
                 times=times,
-                logprobs=None if params.logprobs is None else FlatLogprobs(text_of),
+                logprobs=None
+                if params.num_logprobs is None
+                else FlatLogprobs(text_of, ranked=params.logprob_token_ids is None),
                 prompt_logprobs=FlatLogprobs(text_of, of_prompt=True)
                 if params.prompt_logprobs is not None and not index
                 else None,
-                cumulative_logprob=None if params.logprobs is None else 0.0,
+                cumulative_logprob=None if params.num_logprobs is None else 0.0,
             )
             self._states[child_id] = group.live[child_id] = state
             group.times[index] = times

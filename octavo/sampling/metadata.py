@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ class SamplingMetadata:
     """[R]; -1: the whole vocabulary, `NO_LOGPROBS`: none asked for."""
     processors: list[tuple[LogitsProcessor, StepRows]]
     """Those that change logits in this step, in their order, each with its rows."""
+    logprob_token_ids: dict[int, NDArray[np.int32]] = field(default_factory=dict)
+    """[number of logprobs], the tokens that a row asks for by their ids."""
     drafted: Drafted | None = None
     """Drafts that are kept by other rules than that they are what is sampled."""
 

@@ -118,12 +118,18 @@ class Sampler:
 
         `raw_rows[i]` is where the unchanged logits of row `rows[i]` are in `raw`.
         """
-        asked = metadata.num_logprobs[rows]
-        for k in np.unique(asked).tolist():
-            for some in _chunks(np.flatnonzero(asked == k), raw.shape[1]):
+        asked, ids = metadata.num_logprobs[rows], metadata.logprob_token_ids
+        by_id = np.array([row in ids for row in rows.tolist()], np.bool_)
+        for k, given in sorted(set(zip(asked.tolist(), by_id.tolist(), strict=True))):
+            alike = np.flatnonzero((asked == k) & (by_id == given))
+            for some in _chunks(alike, raw.shape[1]):
                 chosen = output.token_ids[to_device(rows[some], raw.device)]
                 logits = raw[to_device(raw_rows[some], raw.device)]
-                lists = _gather_logprobs(self.ops, logits, chosen, k)
+                candidates = None
+                if given:
+                    of_rows = np.stack([ids[row] for row in rows[some].tolist()])
+                    candidates = to_device(of_rows.astype(np.int64), raw.device)
+                lists = _gather_logprobs(self.ops, logits, chosen, k, candidates)
                 for i, row in enumerate(rows[some].tolist()):
                     output.logprobs[row] = lists.select(i, i + 1)
 
@@ -186,9 +192,15 @@ def top_candidates(ops: Ops, logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _gather_logprobs(
-    ops: Ops, logits: torch.Tensor, token_ids: torch.Tensor, k: int
+    ops: Ops,
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    k: int,
+    candidates: torch.Tensor | None = None,
 ) -> LogprobsLists:
     """The given token of each row and its k most probable ones (-1: all), ranked as for sampling.
+
+    Or the candidates that are given, int64 [R, k].
 
     Ranks come from the logits, not from the logprobs, which rounding may have made equal: the
     greedy token has rank 1.
@@ -197,8 +209,9 @@ def _gather_logprobs(
     token = token_ids.unsqueeze(1)
     ids = token
     if k != 0:
-        vocab_size = logits.shape[1]
-        ids = torch.cat([token, top_candidates(ops, logits, vocab_size if k == -1 else k)], dim=1)
+        if candidates is None:
+            candidates = top_candidates(ops, logits, logits.shape[1] if k == -1 else k)
+        ids = torch.cat([token, candidates], dim=1)
     value = logits.gather(1, token)
     lower_id = torch.arange(logits.shape[1], device=logits.device) < token
     ahead = (logits > value) | ((logits == value) & lower_id)

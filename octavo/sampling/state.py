@@ -43,6 +43,8 @@ class SamplingState:
         self._params["top_p"] = 1.0
         self._num_output_tokens = np.zeros(max_num_rows, np.int64)
         self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
+        self._logprob_token_ids: dict[int, NDArray[np.int32]] = {}
+        """Of the rows that ask for certain tokens."""
         small = (AllowedTokenIds, BadWords, MinTokens, LogitBias)
         self.processors: list[LogitsProcessor] = [
             *(processor(max_num_rows, vocab_size) for processor in small),
@@ -103,6 +105,9 @@ class SamplingState:
             own["seed"] = params.seed % 2**64
             self._num_output_tokens[row] = len(token_ids) - num_prompt_tokens
             self._num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+            if params.logprob_token_ids is not None:
+                ids = np.frombuffer(params.logprob_token_ids, np.int32)
+                self._logprob_token_ids[row] = ids
         except Exception:
             self.remove_row(row)
             raise
@@ -116,6 +121,7 @@ class SamplingState:
         self._params["temperature"][row] = 0.0
         self._num_output_tokens[row] = 0
         self._num_logprobs[row] = NO_LOGPROBS
+        self._logprob_token_ids.pop(row, None)
 
     def advance(self, rows: LongArray, counts: LongArray) -> None:
         """Notes that each of `rows` has generated that many more tokens, whatever they are.
@@ -216,4 +222,8 @@ class SamplingState:
                 if len(own.at):
                     processors.append((self.processors[i], own))
         params = self.params(rows, offsets)
-        return SamplingMetadata(params, self._num_logprobs[rows], processors)
+        given = self._logprob_token_ids
+        asked = {
+            i: given[row] for i, row in enumerate(rows.tolist() if given else ()) if row in given
+        }
+        return SamplingMetadata(params, self._num_logprobs[rows], processors, asked)

@@ -123,7 +123,9 @@ class ChatCompletion(Generation[ChatBody]):
             # Without a limit of anybody's the answer may fill the context.
             {"max_tokens": None, **engine.spec.generation_config},
             max_tokens=given_limit,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            logprobs=(body.top_logprobs or 0)
+            if body.logprobs and not body.logprob_token_ids
+            else None,
         )
         prompt = await render_messages(
             await self.state.chat_template(tokenizer),
@@ -220,9 +222,10 @@ class ChatCompletion(Generation[ChatBody]):
         content = []
         for token_id, row in zip(completion.token_ids, completion.logprobs or [], strict=True):
             # The token itself is in the row even if it is not among the most probable ones.
-            best = sorted(row.items(), key=lambda item: -item[1].logprob)
-            if asked != -1:
-                best = best[:asked]
+            best = list(row.items())
+            if not self.body.logprob_token_ids:
+                best.sort(key=lambda item: -item[1].logprob)
+                best = best if asked == -1 else best[:asked]
             top = [self._candidate(t, e) for t, e in best]
             content.append(raw({**self._candidate(token_id, row[token_id]), "top_logprobs": top}))
         return {"content": content, "refusal": None}

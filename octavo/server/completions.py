@@ -86,12 +86,16 @@ class Completion(Generation[CompletionBody]):
         prompt_logprobs = body.prompt_logprobs
         if body.echo and prompt_logprobs is None:
             prompt_logprobs = body.logprobs
+        logprobs = body.logprobs
+        if logprobs is None and self.num_answers > self.n:
+            logprobs = 0  # to choose by; they are not reported unless asked for
+        if body.logprob_token_ids:
+            logprobs = None
         params = await self.sampling_params(
             engine.spec.generation_config,
             n=self.num_answers,
             max_tokens=1 if self._only_echo else max_tokens,
-            # To choose by; they are not reported unless asked for.
-            logprobs=0 if body.logprobs is None and self.num_answers > self.n else body.logprobs,
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             detokenize=engine.tokenizer is not None,
         )

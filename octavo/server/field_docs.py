@@ -37,6 +37,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "truncation_side": "Which end truncate_prompt_tokens cuts off: left (default) or right.",
         "prompt_logprobs": "Logprobs of the prompt's tokens, with this many candidates each; "
         "not with stream.",
+        "logprob_token_ids": "With logprobs: give the logprobs of these tokens, at most 128, in "
+        "place of the most probable ones.",
         "allowed_token_ids": "The only tokens that may be generated.",
         "bad_words": "Texts that may not be generated.",
         "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
@@ -53,7 +55,7 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "early_stopping": "Beam search: end at n finished beams; never: when none can get better.",
     },
     schema.CompletionBody: {
-        "prompt": "Text or token ids, or a list of them.",
+        "prompt": "Text or token ids, or a list of them. Required, but with prompt_embeds.",
         "prompt_embeds": "Embeddings instead of tokens, with --enable-prompt-embeds: a tensor "
         "[tokens, hidden size] saved with torch.save, in base64, or a list of them. Their answers "
         "come before those of prompt.",

@@ -44,7 +44,7 @@ GENERATION: Unsupported = {
         _NOTHING,
         "guided_whitespace_pattern logits_processors "
         "kv_transfer_params ec_transfer_params extra_args repetition_detection "
-        "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
+        "prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
         "output_kind",
     ),
     **_all(

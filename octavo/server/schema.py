@@ -311,6 +311,7 @@ class GenerationBody(StructuredOutputsBody):
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Int | None = None
+    logprob_token_ids: Ints | None = None
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     priority: Int | None = None
@@ -357,6 +358,9 @@ class GenerationBody(StructuredOutputsBody):
         elif self.length_penalty not in (None, 1.0) or self.early_stopping is not None:
             name = "length_penalty" if self.early_stopping is None else "early_stopping"
             raise RequestError(f"{name} needs use_beam_search=true.", name)
+        asked = getattr(self, "logprobs", None)
+        if self.logprob_token_ids and (asked is None or asked is False):
+            raise RequestError("logprob_token_ids needs logprobs.", "logprob_token_ids")
 
     def _check_beams(self) -> None:
         """Refuses what a beam search cannot do: it neither samples nor streams."""
@@ -444,6 +448,7 @@ _SAMPLING_FIELDS = (
     "truncate_prompt_tokens",
     "truncation_side",
     "prompt_logprobs",
+    "logprob_token_ids",
     "allowed_token_ids",
     "bad_words",
     "priority",
@@ -457,7 +462,7 @@ _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0.0)),
     **dict.fromkeys(("min_tokens", "priority"), (None, 0)),
-    **dict.fromkeys(("stop", "stop_token_ids", "bad_words"), (None, [])),
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logprob_token_ids"), (None, [])),
     "skip_special_tokens": (None, True),
     "truncation_side": (None, "left"),
     "temperature": (None, 0.0, 1.0),

@@ -129,6 +129,27 @@ def test_prompt_logprobs_equal_the_logprobs_of_generation(llm):
         assert scored.prompt_logprobs[len(ids) + position][token].logprob == generated
 
 
+def test_logprobs_of_certain_tokens_are_those_among_the_most_probable(llm):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=20)
+    plain = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
+    for row in range(5):
+        ids = sorted(plain.logprobs[row])
+        asks = SamplingParams(temperature=0, max_tokens=5, logprob_token_ids=ids, n=2)
+        for found in llm.generate("Once upon a time", asks, use_tqdm=False)[0].outputs:
+            assert found.token_ids == plain.token_ids
+            assert found.cumulative_logprob == plain.cumulative_logprob
+            assert all(
+                set(given) == {own, *ids}
+                for own, given in zip(found.token_ids, found.logprobs, strict=True)
+            )
+            assert list(found.logprobs[row]) == list(dict.fromkeys([plain.token_ids[row], *ids]))
+            for token, logprob in found.logprobs[row].items():
+                assert logprob.logprob == plain.logprobs[row][token].logprob
+    pieces = list(llm.stream("Once upon a time", asks))
+    streamed = [row for piece in pieces for o in piece.outputs if not o.index for row in o.logprobs]
+    assert streamed == list(found.logprobs)
+
+
 def test_stream_brings_the_same_text_piece_by_piece(llm):
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=30)
     pieces = [o.outputs[0].text for o in llm.stream(STORY, params)]

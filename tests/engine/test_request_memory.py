@@ -23,6 +23,7 @@ def nbytes(prompt=10, **fields):
         {"max_tokens": 100},
         {"logprobs": 1},
         {"prompt_logprobs": 1},
+        {"logprob_token_ids": [5]},
         {"stop_token_ids": [5]},
         {"allowed_token_ids": [5]},
         {"logit_bias": {5: 1.0}},

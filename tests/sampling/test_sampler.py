@@ -391,6 +391,28 @@ def test_logprobs_of_the_whole_vocabulary_beside_fewer(sampler):
     check_logprobs(out.logprobs[1], logits[1:2], [out.token_ids[1].item()], 2)
 
 
+def test_logprobs_of_certain_tokens(sampler):
+    """In the order asked for, beside rows that ask for as many most probable ones, or for others;
+    of the raw logits."""
+    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(5))
+    asked = [[7, 3, 99], None, [0, 0, 7], [50], None, list(range(100))]
+    bias = {7: 50.0}
+    rows = [
+        Row(Params(seed=1, logprob_token_ids=ids, logprobs=None if ids else k, logit_bias=bias))
+        for ids, k in zip(asked, (None, 3, None, None, None, None), strict=True)
+    ]
+    expected = torch.log_softmax(logits.double(), -1).numpy()
+    out = sample(sampler, logits.clone(), rows)
+    assert out.token_ids.tolist() == [7] * 6
+    assert sorted(out.logprobs) == [0, 1, 2, 3, 5]
+    check_logprobs(out.logprobs.pop(1), logits[1:2], [7], 3)
+    for i, lists in out.logprobs.items():
+        (ids,), (found,), (rank,) = unpack_logprobs(lists)
+        assert ids == [7, *asked[i]]
+        np.testing.assert_allclose(found, expected[i][ids], atol=2e-5)
+        assert rank == int((logits[i] > logits[i, 7]).sum()) + 1
+
+
 def test_prompt_logprobs(ops, monkeypatch):
     monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 3 * 60)
     logits = torch.randn(10, 60, generator=torch.Generator().manual_seed(6))

@@ -235,6 +235,16 @@ def test_resumed_row_equals_one_that_never_stopped(cut):
     assert same(state.metadata(ONE), resumed.metadata(ONE))
 
 
+def test_tokens_to_report_belong_to_their_row_while_it_lives():
+    state = SamplingState(3, 100)
+    for row, ids in enumerate(([5, 6], None, [7])):
+        state.add_row(row, core_params(logprob_token_ids=ids), [1, 2], 2)
+    asked = state.metadata(np.array([2, 1, 0, 2])).logprob_token_ids
+    assert {i: ids.tolist() for i, ids in asked.items()} == {0: [7], 2: [5, 6], 3: [7]}
+    state.remove_row(2)
+    assert list(state.metadata(np.array([2, 1, 0])).logprob_token_ids) == [2]
+
+
 def test_removed_row_leaves_nothing_behind():
     used, fresh = SamplingState(2, VOCAB), SamplingState(2, VOCAB)
     used.add_row(1, RICH, [1, 2, 3, 4], 2)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -257,13 +258,22 @@ class FakeAsyncLLM:
         return EngineCoreOutput(
             core_id,
             [token],
-            new_logprobs=None if params.logprobs is None else _rows([token], params.logprobs, own),
+            new_logprobs=None
+            if params.logprobs is None
+            else _rows([token], params.logprobs, own)
+            if params.logprob_token_ids is None
+            else _asked_rows(token, params.logprob_token_ids),
             new_prompt_logprobs=_rows(prompt[1:], params.prompt_logprobs)
             if at == index == 0 and params.prompt_logprobs is not None
             else None,
             finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+
+def _asked_rows(token: int, asked: bytes) -> LogprobsLists:
+    ids = [token, *np.frombuffer(asked, np.int32).tolist()]
+    return pack_logprobs([ids], [[-0.25 * t for t in ids]], [1])
 
 
 def _rows(tokens: list[int], k: int, own: float = -0.5) -> LogprobsLists:

@@ -121,7 +121,7 @@ def _fields() -> dict[str, list[Any]]:
         "early_stopping": [True, "always", 2],
         "prompt_embeds": ["AAAA"],
         "logits_processors": [["x"]],
-        "logprob_token_ids": [[5]],
+        "logprob_token_ids": [[5], 5, ["x"], [-1], [1.5], [10**30]],
         "stream_interval": [5],
         "grammar": [5, {"type": "json"}],
         "json_schema": ["", [], 5],

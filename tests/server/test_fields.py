@@ -54,7 +54,7 @@ def test_no_table_names_a_field_that_there_is(path):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logprob_token_ids": [5]},
+        {"prompt_logprob_token_ids": [[5]]},
         {"stream_interval": 5, "stream": True},
         {"guided_whitespace_pattern": " "},
         {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
