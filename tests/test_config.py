@@ -86,6 +86,7 @@ BAD = {
     "max_logprobs": [-2, None, 1.0],
     "guided_decoding_backend": ["outlines", "", None],
     "enforce_eager": ["no", 1],
+    "enable_prompt_embeds": ["no", 1],
     "load_format": ["gguf", None],
     "download_dir": [5],
     "weight_cache": [1, ""],

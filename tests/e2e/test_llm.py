@@ -20,6 +20,7 @@ from octavo.errors import (
     RequestError,
     UnsupportedError,
 )
+from tests.drafts import SETTINGS, Drafter
 
 STORY = "Once upon a time, there was a little"
 
@@ -148,6 +149,16 @@ def test_logprobs_of_certain_tokens_are_those_among_the_most_probable(llm):
     pieces = list(llm.stream("Once upon a time", asks))
     streamed = [row for piece in pieces for o in piece.outputs if not o.index for row in o.logprobs]
     assert streamed == list(found.logprobs)
+
+
+def test_logprobs_of_certain_tokens_with_drafts(llm, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=16, logprob_token_ids=[300, 5])
+    plain = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
+    drafter = Drafter(monkeypatch, [plain.token_ids])
+    with LLM(max_model_len=1024, kv_cache_memory_bytes="64M", **SETTINGS) as drafting:
+        found = drafting.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
+    assert drafter.num_tokens > drafter.num_steps
+    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
 
 
 def test_stream_brings_the_same_text_piece_by_piece(llm):

@@ -9,7 +9,9 @@ from noise, so the shortest of some tries counts.
 """
 
 import asyncio
+import base64
 import gc
+import io
 import os
 import sys
 import time
@@ -19,8 +21,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from octavo import chat_template, template_client
+from octavo.config import EngineConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.template_client import TemplateClient
 from tests.server import fake_engine
@@ -165,6 +169,33 @@ ATTACKS = {
 def test_no_request_holds_the_loop(name):
     path, body, statuses = ATTACKS[name]
     assert hold_of(path, body(), statuses) < MAX_HOLD
+
+
+def tensor_file(tokens):
+    file = io.BytesIO()
+    torch.save(torch.full((tokens, 4), 0.5, dtype=torch.bfloat16), file)
+    return file.getvalue()
+
+
+EMBEDS = {
+    "a large one": (lambda: tensor_file(700_000), 1, {200}),
+    "many small ones": (lambda: tensor_file(2), 1000, {200}),
+    "one of many entries": (
+        lambda: b"PK\x03\x04" + b"PK\x01\x02".ljust(46, b"\0") * 120_000,
+        1,
+        {400},
+    ),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux")
+@pytest.mark.parametrize("name", EMBEDS)
+def test_no_tensor_holds_the_loop(name, monkeypatch):
+    monkeypatch.setattr(fake_engine, "MAX_MODEL_LEN", 1_000_000)
+    make, count, statuses = EMBEDS[name]
+    body = fields(prompt_embeds=[base64.b64encode(make()).decode()] * count, prompt=None)
+    config = EngineConfig.from_kwargs(enable_prompt_embeds=True, served_model_name=["fake"])
+    assert hold_of(COMPLETIONS, body, statuses, config=config) < MAX_HOLD
 
 
 @pytest.mark.parametrize("stream", [False, True])
