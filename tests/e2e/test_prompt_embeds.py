@@ -120,6 +120,34 @@ def test_numbers_beyond_the_models_type_fail_their_request_only(llm, embeds):
     assert right.outputs[0].token_ids == answers(llm, {"prompt_token_ids": IDS}, GREEDY)[0][0]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "float32"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"attention_backend": "reference"},
+    ],
+    ids=str,
+)
+def test_what_huge_embeddings_leave_in_the_cache_harms_nobody(embeds, settings):
+    """All are finite, but not in the model's type; others get the blocks full of NaN next."""
+    few = {"num_gpu_blocks_override": 17, "max_num_seqs": 4}
+    with LLM(**SETTINGS | few | settings) as llm:
+        expected = answers(llm, {"prompt_token_ids": IDS}, GREEDY)
+        for value in (1e300, 1e20):
+            huge = torch.full((250, embeds.shape[1]), value, dtype=torch.float64)
+            huge[::2, ::3] *= -1
+            for _ in range(2):
+                wrong = llm.generate({"prompt_embeds": huge}, GREEDY, use_tqdm=False)[0].outputs[0]
+                assert wrong.finish_reason == ("error" if value > 1e30 else "length")
+            assert answers(llm, {"prompt_token_ids": IDS}, GREEDY) == expected
+            llm.reset_prefix_cache()
+            assert answers(llm, {"prompt_token_ids": IDS}, GREEDY) == expected
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "draft_model"])
 def test_drafts_know_nothing_of_embeddings_and_cost_no_bit(llm, embeds, method):
     model = {"eagle": "octavo/stories-eagle", "draft_model": "octavo/stories-draft"}.get(method)
