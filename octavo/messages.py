@@ -28,6 +28,10 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of unfinished requests when an engine is put to sleep; see `EngineCore.sleep`."""
+
+
 class BadWordsTokenIds(msgspec.Struct, array_like=True, frozen=True):
     """Token sequences that may not be generated, as arrays of int32 (`NO_TOKEN`: padding)."""
 

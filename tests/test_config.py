@@ -85,6 +85,7 @@ BAD = {
     "served_model_name": [5, [5], [None], None],
     "max_logprobs": [-2, None, 1.0],
     "guided_decoding_backend": ["outlines", "", None],
+    "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "load_format": ["gguf", None],
     "download_dir": [5],
