@@ -36,6 +36,7 @@ from octavo.sampling.state import SamplingState
 from octavo.spec_decode.base import Proposer, Target
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
 from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
+from octavo.worker.loading_bar import loading_bar
 from octavo.worker.setup import WorkerSetup
 
 # Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
@@ -157,19 +158,21 @@ class ModelRunner:
         self._released = False
         # Before the weights: what is wrong with them is to be known at once.
         self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
-        self.model = load_model(
-            setup.spec,
-            setup.model_path,
-            dtype=getattr(torch, setup.dtype),
-            device=device,
-            load_format=config.load.load_format,
-            seed=config.model.seed,
-            max_model_len=setup.max_model_len,
-            quantization=config.model.quantization,
-            ops=self.ops,
-            cache=WeightCache.from_config(config),
-            keep=self._weights,
-        )
+        with loading_bar(config.model.model) as progress:
+            self.model = load_model(
+                setup.spec,
+                setup.model_path,
+                dtype=getattr(torch, setup.dtype),
+                device=device,
+                load_format=config.load.load_format,
+                seed=config.model.seed,
+                max_model_len=setup.max_model_len,
+                quantization=config.model.quantization,
+                ops=self.ops,
+                progress=progress,
+                cache=WeightCache.from_config(config),
+                keep=self._weights,
+            )
         self.sampler = Sampler(self.ops)
         self._state: RunnerState | None = None
         self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, config.scheduler.max_num_seqs)
@@ -216,8 +219,9 @@ class ModelRunner:
                 f"Weights and KV cache take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB "
                 "are free; free some, and wake up again."
             )
-        for weights in self._weights:
-            weights.reload(same=same)
+        with loading_bar(self.setup.config.model.model) as progress:
+            for weights in self._weights:
+                weights.reload(progress, same=same)
         self._released = False
 
     def _make_state(self, kv: KVCacheConfig, *, capture: bool) -> RunnerState:
