@@ -416,10 +416,12 @@ def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", "debug")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     assert settings_from_environment() == {
         "kv_cache_memory_bytes": 3 * 2**29,
         "log_level": "debug",
         "batch_invariant": True,
+        "enable_admin": True,
     }
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
     assert "kv_cache_memory_bytes" not in settings_from_environment()

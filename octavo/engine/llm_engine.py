@@ -261,9 +261,10 @@ class LLMEngine:
             RequestError: level or mode is unknown.
             SleepError: the engine was made without `enable_sleep_mode`, and level is not 0.
         """
-        with late_interrupts():
+        with late_interrupts() as interrupts:
             while not complete(self.client.call_utility("sleep", level, mode)):
                 self.advance()
+                interrupts.raise_now()
         self._record_sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
