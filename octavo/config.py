@@ -70,6 +70,7 @@ def _read_log_level(text: str) -> str:
 ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "BATCH_INVARIANT": ("batch_invariant", _read_switch, "0 or 1"),
     "CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _read_gib, "GiB; 0 says nothing"),
+    "SERVER_DEV_MODE": ("enable_admin", _read_switch, "0 or 1"),
     "LOGGING_LEVEL": ("log_level", _read_log_level, "debug, info, warning or error"),
 }
 """Variables after OCTAVO_ or VLLM_: the setting, how it is read, and what may stand there."""
@@ -138,6 +139,13 @@ class ModelConfig(_Section, frozen=True):
     ] = "auto"
     enable_prompt_embeds: Annotated[
         bool, Meta(description="Accept embeddings as prompts (prompt_embeds).")
+    ] = False
+    enable_sleep_mode: Annotated[
+        bool,
+        Meta(
+            description="Allow sleep and wake_up, and their routes: while the engine sleeps, the"
+            " memory of weights and KV cache is the system's. On device=cpu."
+        ),
     ] = False
     enforce_eager: Annotated[
         bool,

@@ -12,6 +12,7 @@ The tree::
     |   |-- GrammarError                    what the answer has to look like cannot be had
     |   |-- NotFoundError                   unknown model or resource
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
+    |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
     |   `-- DeadlineError                   the request's own deadline passed
@@ -110,6 +111,16 @@ class ProfilerError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, None, "profiler")
+
+
+class SleepError(RequestError):
+    """The engine cannot fall asleep or wake up, or was put to sleep before the end."""
+
+    status = 503
+    type = "server_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "sleep")
 
 
 class QueueFullError(RequestError):

@@ -285,8 +285,7 @@ FOREIGN: dict[str, Foreign] = {
             offload_params=ANY_LIST,
         ),
         _group(
-            "weights are kept as long as the engine lives; end the process to free them",
-            enable_sleep_mode=False,
+            "all weights go to sleep with enable_sleep_mode, and recorded steps stay; leave it out",
             sleep_mode_offload_cudagraph=False,
             sleep_preserve_parameter_names=[],
         ),

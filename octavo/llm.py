@@ -28,7 +28,7 @@ from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter
 from octavo.engine_args import EngineArgs, engine_settings
 from octavo.errors import OctavoError, RequestError, UnsupportedError
-from octavo.messages import EngineCoreRequest, SchedulerStats
+from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
@@ -471,6 +471,14 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
         return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Gives memory back to the system until `wake_up`; see `LLMEngine.sleep`."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Ends a sleep, or a part of it; see `LLMEngine.wake_up`."""
+        return self.llm_engine.wake_up(tags)
 
     def start_profile(self) -> None:
         """Begins to record spans of steps and kernels; needs `profiler_dir`.

@@ -32,6 +32,9 @@ EmbedsDtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
 EMBEDS_DTYPES: dict[EmbedsDtype, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Of `PromptEmbeds`: bytes of a number."""
 
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
+"""What becomes of unfinished requests when an engine is put to sleep; see `EngineCore.sleep`."""
+
 
 class BadWordsTokenIds(msgspec.Struct, array_like=True, frozen=True):
     """Token sequences that may not be generated, as arrays of int32 (`NO_TOKEN`: padding)."""

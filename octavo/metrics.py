@@ -170,6 +170,17 @@ class EngineMetrics:
         self._aborted = self._counter(
             "requests_aborted", "Requests that the client gave up or the server took back."
         )
+        sleep_state = Gauge(
+            f"{prefix}:engine_sleep_state",
+            "Whether the engine is awake, sleeps at level 1 (weights_offloaded) or 2 (discard_all)",
+            [*_LABELS, "sleep_state"],
+            registry=self._registry,
+        )
+        self._sleep_states = [
+            sleep_state.labels(**self._labels, sleep_state=state)
+            for state in ("awake", "weights_offloaded", "discard_all")
+        ]
+        self.record_sleep_state(None)
         self._rejections = Counter(
             f"{prefix}:admission_rejections",
             "Requests refused on arrival, by reason.",
@@ -274,6 +285,11 @@ class EngineMetrics:
     def record_rejection(self, reason: str) -> None:
         """A request was refused on arrival, for example because of "queue_full"."""
         self._rejections.labels(**self._labels, reason=reason).inc()
+
+    def record_sleep_state(self, level: int | None) -> None:
+        """The engine sleeps at a level, or has woken up (None)."""
+        for state, at in zip(self._sleep_states, (None, 1, 2), strict=True):
+            state.set(level == at)
 
     def set_cache_config_info(self, info: Mapping[str, object]) -> None:
         """Shows the KV cache's settings as labels of `cache_config_info`; to be called once."""

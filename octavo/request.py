@@ -16,12 +16,13 @@ class RequestStatus(enum.IntEnum):
     WAITING = 0
     WAITING_FOR_FSM = 1
     WAITING_FOR_REMOTE_KVS = 2
-    RUNNING = 3
-    PREEMPTED = 4
-    FINISHED_STOPPED = 5
-    FINISHED_LENGTH_CAPPED = 6
-    FINISHED_ABORTED = 7
-    FINISHED_ERROR = 8
+    WAITING_FOR_WAKE_UP = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH_CAPPED = 7
+    FINISHED_ABORTED = 8
+    FINISHED_ERROR = 9
 
     @property
     def finished(self) -> bool:

@@ -121,6 +121,17 @@ class FakeWorker:
         """What grammars allow in the current step; there are no drafts beside them."""
         self.num_copies = 0
         self.num_accepted = 0
+        self.awake = True
+        self.reloads: list[bool] = []
+        """Of each time that weights were read again, whether they had to be the same."""
+
+    def sleep(self) -> None:
+        self.awake = False
+        self.memory.clear()
+
+    def reload_weights(self, *, same: bool) -> None:
+        self.reloads.append(same)
+        self.awake = True
 
     def execute(
         self, work: SchedulerOutput, grammar: GrammarOutput | None = None
@@ -130,6 +141,7 @@ class FakeWorker:
         work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=SchedulerOutput)
         self._update_rows(work)
         scheduled = work.scheduled_reqs
+        assert self.awake or not scheduled
         assert sum(r.num_tokens for r in scheduled) == work.total_num_scheduled_tokens
         assert len({r.req_id for r in scheduled}) == len(scheduled)
         counts, drafts = {}, {}

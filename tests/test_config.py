@@ -85,6 +85,7 @@ BAD = {
     "served_model_name": [5, [5], [None], None],
     "max_logprobs": [-2, None, 1.0],
     "guided_decoding_backend": ["outlines", "", None],
+    "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "enable_prompt_embeds": ["no", 1],
     "load_format": ["gguf", None],
@@ -416,10 +417,12 @@ def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", "debug")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     assert settings_from_environment() == {
         "kv_cache_memory_bytes": 3 * 2**29,
         "log_level": "debug",
         "batch_invariant": True,
+        "enable_admin": True,
     }
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
     assert "kv_cache_memory_bytes" not in settings_from_environment()

@@ -46,6 +46,7 @@ NAMES = {
     "admission_rejections",
     "requests_aborted",
     "cache_config_info",
+    "engine_sleep_state",
 }
 
 # What the panels of vLLM's three published Grafana dashboards ask for, prefix left out: each
@@ -124,6 +125,16 @@ def test_names(metrics):
     assert families == {f"octavo:{name}" for name in NAMES}
     assert read(metrics, "cache_config_info", block_size="16", num_gpu_blocks="100") == 1
     assert read(metrics, "admission_rejections_total", reason="queue_full") == 1
+
+
+def test_sleep_state(metrics):
+    states = ("awake", "weights_offloaded", "discard_all")
+    for level, expected in ((None, [1, 0, 0]), (0, [0, 0, 0]), (1, [0, 1, 0]), (2, [0, 0, 1])):
+        if level is not None:
+            metrics.record_sleep_state(level)
+        assert [read(metrics, "engine_sleep_state", sleep_state=s) for s in states] == expected
+    metrics.record_sleep_state(None)
+    assert read(metrics, "engine_sleep_state", sleep_state="awake") == 1
 
 
 def samples(metrics):

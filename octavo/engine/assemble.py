@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -92,7 +93,14 @@ def make_engine_core(
     read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or _import_executor()
     estimate = platform.estimate_memory(setup)
-    if draft is not None and (estimate is None or config.device.attention_backend == "triton"):
+    # Kernels of others keep their memory in their own ways.
+    native = estimate is not None and config.device.attention_backend != "triton"
+    if config.model.enable_sleep_mode and not (native and sys.platform == "linux"):
+        raise ConfigError(
+            "enable_sleep_mode works with device=cpu on Linux only, without Triton; leave it out, "
+            "and end the process to free its memory."
+        )
+    if draft is not None and not native:
         raise ConfigError(
             "speculative_config: models that draft run on device=cpu only, without Triton; take "
             "method ngram or suffix."
@@ -147,6 +155,7 @@ def make_engine_core(
         structured_output=None if config.model.skip_tokenizer_init else grammars,
         profiler=profiler,
         engine_index=engine_index,
+        enable_sleep_mode=config.model.enable_sleep_mode,
     )
     logger.info("model ready in %.2f s", time.monotonic() - started)
     resident = resident_memory()

@@ -33,7 +33,7 @@ from octavo.engine.vllm_arguments import refuse_adapter, require_tokenizer
 from octavo.engine_args import AsyncEngineArgs
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.logs import setup_default_logging
-from octavo.messages import EngineCoreRequest, SchedulerStats
+from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_REQUEST_MEMORY = 2**30
 # Seconds from the answer to a heartbeat to the next heartbeat.
 _HEARTBEAT_INTERVAL = 1.0
+# Seconds between two questions whether the last requests have finished before a sleep.
+_SLEEP_POLL = 0.02
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class AsyncLLM:
         """Second of `time.monotonic` of the heartbeat that waits for its answer."""
         self._stalled_since: float | None = None
         """When the first answer came that found requests, and no step since the one before."""
+        self.asleep = False
+        """Whether it was put to sleep and is not awake again."""
+        self._sleep_lock = asyncio.Lock()
+        self._changes_sleep = False
+        """Whether the engine process is falling asleep or waking up: it says nothing meanwhile."""
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
@@ -208,6 +215,8 @@ class AsyncLLM:
             return Health(False, f"the engine is dead: {self._dead}")
         if not self.ready:
             return Health(True, "loading the model")
+        if self._changes_sleep:
+            return Health(True, "falling asleep or waking up")
         if self._heartbeat_sent is not None:
             silent = time.monotonic() - self._heartbeat_sent
             if silent > self._progress_timeout:
@@ -339,6 +348,50 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
         return bool(await self._client.call_utility("reset_prefix_cache"))
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Computes nothing more until `wake_up`, and gives memory back to the system.
+
+        Requests that come meanwhile wait, up to their deadlines.
+
+        Args and Raises: as for `LLMEngine.sleep`.
+        """
+        async with self._sleep_lock:
+            while not await self._change_sleep("sleep", level, mode):
+                try:
+                    await asyncio.sleep(_SLEEP_POLL)
+                except asyncio.CancelledError:  # nobody will ask again
+                    await self._change_sleep("wake_up", None)
+                    raise
+            self.asleep = True
+            self.metrics.record_sleep_state(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Takes memory up again, and goes on; whether the engine is awake.
+
+        Args and Raises: as for `LLMEngine.wake_up`.
+        """
+        async with self._sleep_lock:
+            awake = await self._change_sleep("wake_up", tags)
+            if awake:
+                self.asleep = False
+                self.metrics.record_sleep_state(None)
+            return awake
+
+    async def is_sleeping(self) -> bool:
+        """Whether it sleeps, at any level, or is about to."""
+        await self.check_health()
+        return bool(await self._client.call_utility("is_sleeping"))
+
+    async def _change_sleep(self, method: str, *args: Any) -> bool:
+        await self.check_health()
+        self._changes_sleep = True
+        try:
+            return bool(await self._client.call_utility(method, *args))
+        finally:
+            self._changes_sleep = False
+            if self._heartbeat_sent is not None:  # its answer comes next
+                self._heartbeat_sent = time.monotonic()
 
     async def start_profile(self) -> None:
         """Has the engine process record spans of its steps and kernels; needs `profiler_dir`.

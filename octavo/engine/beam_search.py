@@ -21,6 +21,7 @@ import msgspec
 
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.request_memory import request_nbytes
+from octavo.errors import SleepError
 from octavo.messages import EngineCoreRequest
 from octavo.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -192,7 +193,13 @@ def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[Engine
 
 
 def candidates_of(output: RequestOutput) -> FlatLogprobs:
-    """What an answer to one of `beam_requests` brought, for `BeamSearch.step`."""
+    """What an answer to one of `beam_requests` brought, for `BeamSearch.step`.
+
+    Raises:
+        SleepError: the engine was put to sleep, which ended it.
+    """
+    if output.outputs[0].finish_reason == "abort":
+        raise SleepError("The engine was put to sleep before the search was complete.")
     rows = output.outputs[0].logprobs
     assert isinstance(rows, FlatLogprobs)
     return rows

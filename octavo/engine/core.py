@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from octavo.clock import now
 from octavo.device import trim_memory
-from octavo.errors import EngineDeadError, ProfilerError, RequestError, UnsupportedError
+from octavo.errors import (
+    EngineDeadError,
+    ProfilerError,
+    RequestError,
+    SleepError,
+    UnsupportedError,
+)
 from octavo.executor.base import Executor, StepHandle
 from octavo.kv_cache.hashing import make_block_hasher, prompt_embeds_keys
 from octavo.messages import (
@@ -24,6 +30,7 @@ from octavo.messages import (
     FinishReason,
     GrammarOutput,
     ModelRunnerOutput,
+    PauseMode,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -37,14 +44,21 @@ logger = logging.getLogger(__name__)
 UTILITIES = frozenset(
     {
         "reset_prefix_cache",
+        "is_sleeping",
+        "sleep",
         "stats",
         "trim_memory",
+        "wake_up",
         "check_integrity",
         "start_profile",
         "stop_profile",
     }
 )
 """Methods that a front end may call by their names."""
+
+_MEMORY = frozenset({"weights", "kv_cache"})
+"""What sleeps, by vLLM's tags."""
+_TAGS = _MEMORY | {"scheduling"}
 
 
 @dataclass(slots=True)
@@ -69,6 +83,7 @@ class EngineCore:
         structured_output: grammars; None: requests with one are refused.
         profiler: records profiles; None: there are none.
         engine_index: see `EngineCoreOutputs`.
+        enable_sleep_mode: whether `sleep` may give memory back.
     """
 
     def __init__(
@@ -80,6 +95,7 @@ class EngineCore:
         structured_output: StructuredOutputManager | None = None,
         profiler: Profiler | None = None,
         engine_index: int = 0,
+        enable_sleep_mode: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -92,6 +108,11 @@ class EngineCore:
         )
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_scheduled = 0
+        self._enable_sleep_mode = enable_sleep_mode
+        self._asleep: frozenset[str] = frozenset()
+        """What of `_MEMORY` sleeps."""
+        self._same_weights = True
+        """Whether those that wake up must be those that fell asleep."""
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that have not been handed out."""
 
@@ -317,6 +338,98 @@ class EngineCore:
         profiler = self._get_profiler()
         self._wait_for_steps()
         return str(profiler.stop())
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> bool:
+        """Computes nothing more until `wake_up`; requests that come meanwhile are held.
+
+        The prefix cache is emptied, unless only the scheduling is paused.
+
+        Args:
+            level: 0 pauses the scheduling; 1 also gives the memory of weights and KV cache back to
+                the system; 2 is 1, but `wake_up` takes the weights that are there by then.
+            mode: what becomes of unfinished requests. abort: they end with what they have; wait:
+                they are finished first; keep: they are held, and go on from their tokens.
+
+        Returns:
+            Whether it sleeps. Not yet: with mode="wait" there are requests to finish; call again.
+
+        Raises:
+            RequestError: level or mode is unknown.
+            SleepError: the engine was made without sleep mode, and level is not 0.
+        """
+        if level not in (0, 1, 2):
+            raise RequestError(f"level={level!r} is not allowed; it is 0, 1 or 2.", "level")
+        if mode not in get_args(PauseMode):
+            raise RequestError(f"mode={mode!r} is not allowed; it is abort, wait or keep.", "mode")
+        if level and not self._enable_sleep_mode:
+            raise SleepError(
+                "This engine keeps its memory; start it with enable_sleep_mode "
+                "(--enable-sleep-mode), or take level=0, which only pauses it."
+            )
+        if mode != "wait":
+            self._finish_steps()
+        self.scheduler.pause(mode)
+        if self._in_flight or self.scheduler.running or self.scheduler.waiting:
+            return False
+        if level:
+            was_reset = self.reset_prefix_cache()
+            assert was_reset, "blocks are in use though nothing runs"
+            if self._asleep != _MEMORY:
+                self.executor.collective_rpc(lambda worker: worker.sleep())
+            self._same_weights = level == 1 and (
+                self._same_weights or "weights" not in self._asleep
+            )
+            self._asleep = _MEMORY
+            trim_memory()
+        logger.info("asleep", extra={"level": level, "held_requests": len(self.scheduler.requests)})
+        return True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Takes memory up again; once all is there, requests are computed again.
+
+        Args:
+            tags: what: "weights", "kv_cache"; None: all. "scheduling": only what level 0 paused.
+
+        Returns:
+            Whether the engine is awake.
+
+        Raises:
+            RequestError: a tag is unknown.
+            SleepError: others have the memory; the engine sleeps on.
+            ModelError: the weights cannot be read, or at level 1 have changed; likewise.
+        """
+        tags = [tags] if isinstance(tags, str) else tags
+        unknown = set(tags or ()) - _TAGS
+        if unknown:
+            raise RequestError(
+                f"tags has {min(unknown)!r}, which does not sleep; take some of "
+                f"{', '.join(sorted(_TAGS))}.",
+                "tags",
+            )
+        woken = self._asleep if tags is None else self._asleep & set(tags)
+        if "weights" in woken:
+            same = self._same_weights
+            self.executor.collective_rpc(lambda worker: worker.reload_weights(same=same))
+            self._same_weights = True
+        self._asleep -= woken
+        if self._asleep:
+            return False
+        if self.scheduler.paused:
+            self.scheduler.resume()
+            logger.info("awake")
+        return True
+
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps, at any level, or is about to."""
+        return self.scheduler.paused
+
+    def _finish_steps(self) -> None:
+        """Takes in the results of all steps in flight."""
+        while self._in_flight:
+            step = self._in_flight[0]
+            if step.result is None:  # the newest one: all results before it are known
+                step.result = step.handle.sample(self._ask_grammars(step))
+            self._take_result()
 
     def _get_profiler(self) -> Profiler:
         if self._profiler is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from octavo.engine.core import EngineCore
+from octavo.errors import SleepError
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 
 # Ctrl-C is looked at between two waits.
@@ -54,6 +55,8 @@ class InprocClient:
 
     async def get_output(self) -> EngineCoreOutputs:
         """See `EngineClient`: runs a step; where there is only a grammar to wait for, a while."""
+        if self.core.is_sleeping() and not self.core.has_work():
+            raise SleepError("The engine sleeps, so nothing would ever come; call wake_up() first.")
         self.core.wait(_WAIT_SECONDS)
         return self.core.step()
 

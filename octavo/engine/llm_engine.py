@@ -20,7 +20,7 @@ from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter, req
 from octavo.engine_args import EngineArgs
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.logs import setup_default_logging
-from octavo.messages import EngineCoreRequest, SchedulerStats
+from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.outputs import CompletionOutput, RequestOutput
@@ -147,8 +147,11 @@ class LLMEngine:
 
         A request that fails by itself has an answer with `finish_reason` "error" and the reason as
         `stop_reason`.
+
+        Raises:
+            SleepError: the engine sleeps, and there is nothing to return.
         """
-        if self._added:
+        if self._added and not self._outputs:
             with late_interrupts():
                 self.advance()
         outputs, self._outputs = self._outputs, []
@@ -242,6 +245,54 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
         return bool(complete(self.client.call_utility("reset_prefix_cache")))
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Computes nothing more until `wake_up`, and gives memory back to the system.
+
+        Requests that are added meanwhile wait.
+
+        Args:
+            level: 0 only pauses the engine; 1 gives the memory of weights and KV cache back; 2 is
+                1, but `wake_up` takes the weights that the model's folder has by then.
+            mode: what becomes of unfinished requests: abort ends them with what they have
+                (`finish_reason` "abort"), wait finishes them first, keep lets them go on later.
+
+        Raises:
+            RequestError: level or mode is unknown.
+            SleepError: the engine was made without `enable_sleep_mode`, and level is not 0.
+        """
+        with late_interrupts() as interrupts:
+            while not complete(self.client.call_utility("sleep", level, mode)):
+                self.advance()
+                interrupts.raise_now()
+        self._record_sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Takes memory up again, and goes on.
+
+        Args:
+            tags: what of "weights", "kv_cache" and "scheduling"; None: all.
+
+        Returns:
+            Whether the engine is awake: no part of it sleeps.
+
+        Raises:
+            RequestError: a tag is unknown.
+            SleepError: others have the memory; it sleeps on.
+            ModelError: the weights cannot be read, or at level 1 have changed; likewise.
+        """
+        awake = bool(complete(self.client.call_utility("wake_up", tags)))
+        if awake:
+            self._record_sleep(None)
+        return awake
+
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps, at any level."""
+        return bool(complete(self.client.call_utility("is_sleeping")))
+
+    def _record_sleep(self, level: int | None) -> None:
+        if self._metrics is not None:
+            self._metrics.record_sleep_state(level)
 
     def start_profile(self) -> None:
         """Begins to record spans of steps and kernels; needs `profiler_dir`.

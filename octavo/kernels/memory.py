@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import weakref
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from octavo import _native
 
 _ALIGNMENT = 64  # a cache line
 _HUGE_PAGE = 2 * 2**20
@@ -38,6 +41,19 @@ def map_memory(nbytes: int) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
         memory.madvise(mmap.MADV_NOHUGEPAGE, end)
     return tensor[start : start + nbytes]
+
+
+def release_memory(tensor: Tensor) -> None:
+    """Gives the pages of mapped memory back to the system.
+
+    The address stays the tensor's, and its contents are zeros; as with new memory, the system hands
+    out pages when they are written again. Only whole pages are given back, and only on Linux:
+    elsewhere the contents are set to zero.
+    """
+    if sys.platform == "linux":
+        _native.release_pages(tensor.data_ptr(), tensor.nbytes)
+    else:
+        tensor.zero_()
 
 
 class _Nowhere:

@@ -19,12 +19,12 @@ from torch import Tensor
 from octavo import _native
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
-from octavo.kernels.memory import map_memory
+from octavo.kernels.memory import map_memory, release_memory
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
 from octavo.models.config_json import require_file
 from octavo.models.spec import ModelSpec, read_safetensors_header
-from octavo.models.weight_cache import WeightCache, weights_key
+from octavo.models.weight_cache import Progress, WeightCache, weights_key
 from octavo.models.weights import (
     Source,
     Weight,
@@ -34,8 +34,6 @@ from octavo.models.weights import (
 from octavo.quantization.base import MOST_INPUTS, Quantization, get_quantization, linear_nbytes
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
-Progress = Callable[[int, int], None]
-"""Called with (elements loaded, elements in all) after each tensor."""
 _Loaded = Tensor | PackedWeight | QuantizedWeight
 
 _SAFETENSORS_DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -57,6 +55,7 @@ def load_model(
     ops: Ops,
     progress: Progress | None = None,
     cache: WeightCache | None = None,
+    keep: list[LoadedWeights] | None = None,
 ) -> Model:
     """Loads a model folder.
 
@@ -78,49 +77,139 @@ def load_model(
         ops: table of operations.
         progress: called as loading goes on.
         cache: where weights that were packed are kept from one start to the next.
+        keep: is given the model's weights, for whom will release them and read them again.
 
     Raises:
         ModelError: for missing, unexpected or wrong-shaped tensors, damaged files, and weights that
             cannot be quantized.
     """
-    form = get_quantization(quantization)
-    weights = spec.weights(quantized=form is not None)
-    for weight in weights:
-        if form is not None and weight.kind == "linear" and weight.shape[1] > MOST_INPUTS:
-            raise ModelError(
-                f"{weight.name} has {weight.shape[1]} inputs, and quantization={form.name} takes "
-                f"{MOST_INPUTS} at most; leave quantization out."
-            )
-    key = partial(
-        weights_key,
+    weights = LoadedWeights(
         spec,
         Path(path),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype,
+        device=device,
         load_format=load_format,
+        seed=seed,
         quantization=quantization,
+        ops=ops,
+        cache=cache,
     )
-    made_of = key() if cache is not None and ops.packs_weights else None
-    memory = _Memory(weights, dtype, ops, form)
-    loaded: dict[str, _Loaded] = {}
-    total = sum(math.prod(weight.shape) for weight in weights)
     with torch.inference_mode():
-        if cache is not None and made_of is not None and memory.read(cache, made_of):
-            loaded = {weight.name: memory.wrap(weight) for weight in weights}
-            if progress is not None:
-                progress(total, total)
-        else:
-            checkpoint = _open_checkpoint(spec, Path(path), load_format, seed, device)
-            checkpoint.check(weights)
-            done = 0
-            for weight in weights:
-                loaded[weight.name] = _load(weight, checkpoint, ops, dtype, device, memory, form)
-                done += math.prod(weight.shape)
-                if progress is not None:
-                    progress(done, total)
-            if cache is not None and made_of is not None:
-                memory.keep(cache, made_of, lambda: key() == made_of)
+        loaded = weights.load(progress)
         parts = Parts(loaded, ops, device=device, max_model_len=max_model_len or spec.max_model_len)
-        return build_model(spec, parts)
+        model = build_model(spec, parts)
+    if keep is not None:
+        keep.append(weights)
+    return model
+
+
+class LoadedWeights:
+    """The weights of a model in memory, which can be given back to the system and taken again.
+
+    Their addresses stay, so what was made of them (live blocks, captured steps) stays good.
+
+    Args and Raises: as for `load_model`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        load_format: LoadFormat,
+        seed: int,
+        quantization: str | None,
+        ops: Ops,
+        cache: WeightCache | None,
+    ) -> None:
+        self._path, self._dtype, self._device, self._ops = path, dtype, device, ops
+        self._form = form = get_quantization(quantization)
+        self._weights = spec.weights(quantized=form is not None)
+        for weight in self._weights:
+            if form is not None and weight.kind == "linear" and weight.shape[1] > MOST_INPUTS:
+                raise ModelError(
+                    f"{weight.name} has {weight.shape[1]} inputs, and quantization={form.name} "
+                    f"takes {MOST_INPUTS} at most; leave quantization out."
+                )
+        self._open = partial(_open_checkpoint, spec, path, load_format, seed, device)
+        self._key = partial(
+            weights_key,
+            spec,
+            path,
+            dtype=str(dtype).removeprefix("torch."),
+            load_format=load_format,
+            quantization=quantization,
+        )
+        self._cache = cache if ops.packs_weights else None
+        self._memory = _Memory(self._weights, dtype, ops, form)
+        self._made_of: bytes | None = None
+        """The key of what was loaded."""
+
+    @property
+    def nbytes(self) -> int:
+        """What they take in memory."""
+        return self._memory.nbytes
+
+    def load(self, progress: Progress | None = None) -> dict[str, _Loaded]:
+        """Reads what the folder holds; by the weights' names."""
+        self._made_of = self._key() if self._ops.packs_weights else None
+        return self._read_cache(progress) or self._pack(progress)
+
+    def release(self) -> None:
+        """Gives their memory back to the system; they are zeros until they are read again."""
+        if self._cache is not None and self._cache.writer is not None:
+            self._cache.writer.join()  # it reads them
+        self._memory.release()
+
+    def reload(self, progress: Progress | None = None, *, same: bool) -> None:
+        """Reads them again, to where they were.
+
+        Args:
+            progress: called as loading goes on.
+            same: they must be those that were loaded; otherwise what the folder holds now.
+
+        Raises:
+            ModelError: they cannot be read, or are not the same any more.
+        """
+        with torch.inference_mode():
+            if not same:
+                self.load(progress)
+            elif not self._read_cache(progress):
+                if self._key() != self._made_of:
+                    raise ModelError(
+                        f"{self._path} has changed since the model was loaded. Put the old files "
+                        "back, or take the new ones: sleep with level=2, then wake up."
+                    )
+                self._pack(progress)
+
+    def _read_cache(self, progress: Progress | None) -> dict[str, _Loaded]:
+        """The weights from the cache; empty if they are not there."""
+        if self._cache is None or self._made_of is None:
+            return {}
+        if not self._memory.read(self._cache, self._made_of, progress):
+            return {}
+        return {weight.name: self._memory.wrap(weight) for weight in self._weights}
+
+    def _pack(self, progress: Progress | None) -> dict[str, _Loaded]:
+        """The weights from the checkpoint, which the cache is given, too."""
+        made_of = self._made_of
+        checkpoint = self._open()
+        checkpoint.check(self._weights)
+        loaded: dict[str, _Loaded] = {}
+        total, done = sum(math.prod(weight.shape) for weight in self._weights), 0
+        for weight in self._weights:
+            loaded[weight.name] = _load(
+                *(weight, checkpoint, self._ops, self._dtype, self._device),
+                *(self._memory, self._form),
+            )
+            done += math.prod(weight.shape)
+            if progress is not None:
+                progress(done, total)
+        if self._cache is not None and made_of is not None:
+            self._memory.keep(self._cache, made_of, lambda: self._key() == made_of)
+        return loaded
 
 
 def read_tensor(folder: Path, name: str) -> Tensor:
@@ -156,12 +245,12 @@ class _Memory:
         self._form = form
         self._dtype = dtype
         self._places: dict[str, slice] = {}
-        self._nbytes = 0
+        self.nbytes = 0
         # Packed weights are whole cache lines; behind them the others need no gaps either.
         for weight in sorted(weights, key=lambda weight: weight.kind != "linear"):
-            begin, self._nbytes = self._nbytes, self._nbytes + self._nbytes_of(weight)
-            self._places[weight.name] = slice(begin, self._nbytes)
-        self._memory = map_memory(self._nbytes) if ops.packs_weights else None
+            begin, self.nbytes = self.nbytes, self.nbytes + self._nbytes_of(weight)
+            self._places[weight.name] = slice(begin, self.nbytes)
+        self._memory = map_memory(self.nbytes) if ops.packs_weights else None
 
     def _nbytes_of(self, weight: Weight) -> int:
         if weight.kind != "linear":
@@ -184,13 +273,18 @@ class _Memory:
             return self._form.wrap(place, n, k, _native.panel())
         return PackedWeight(place, n, k, self._dtype, _native.panel())
 
-    def read(self, cache: WeightCache, key: bytes) -> bool:
+    def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:
         """Fills all from a cache; False if that does not have it."""
         assert self._memory is not None
-        found = cache.read(key, self._memory.numpy(), _native.num_threads())
+        found = cache.read(key, self._memory.numpy(), _native.num_threads(), progress)
         if not found:  # there may be anything in it now
-            self._memory = map_memory(self._nbytes)
+            release_memory(self._memory)
         return found
+
+    def release(self) -> None:
+        """Gives all back to the system."""
+        assert self._memory is not None, "these operations keep weights as they are"
+        release_memory(self._memory)
 
     def keep(self, cache: WeightCache, key: bytes, still: Callable[[], bool]) -> None:
         """Puts all into a cache, in the background."""

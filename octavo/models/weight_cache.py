@@ -44,6 +44,8 @@ _SUFFIX, _UNFINISHED, _LOCK = ".weights", ".unfinished", "lock"
 _MARGIN_SHARE, _MARGIN_NBYTES = 0.05, 2**30
 
 Bytes = NDArray[np.uint8]
+Progress = Callable[[int, int], None]
+"""Called now and then with (what is done, what there is in all), in the same unit."""
 
 
 def weights_key(
@@ -117,10 +119,12 @@ class WeightCache:
         """What it holds, whoever wrote it."""
         return sorted(self._folder.glob("*" + _SUFFIX))
 
-    def read(self, key: bytes, memory: Bytes, num_threads: int) -> bool:
+    def read(
+        self, key: bytes, memory: Bytes, num_threads: int, progress: Progress | None = None
+    ) -> bool:
         """Reads the weights of a key into [nbytes], by some threads; False if it cannot be done.
 
-        What `memory` holds then is undefined.
+        What `memory` holds then is undefined. `progress` is called with bytes read, and in all.
         """
         file = self.file(key)
         try:
@@ -132,7 +136,7 @@ class WeightCache:
         except OSError as error:
             return self._drop(file, f"cannot be opened ({error.strerror or error})")
         try:
-            _read_checked(descriptor, key, memory, num_threads)
+            _read_checked(descriptor, key, memory, num_threads, progress)
             os.utime(descriptor)  # used now
         except _DamagedError as error:
             return self._drop(file, str(error))
@@ -256,7 +260,9 @@ class _DamagedError(Exception):
     """A file is not what was written, or was never written by this user."""
 
 
-def _read_checked(descriptor: int, key: bytes, memory: Bytes, num_threads: int) -> None:
+def _read_checked(
+    descriptor: int, key: bytes, memory: Bytes, num_threads: int, progress: Progress | None
+) -> None:
     """Fills `memory`.
 
     Raises:
@@ -280,8 +286,11 @@ def _read_checked(descriptor: int, key: bytes, memory: Bytes, num_threads: int) 
         )
 
     with ThreadPoolExecutor(num_threads) as threads:
-        if not all(threads.map(read, range(len(sums)))):
-            raise _DamagedError("is damaged")
+        for index, good in enumerate(threads.map(read, range(len(sums))), 1):
+            if not good:
+                raise _DamagedError("is damaged")
+            if progress is not None:
+                progress(min(index * _CHUNK, nbytes), nbytes)
 
 
 def _sum(chunk: Bytes) -> int:

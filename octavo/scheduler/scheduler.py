@@ -28,9 +28,11 @@ from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import (
     EngineCoreOutput,
+    FinishReason,
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    PauseMode,
     ScheduledRequest,
     SchedulerOutput,
     SchedulerStats,
@@ -42,7 +44,11 @@ from octavo.scheduler.speculation import DraftLengths
 from octavo.structured_output.base import MAX_FORCED
 
 # Waits that end by `set_ready`; requests in them do not queue.
-_HELD = (RequestStatus.WAITING_FOR_FSM, RequestStatus.WAITING_FOR_REMOTE_KVS)
+_HELD = (
+    RequestStatus.WAITING_FOR_FSM,
+    RequestStatus.WAITING_FOR_REMOTE_KVS,
+    RequestStatus.WAITING_FOR_WAKE_UP,
+)
 
 
 @dataclass(slots=True)
@@ -115,6 +121,8 @@ class Scheduler:
         """Those for which the worker holds a row, in order of service."""
         self.waiting = RequestQueue()
         self._held: dict[str, Request] = {}
+        self.paused = False
+        """Whether requests that come are held until `resume`."""
         self._in_flight: deque[_ScheduledStep] = deque()
         self._finished_req_ids: list[str] = []
         """Rows to be given up by the worker before the next step."""
@@ -149,17 +157,48 @@ class Scheduler:
         self.requests[request.request_id] = request
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
+        if self.paused and request.status == RequestStatus.WAITING:
+            request.status = RequestStatus.WAITING_FOR_WAKE_UP
         if request.status in _HELD:
             self._held[request.request_id] = request
         else:
             self.waiting.push(request)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Holds requests that come from now on, until `resume`.
+
+        Args:
+            mode: what becomes of those that are there. abort: they end, as their last outputs say.
+                keep: they are held, too, and go on later from their tokens; no step may be in
+                flight. wait: nothing, they go on.
+        """
+        self.paused = True
+        if mode == "abort":
+            for request in list(self.requests.values()):
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+                self._outputs.append(
+                    EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+                )
+            self._drop_finished_from_running()
+        elif mode == "keep":
+            while self.running:
+                self._preempt(self.running.pop(), None)
+            for request in list(self.waiting):
+                self.hold(request.request_id, RequestStatus.WAITING_FOR_WAKE_UP)
+
+    def resume(self) -> None:
+        """Ends what `pause` began."""
+        self.paused = False
+        for request in list(self._held.values()):
+            if request.status == RequestStatus.WAITING_FOR_WAKE_UP:
+                self.set_ready(request.request_id)
 
     def hold(self, request_id: str, status: RequestStatus) -> None:
         """Takes a waiting request out of the queue until `set_ready`.
 
         Args:
             request_id: a request that waits.
-            status: what it waits for, WAITING_FOR_FSM or WAITING_FOR_REMOTE_KVS.
+            status: what it waits for, WAITING_FOR_FSM, ..._REMOTE_KVS or ..._WAKE_UP.
         """
         request = self.requests[request_id]
         assert status in _HELD, status
@@ -168,9 +207,17 @@ class Scheduler:
         self._held[request_id] = request
 
     def set_ready(self, request_id: str) -> None:
-        """Ends a request's wait: it goes to its place in the queue. Ignored if it has finished."""
-        request = self._held.pop(request_id, None)
-        if request is not None:
+        """Ends a request's wait: it goes to its place in the queue. Ignored if it has finished.
+
+        While the scheduler is paused, it waits for that to end.
+        """
+        request = self._held.get(request_id)
+        if request is None:
+            return
+        if self.paused:
+            request.status = RequestStatus.WAITING_FOR_WAKE_UP
+        else:
+            del self._held[request_id]
             request.status = RequestStatus.WAITING
             self.waiting.push(request)
 

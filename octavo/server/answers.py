@@ -297,6 +297,26 @@ class CacheReset(Answer):
     success: bool
 
 
+class FellAsleep(Answer):
+    """POST /sleep."""
+
+    status: Literal["sleeping"]
+    level: int
+
+
+class WokeUp(Answer):
+    """POST /wake_up."""
+
+    status: Literal["awake", "sleeping"]
+    tags: list[str] | None
+
+
+class IsSleeping(Answer):
+    """GET /is_sleeping."""
+
+    is_sleeping: bool
+
+
 class ProfileStarted(Answer):
     """POST /start_profile."""
 

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from fastapi import FastAPI
@@ -24,6 +24,7 @@ from starlette.responses import HTMLResponse, Response
 from octavo import __version__
 from octavo.config import HIDDEN, config_fields
 from octavo.errors import ConfigError, NotFoundError, RequestError
+from octavo.messages import PauseMode
 from octavo.metrics import CONTENT_TYPE
 from octavo.server.body import check_media_type
 from octavo.server.chat import create_chat_completion
@@ -102,6 +103,9 @@ def build_app(state: ServerState) -> FastAPI:
         ("/tokenizer_info", tokenizer_info, get),
         ("/server_info", server_info, get),
         ("/reset_prefix_cache", reset_prefix_cache, post),
+        ("/sleep", sleep, post),
+        ("/wake_up", wake_up, post),
+        ("/is_sleeping", is_sleeping, get),
         ("/start_profile", start_profile, post),
         ("/stop_profile", stop_profile, post),
     ):
@@ -184,10 +188,12 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 if requests will be served at once, 503 while loading, draining or unhealthy."""
+    """200 if requests will be served at once; 503 while loading, asleep, draining or unhealthy."""
     state = state_of(request)
     if state.draining:
         reason = "draining"
+    elif state.engine is not None and state.engine.asleep:
+        reason = "asleep"
     elif state.failure is not None:
         reason = str(state.failure)
     elif state.engine is None or not state.engine.ready:
@@ -291,6 +297,41 @@ async def reset_prefix_cache(request: Request) -> Response:
     return _json({"success": await engine.reset_prefix_cache()})
 
 
+async def sleep(request: Request) -> Response:
+    """Puts the engine to sleep; requests that come wait. 404 without --enable-sleep-mode.
+
+    `level` 0 only pauses it, 1 (the default) gives the memory of weights and KV cache back, 2 also
+    takes the weights anew when it wakes up. `mode` says what becomes of requests: abort (the
+    default) ends them with finish_reason "abort", wait finishes them first, keep lets them go on
+    later.
+    """
+    _check_admin(request)
+    engine = await _sleeping_engine(request)
+    level = request.query_params.get("level", "1")
+    mode: Any = request.query_params.get("mode", "abort")
+    if level not in ("0", "1", "2"):
+        raise RequestError(f"level={show(level)} is not allowed; it is 0, 1 or 2.", "level")
+    if mode not in get_args(PauseMode):
+        raise RequestError(f"mode={show(mode)} is not allowed; it is abort, wait or keep.", "mode")
+    await engine.sleep(int(level), mode)
+    return _json({"status": "sleeping", "level": int(level)})
+
+
+async def wake_up(request: Request) -> Response:
+    """Wakes the engine up; with `tags` (weights, kv_cache) only these parts of it."""
+    _check_admin(request)
+    engine = await _sleeping_engine(request)
+    tags = request.query_params.getlist("tags") or None
+    awake = await engine.wake_up(tags)
+    return _json({"status": "awake" if awake else "sleeping", "tags": tags})
+
+
+async def is_sleeping(request: Request) -> Response:
+    """Whether the engine sleeps, at any level."""
+    _check_operator(request)
+    return _json({"is_sleeping": await (await _sleeping_engine(request)).is_sleeping()})
+
+
 async def start_profile(request: Request) -> Response:
     """Begins a profile of the engine; 404 without --profiler-dir."""
     await (await _profiled_engine(request)).start_profile()
@@ -321,6 +362,16 @@ async def _profiled_engine(request: Request) -> AsyncLLM:
     if state.engine_config.observability.profiler_dir is None:
         raise RouteError(404, "Profiles are off; start the server with --profiler-dir DIR.")
     return await state.get_engine()
+
+
+async def _sleeping_engine(request: Request) -> AsyncLLM:
+    """The engine once it is loaded, if it can sleep."""
+    state = state_of(request)
+    if not state.engine_config.model.enable_sleep_mode:
+        raise RouteError(404, "Sleep mode is off; start the server with --enable-sleep-mode.")
+    engine = await state.get_engine()
+    await engine.wait_ready()
+    return engine
 
 
 def _model_card(state: ServerState, name: str) -> dict[str, object]:

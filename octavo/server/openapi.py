@@ -104,6 +104,15 @@ OPERATIONS: dict[str, Operation] = {
         answers.ServerInfo, (*_GUARDED, 403), query={"config_format": ("text", "json")}
     ),
     "/reset_prefix_cache": Operation(answers.CacheReset, _ADMIN),
+    "/sleep": Operation(
+        answers.FellAsleep,
+        (*_ADMIN, 404),
+        query={"level": ("1", "0", "2"), "mode": ("abort", "wait", "keep")},
+    ),
+    "/wake_up": Operation(
+        answers.WokeUp, (*_ADMIN, 404), query={"tags": ("", "weights", "kv_cache", "scheduling")}
+    ),
+    "/is_sleeping": Operation(answers.IsSleeping, (*_GUARDED, 403, 404)),
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
     "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
 }

@@ -160,8 +160,9 @@ class _Shutdown:
 
     async def _drain_then_stop(self) -> None:
         engine = self._state.engine
-        loading = engine is None or not engine.ready
-        timeout = 0.0 if loading else self._state.config.shutdown_timeout
+        # Nobody computes anything while the model loads, or sleeps.
+        idle = engine is None or not engine.ready or engine.asleep
+        timeout = 0.0 if idle else self._state.config.shutdown_timeout
         try:
             async with asyncio.timeout(timeout):
                 while self._state.num_active:

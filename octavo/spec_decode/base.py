@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from octavo.kernels.base import Ops
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import NewRequestData
 from octavo.models.base import Model
+from octavo.models.loader import LoadedWeights
 from octavo.platforms.base import Platform
 from octavo.sampling.state import SamplingState
 from octavo.worker.graphs import StepResult
@@ -38,6 +39,10 @@ class Target:
     platform: Platform
     ops: Ops
     backend: AttentionBackend
+    weights: list[LoadedWeights] = field(default_factory=list)
+    """Those of all models, its own included: they are given back while the engine sleeps."""
+    caches: list[Tensor] = field(default_factory=list)
+    """KV caches for which that holds, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def load_draft(target: Target) -> Model:
         quantization=config.model.quantization,
         ops=target.ops,
         cache=WeightCache.from_config(config),
+        keep=target.weights,
     )
 
 
@@ -78,6 +79,7 @@ class DraftSteps:
                 *(kv.num_blocks, kv.block_size, cache.num_kv_heads, cache.head_size, dtype)
             )
             self._caches.append(target.platform.allocate_cache(shape, dtype, model.device))
+        target.caches.extend(self._caches)
         layout = StepLayout(setup.largest_step, batch.blocks, 1)
         eager = EagerSteps(
             *(model, target.backend, self._caches, [0] * len(self._caches), StepBuffers(layout)),

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from octavo.attention.base import KV_CACHE_DTYPES
-from octavo.kernels.memory import is_host, to_device
+from octavo.device import cpu_memory
+from octavo.errors import SleepError
+from octavo.kernels.memory import is_host, release_memory, to_device
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     CoreSamplingParams,
@@ -21,7 +23,7 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.models.cache import AttentionCache
-from octavo.models.loader import load_model
+from octavo.models.loader import LoadedWeights, load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.platforms.base import Platform
 from octavo.profiler import span
@@ -34,6 +36,7 @@ from octavo.sampling.state import SamplingState
 from octavo.spec_decode.base import Proposer, Target
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
 from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
+from octavo.worker.loading_bar import loading_bar
 from octavo.worker.setup import WorkerSetup
 
 # Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
@@ -149,20 +152,27 @@ class ModelRunner:
         self.ops = platform.make_ops(setup.config.device)
         self.backend = platform.make_attention_backend(setup, device)
         config = setup.config
+        self._weights: list[LoadedWeights] = []
+        self._caches: list[torch.Tensor] = []
+        """Of all models: what is given back while the engine sleeps."""
+        self._released = False
         # Before the weights: what is wrong with them is to be known at once.
         self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
-        self.model = load_model(
-            setup.spec,
-            setup.model_path,
-            dtype=getattr(torch, setup.dtype),
-            device=device,
-            load_format=config.load.load_format,
-            seed=config.model.seed,
-            max_model_len=setup.max_model_len,
-            quantization=config.model.quantization,
-            ops=self.ops,
-            cache=WeightCache.from_config(config),
-        )
+        with loading_bar(config.model.model) as progress:
+            self.model = load_model(
+                setup.spec,
+                setup.model_path,
+                dtype=getattr(torch, setup.dtype),
+                device=device,
+                load_format=config.load.load_format,
+                seed=config.model.seed,
+                max_model_len=setup.max_model_len,
+                quantization=config.model.quantization,
+                ops=self.ops,
+                progress=progress,
+                cache=WeightCache.from_config(config),
+                keep=self._weights,
+            )
         self.sampler = Sampler(self.ops)
         self._state: RunnerState | None = None
         self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, config.scheduler.max_num_seqs)
@@ -189,6 +199,30 @@ class ModelRunner:
     def initialize_kv_cache(self, kv: KVCacheConfig) -> None:
         """Allocates the KV cache and all that steps need; captures steps."""
         self._state = self._make_state(kv, capture=True)
+        self._caches += self._state.kv_tensors
+
+    def sleep(self) -> None:
+        """Gives the memory of weights and KV cache back to the system; no step may be run then."""
+        for weights in self._weights:
+            weights.release()
+        for cache in self._caches:
+            release_memory(cache)
+        self._released = True
+
+    def reload_weights(self, *, same: bool) -> None:
+        """Reads all weights again, to where they were; see `Worker.reload_weights`."""
+        needed = sum(weights.nbytes for weights in self._weights)
+        needed += sum(cache.nbytes for cache in self._caches)
+        free = cpu_memory(self.setup.config.device.numa_node)[1]
+        if self._released and needed > free:
+            raise SleepError(
+                f"Weights and KV cache take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB "
+                "are free; free some, and wake up again."
+            )
+        with loading_bar(self.setup.config.model.model) as progress:
+            for weights in self._weights:
+                weights.reload(progress, same=same)
+        self._released = False
 
     def _make_state(self, kv: KVCacheConfig, *, capture: bool) -> RunnerState:
         setup, device = self.setup, self.device
@@ -225,6 +259,7 @@ class ModelRunner:
                 Target(
                     *(setup, self.model, batch, sampling),
                     *(kv, self.platform, self.ops, self.backend),
+                    *(self._weights, self._caches),
                 )
             ),
         )

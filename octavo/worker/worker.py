@@ -81,6 +81,26 @@ class Worker:
         drain_kernels()
         return output
 
+    def sleep(self) -> None:
+        """Gives the memory of weights and KV cache back to the system.
+
+        Until `reload_weights` was called no step may be run. The KV cache comes back by itself,
+        empty, as it is used.
+        """
+        self.runner.sleep()
+
+    def reload_weights(self, *, same: bool = False) -> None:
+        """Reads the weights of all models again.
+
+        Args:
+            same: they must be those that were loaded; otherwise what the folders hold now.
+
+        Raises:
+            SleepError: others have the memory.
+            ModelError: they cannot be read, or are not the same any more; steps must not be run.
+        """
+        self.runner.reload_weights(same=same)
+
     def cause(self, error: BaseException) -> BaseException:
         """What a step's failure means: `EngineDeadError` if the device cannot be used any more."""
         return self._platform.cause(self.device, error)

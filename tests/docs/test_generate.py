@@ -43,7 +43,8 @@ def test_every_setting_is_there():
 def test_every_route_and_every_field_is_there():
     text = generate.api()
     for path, operation in OPERATIONS.items():
-        verb = "GET" if operation.body is None and "profile" not in path else "POST"
+        post = operation.body is not None or "profile" in path or path in ("/sleep", "/wake_up")
+        verb = "POST" if post else "GET"
         if path != "/reset_prefix_cache":
             assert f"\n## {verb} {path.replace(':path', '')}\n" in text
         if operation.body is None or operation.body is InvocationBody:
@@ -77,8 +78,8 @@ def test_openapi_has_the_meanings():
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
-    flags = ("--enable-admin", "--profiler-dir", str(folder), "--enable-tokenizer-info-endpoint")
-    with serving("ready", *flags) as process:
+    flags = ("--enable-admin", "--enable-sleep-mode", "--enable-tokenizer-info-endpoint")
+    with serving("ready", *flags, "--profiler-dir", str(folder)) as process:
         yield process.url
 
 

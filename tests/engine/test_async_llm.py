@@ -33,6 +33,7 @@ class Client:
         self.ready = asyncio.get_running_loop().create_future()
         self.said = asyncio.Queue()
         self.sent, self.calls = [], []
+        self.sleeps, self.sleep_answers = [], []
         self.stats = SchedulerStats()
         self.answers = asyncio.Event()
         self.answers.set()
@@ -52,9 +53,12 @@ class Client:
         if request_ids:
             self.sent.append(("abort", request_ids))
 
-    async def call_utility(self, method):
+    async def call_utility(self, method, *args):
         self.calls.append(method)
         await self.answers.wait()
+        if method in ("sleep", "wake_up"):
+            self.sleeps.append((method, *args))
+            return self.sleep_answers.pop(0) if self.sleep_answers else True
         return {
             "stats": list(msgspec.structs.astuple(self.stats)),
             "reset_prefix_cache": 1,
@@ -389,5 +393,65 @@ def test_the_end(monkeypatch):
         count = len(client.calls)
         await asyncio.sleep(0.02)
         assert len(client.calls) == count
+
+    run(test, monkeypatch)
+
+
+def test_falling_asleep_waits_for_the_last_requests(monkeypatch):
+    async def test(engine, client):
+        client.sleep_answers = [False, False, True, False, True]
+        await engine.sleep(2, "wait")
+        assert client.sleeps == [("sleep", 2, "wait")] * 3
+        assert engine.asleep
+        assert await engine.wake_up(["weights"]) is False
+        assert engine.asleep
+        assert await engine.wake_up() is True
+        assert not engine.asleep
+        assert client.sleeps[3:] == [("wake_up", ["weights"]), ("wake_up", None)]
+
+    run(test, monkeypatch)
+
+
+def test_a_sleep_that_nobody_waits_for_is_given_up(monkeypatch):
+    async def test(engine, client):
+        client.sleep_answers = [False] * 1000
+        task = asyncio.create_task(engine.sleep(1, "wait"))
+        while len(client.sleeps) < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert client.sleeps[-1] == ("wake_up", None)
+        assert not engine.asleep
+
+    run(test, monkeypatch)
+
+
+def test_an_engine_that_wakes_up_slowly_is_healthy(monkeypatch, clock):
+    async def test(engine, client):
+        client.ready.set_result(READY)
+        await heartbeats(client)
+        client.answers.clear()
+        task = asyncio.create_task(engine.wake_up())
+        while "wake_up" not in client.calls:
+            await asyncio.sleep(0.001)
+        clock[0] += 1000
+        assert engine.health() == Health(True, "falling asleep or waking up")
+        client.answers.set()
+        await task
+        assert engine.health().ok
+
+    run(test, monkeypatch)
+
+
+def test_a_dead_engine_neither_sleeps_nor_wakes_up(monkeypatch):
+    async def test(engine, client):
+        await client.said.put(EngineDeadError("gone"))
+        while not engine.errored:
+            await asyncio.sleep(0.001)
+        for call in (engine.sleep, engine.wake_up, engine.is_sleeping):
+            with pytest.raises(EngineDeadError, match="gone"):
+                await call()
+        assert client.sleeps == []
 
     run(test, monkeypatch)

@@ -14,7 +14,7 @@ from octavo.engine.beam_search import (
     make_beam_search,
     run_beam_search,
 )
-from octavo.errors import RequestError
+from octavo.errors import RequestError, SleepError
 from octavo.messages import CoreSamplingParams, EngineCoreRequest
 from octavo.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from octavo.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, SamplingParams
@@ -297,6 +297,15 @@ def test_one_failure_ends_all():
     with pytest.raises(RequestError, match="this one fails"):
         asyncio.run(run(stream))
     assert not stream.live
+
+
+def test_a_search_that_a_sleep_ends():
+    async def stream(request, its_params):
+        completion = CompletionOutput(0, "", [], finish_reason="abort")
+        yield RequestOutput("x", None, [], None, [completion], True)
+
+    with pytest.raises(SleepError, match="put to sleep"):
+        asyncio.run(run(stream))
 
 
 def test_being_cancelled_ends_all():

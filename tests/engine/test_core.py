@@ -9,7 +9,7 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
-from octavo.errors import EngineDeadError, ProfilerError
+from octavo.errors import EngineDeadError, ModelError, ProfilerError, RequestError, SleepError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import EngineCoreRequest, FinishReason
 from octavo.models.cache import AttentionCache
@@ -29,7 +29,15 @@ class Clock:
         return self.now
 
 
-def make_core(depth=1, caching=True, profiler=None, observer=None, blocks=20, **settings):
+def make_core(
+    depth=1,
+    caching=True,
+    profiler=None,
+    observer=None,
+    blocks=20,
+    enable_sleep_mode=True,
+    **settings,
+):
     """A core on fakes; its clock is `core.clock`."""
     kv_cache = KVCacheConfig(blocks, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
     clock = Clock()
@@ -50,6 +58,7 @@ def make_core(depth=1, caching=True, profiler=None, observer=None, blocks=20, **
         structured_output=StructuredOutputManager(lambda: [backend], VOCAB),
         profiler=profiler,
         engine_index=3,
+        enable_sleep_mode=enable_sleep_mode,
     )
     core.clock, core.backend = clock, backend
     return core
@@ -536,3 +545,206 @@ def test_without_a_tokenizer_there_are_no_grammars(core):
     assert "no tokenizer" in output.error
     assert not core.has_work()
     core.structured_output = StructuredOutputManager(lambda: [core.backend], VOCAB)
+
+
+# Sleeping
+
+
+def add_some(core, count=6):
+    requests = [request(str(i), list(range(i, 3 * i + 5)), max_tokens=12) for i in range(count)]
+    for item in requests:
+        core.add_request(item)
+    return {
+        r.request_id: expected_output(r.sampling_params, r.prompt_token_ids, 64) for r in requests
+    }
+
+
+def tokens_of(outputs):
+    tokens = {}
+    for output in outputs:
+        tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_what_becomes_of_requests_when_the_engine_falls_asleep(core, level, mode):
+    expected = add_some(core)
+    outputs = core.step().outputs + core.step().outputs
+    while not core.sleep(level, mode):
+        assert mode == "wait"
+        outputs += core.step().outputs
+    assert core.is_sleeping()
+    assert core.executor.worker.awake == (level == 0)
+    late = request("9", [7, 8, 9], max_tokens=5)
+    core.add_request(late)
+    num_steps = core.stats().num_steps
+    while core.has_work():
+        outputs += core.step().outputs
+    assert core.stats().num_steps == num_steps
+    assert core.stats().num_used_blocks == 0
+    assert core.stats().num_held_reqs == core.stats().num_waiting_reqs
+    core.check_integrity()
+    ended = {o.request_id: o.finish_reason for o in outputs if o.finish_reason is not None}
+    reason = {"abort": FinishReason.ABORT, "wait": FinishReason.LENGTH}.get(mode)
+    assert ended == ({} if reason is None else dict.fromkeys(expected, reason))
+    before = tokens_of(outputs)
+    assert any(before.values())
+    assert core.wake_up()
+    assert not core.is_sleeping()
+    after = run(core)
+    for request_id, tokens in expected.items():
+        found = before.get(request_id, []) + after.tokens.get(request_id, [])
+        assert found == tokens[: len(found)] if mode == "abort" else found == tokens
+    assert after.tokens["9"] == expected_output(late.sampling_params, late.prompt_token_ids, 64)
+
+
+def test_prefixes_are_forgotten_with_the_memory_only(core):
+    prompt = list(range(40))
+    for level, hits in ((0, True), (1, False)):
+        core.add_request(request("0", prompt, max_tokens=2))
+        run(core)
+        assert core.sleep(level)
+        assert core.wake_up()
+        before = core.stats().prefix_cache_hits
+        core.add_request(request("1", prompt, max_tokens=2))
+        run(core)
+        assert (core.stats().prefix_cache_hits > before) == hits
+
+
+def test_parts_wake_up_one_by_one(core):
+    assert core.wake_up()  # it is awake
+    core.sleep()
+    core.add_request(request("0", [1, 2, 3], max_tokens=3))
+    for tags in (["scheduling"], ["weights"], ["weights"], []):
+        assert core.wake_up(tags) is False
+        assert core.is_sleeping()
+        assert not core.has_work()
+    assert core.executor.worker.reloads == [True]
+    assert core.wake_up(["kv_cache"]) is True
+    assert len(run(core).tokens["0"]) == 3
+    core.sleep(0)
+    assert core.wake_up(["scheduling"]) is True
+    assert core.executor.worker.reloads == [True]
+
+
+@pytest.mark.parametrize(
+    ("steps", "same"),
+    [
+        ([1], True),
+        ([1, 1], True),
+        ([0, 1], True),
+        ([1, 0], True),
+        ([2], False),
+        ([1, 2], False),
+        ([2, 1], False),  # they are gone
+        ([2, "weights", 1], True),
+        ([2, "kv_cache", 1], False),
+    ],
+)
+def test_which_weights_wake_up(core, steps, same):
+    for step in steps:
+        if isinstance(step, int):
+            assert core.sleep(step)
+        else:
+            assert core.wake_up([step]) is False
+    assert core.wake_up()
+    assert core.executor.worker.reloads[-1] == same
+    assert core.sleep(1)
+    assert core.wake_up("weights") is False
+    assert core.executor.worker.reloads[-1] is True
+
+
+def test_what_cannot_wake_up_sleeps_on(core):
+    expected = add_some(core)
+    outputs = core.step().outputs
+    core.sleep(1, "keep")
+    worker = core.executor.worker
+    reload = worker.reload_weights
+
+    def fail(*, same):
+        raise ModelError("gone")
+
+    worker.reload_weights = fail
+    for _ in range(2):
+        with pytest.raises(ModelError, match="gone"):
+            core.wake_up()
+        assert core.is_sleeping()
+        assert not worker.awake
+    worker.reload_weights = reload
+    assert core.wake_up()
+    before, after = tokens_of(outputs), run(core).tokens
+    assert {i: before.get(i, []) + after[i] for i in expected} == expected
+
+
+def test_wrong_levels_modes_and_tags(core):
+    add_some(core)
+    core.step()
+    for call, args, name in (
+        (core.sleep, (3,), "level"),
+        (core.sleep, (-1,), "level"),
+        (core.sleep, ("1",), "level"),
+        (core.sleep, (1, "stop"), "mode"),
+        (core.wake_up, (["weight"],), "tags"),
+        (core.wake_up, ("everything",), "tags"),
+    ):
+        with pytest.raises(RequestError, match=name) as error:
+            call(*args)
+        assert error.value.param == name
+        assert not core.is_sleeping()
+    core.executor.worker.sleep = None
+    with pytest.raises(SleepError, match="enable_sleep_mode"):
+        make_core(enable_sleep_mode=False).sleep(1)
+    assert make_core(enable_sleep_mode=False).sleep(0)
+    run(core)
+
+
+def test_requests_end_while_the_engine_sleeps(core):
+    add_some(core)
+    core.step()
+    core.sleep(1, "keep")
+    core.add_request(request("7", [1], max_tokens=5))
+    core.abort_requests(["0", "5", "7"])
+    late = request("8", [1, 2], max_tokens=5)
+    late.deadline = core.clock.now + 5
+    core.add_request(late)
+    core.step()  # the rows of those that ran
+    assert not core.has_work()
+    assert core.seconds_to_deadline() == 5
+    core.clock.now += 5
+    assert core.has_work()
+    (output,) = core.step().outputs
+    assert (output.request_id, output.error_kind) == ("8", "DeadlineError")
+    core.check_integrity()
+    core.wake_up()
+    assert set(run(core).tokens) == {"1", "2", "3", "4"}
+
+
+def test_a_grammar_that_is_compiled_while_the_engine_sleeps(core):
+    core.backend.go.clear()
+    core.add_request(guided("0", "slow 5,6 7"))
+    assert core.sleep(1, "keep")
+    core.backend.go.set()
+    core.wait(10)
+    core.step()
+    assert not core.has_work()
+    assert core.stats().num_held_reqs == 1
+    core.check_integrity()
+    core.wake_up()
+    assert run(core).tokens["0"]
+
+
+def test_requests_with_grammars_in_flight_go_on(core):
+    def tokens(sleeps):
+        core.add_request(guided("0", "5,6 7 8,9 10 11 12,13 14"))
+        core.add_request(guided("1", "5 6,7 8,9 10,11 12"))
+        outputs = []
+        while core.has_work() or core.structured_output.is_compiling:
+            core.wait(10)
+            outputs += core.step().outputs
+            if sleeps and outputs:
+                core.sleep(2, "keep")
+                core.wake_up()
+        return tokens_of(outputs)
+
+    assert tokens(True) == tokens(False) != {}

@@ -515,7 +515,7 @@ def counts(metrics):
         ): s.value
         for f in text_string_to_metric_families(metrics.render().decode())
         for s in f.samples
-        if s.value and not s.name.endswith(("_bucket", "_created"))
+        if s.value and not s.name.endswith(("_bucket", "_created", "_sleep_state"))
     }
 
 

@@ -123,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive_with_deadline(self, prompt, params, seconds):
         self.add(prompt, params, deadline=self.engine.now + seconds)
 
+    @precondition(lambda self: not self.scheduler.paused)
     @rule(prompt=prompts, params=parameters)
     def arrive_and_wait(self, prompt, params):
         name = self.add(prompt, params)
@@ -180,6 +181,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
+    @rule(mode=st.sampled_from(["abort", "wait", "keep", "keep"]))
+    def fall_asleep(self, mode):
+        if mode != "wait":
+            while self.engine.in_flight:
+                self.engine.update()
+        if mode == "abort":
+            self.ended_early |= self.scheduler.requests.keys()
+        self.scheduler.pause(mode)
+        if mode != "wait":
+            assert self.scheduler.reset_prefix_cache()
+            self.engine.executor.memory.clear()
+        self.scheduler.check_integrity()
+
+    @precondition(lambda self: self.scheduler.paused)
+    @rule()
+    def wake_up(self):
+        self.scheduler.resume()
+        self.scheduler.check_integrity()
+
     @rule()
     def reset_prefix_cache(self):
         assert self.scheduler.reset_prefix_cache() == (not self.scheduler.running)
@@ -187,6 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
+        self.scheduler.resume()
         for name in list(self.scheduler._held):
             self.scheduler.set_ready(name)
         self.engine.run()

@@ -107,6 +107,9 @@ class FakeAsyncLLM:
         self.aborted: list[str] = []
         self.was_reset = False
         self.profiling = False
+        self.asleep = False
+        self.sleeps: list[tuple[object, ...]] = []
+        """What `sleep` and `wake_up` were called with."""
         self.was_shut_down = False
         self._progress: dict[str, int] = {}
         self._input = InputProcessor(
@@ -199,6 +202,18 @@ class FakeAsyncLLM:
     async def reset_prefix_cache(self):
         self.was_reset = True
         return True
+
+    async def sleep(self, level, mode):
+        self.sleeps.append((level, mode))
+        self.asleep = True
+
+    async def wake_up(self, tags):
+        self.sleeps.append((tags,))
+        self.asleep = tags == ["weights"]
+        return not self.asleep
+
+    async def is_sleeping(self):
+        return self.asleep
 
     async def start_profile(self):
         if self.profiling:

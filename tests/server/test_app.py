@@ -45,6 +45,9 @@ def test_index_lists_the_addresses():
             "GET /tokenizer_info",
             "GET /server_info",
             "POST /reset_prefix_cache",
+            "POST /sleep",
+            "POST /wake_up",
+            "GET /is_sleeping",
             "POST /start_profile",
             "POST /stop_profile",
         ]
@@ -270,7 +273,7 @@ def test_version_metrics_and_docs():
     with_server(scenario)
 
 
-ADMIN_ROUTES = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
+ADMIN_ROUTES = ("/reset_prefix_cache", "/start_profile", "/stop_profile", "/sleep", "/wake_up")
 
 
 @pytest.mark.parametrize("path", ADMIN_ROUTES)
@@ -316,7 +319,57 @@ def test_reset_prefix_cache():
 
 
 def profiled_engine():
-    return FakeAsyncLLM(EngineConfig.from_kwargs(profiler_dir="/traces"))
+    config = {"profiler_dir": "/traces", "enable_sleep_mode": True}
+    return FakeAsyncLLM(EngineConfig.from_kwargs(**config))
+
+
+def test_sleeping_and_waking_up():
+    async def scenario(served):
+        async def ready():
+            return (await served.http.get("/ready")).json().get("reason")
+
+        get, post, engine = served.http.get, served.post, served.engine
+        assert (await get("/is_sleeping")).json() == {"is_sleeping": False}
+        assert (await post("/sleep")).json() == {"status": "sleeping", "level": 1}
+        assert (await get("/is_sleeping")).json() == {"is_sleeping": True}
+        assert await ready() == "asleep"
+        assert (await get("/health")).status_code == 200
+        answer = (await post("/wake_up?tags=weights")).json()
+        assert answer == {"status": "sleeping", "tags": ["weights"]}
+        assert await ready() == "asleep"
+        answer = (await post("/wake_up?tags=weights&tags=kv_cache")).json()
+        assert answer == {"status": "awake", "tags": ["weights", "kv_cache"]}
+        assert await ready() is None
+        await post("/sleep?level=2&mode=keep")
+        assert (await post("/wake_up")).json() == {"status": "awake", "tags": None}
+        expected = [(1, "abort"), (["weights"],), (["weights", "kv_cache"],), (2, "keep"), (None,)]
+        assert engine.sleeps == expected
+        for query, param in (("level=3", "level"), ("level=one", "level"), ("mode=stop", "mode")):
+            response = await post(f"/sleep?{query}")
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+        assert engine.sleeps == expected
+
+    with_server(scenario, profiled_engine, enable_admin=True)
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/is_sleeping"])
+def test_without_sleep_mode_there_is_no_sleep(path):
+    async def scenario(served):
+        method = "GET" if path == "/is_sleeping" else "POST"
+        response = await served.http.request(method, path, json={})
+        assert response.status_code == 404
+        assert "--enable-sleep-mode" in response.json()["error"]["message"]
+
+    with_server(scenario, enable_admin=True)
+
+
+def test_who_may_ask_whether_it_sleeps():
+    async def scenario(served):
+        response = await served.http.get("/is_sleeping")
+        assert response.json()["error"]["code"] == "admin_disabled"
+
+    with_server(scenario, profiled_engine)
 
 
 def test_profiles_are_started_and_stopped():

@@ -14,7 +14,8 @@ ERRORS = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAns
 
 
 def profiled_engine():
-    return FakeAsyncLLM(EngineConfig.from_kwargs(served_model_name=["fake"], profiler_dir="/x"))
+    settings = {"profiler_dir": "/x", "enable_sleep_mode": True}
+    return FakeAsyncLLM(EngineConfig.from_kwargs(served_model_name=["fake"], **settings))
 
 
 def refs(value):
@@ -85,6 +86,9 @@ STATUSES = {
     "/tokenize": POSTED,
     "/detokenize": POSTED,
     "/reset_prefix_cache": OPERATORS,
+    "/sleep": {*OPERATORS, 404},
+    "/wake_up": {*OPERATORS, 404},
+    "/is_sleeping": {*KEYED, 200, 403, 404},
     "/start_profile": {*OPERATORS, 404, 409},
     "/stop_profile": {*OPERATORS, 404, 409},
 }
@@ -195,6 +199,10 @@ def test_the_small_answers_are_as_described():
             ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
             ("POST", "/detokenize", {"tokens": [5]}),
             ("POST", "/reset_prefix_cache", {}),
+            ("POST", "/sleep?level=2", {}),
+            ("GET", "/is_sleeping", None),
+            ("POST", "/wake_up?tags=weights", {}),
+            ("POST", "/wake_up", {}),
             ("POST", "/start_profile", {}),
             ("POST", "/stop_profile", {}),
         ):
