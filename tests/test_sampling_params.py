@@ -479,3 +479,14 @@ def test_guided_decoding_is_the_older_name():
     assert msgspec.structs.replace(params, n=2).structured_outputs == wanted
     error = refused(guided_decoding=wanted, structured_outputs=wanted)
     assert error.param == "guided_decoding"
+
+
+def test_all_wrong_entries_of_a_logit_bias_are_named():
+    wrong = {"bad1": 1.0, 5: 2.0, "bad2": 3.0, 6: "x"}
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(logit_bias=wrong)
+    assert caught.value.message == (
+        "logit_bias has 'bad1': 1.0, 'bad2': 3.0, 6: 'x'; it maps token ids to numbers."
+    )
+    with pytest.raises(RequestError, match=r"2: 'x' and 7 more; it maps"):
+        SamplingParams(logit_bias=dict.fromkeys(range(10), "x"))

@@ -45,11 +45,8 @@ def fetch_sdist(folder: Path) -> Path:
         package.mkdir(parents=True, exist_ok=True)
         (package / "__init__.py").touch()
         (package / "build_meta.py").write_text(_BACKEND)
-        _pip(
-            ["download", "--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
-            + ["--dest", str(folder), f"vllm=={VERSION}"],
-            PYTHONPATH=str(package.parent),
-        )
+        words = ["download", "--no-deps", "--no-build-isolation", "--no-binary", "vllm", "--dest"]
+        _pip([*words, str(folder), f"vllm=={VERSION}"], PYTHONPATH=str(package.parent))
     return sdist
 
 

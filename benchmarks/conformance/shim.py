@@ -55,7 +55,10 @@ _LEFT_OUT = ("--gpu-memory-utilization",)
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _TAIL_CHARS = 600
-_IMAGE_URL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+_IMAGE_URL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwAD"
+    "hgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 file_refusals: list[str] = []
 """What Octavo said when a server of this file was started, and could not be with some flag."""
@@ -299,6 +302,8 @@ class _Absent(type):
         return absent(f"{cls.path}.{name}")
 
     def __call__(cls, *args: object, **options: object) -> Any:
+        if "PYTEST_CURRENT_TEST" not in os.environ:  # for a constant of the file
+            return absent(f"{cls.path}()")
         return _own_code(cls.path)
 
     def __getitem__(cls, item: object) -> Any:
@@ -387,6 +392,9 @@ def _no_change(*args: Any, **options: Any) -> Any:
 
 _STAND_INS: dict[str, dict[str, Any]] = {
     "vllm.assets.audio": {"AudioAsset": _Asset},
+    "vllm.model_executor.model_loader.weight_utils": {
+        "download_weights_from_hf": lambda *args, **options: os.environ[MODEL_VARIABLE]
+    },
     "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.multimodal.utils": {
         "encode_image_url": lambda *args, **options: _IMAGE_URL,
@@ -398,7 +406,10 @@ _STAND_INS: dict[str, dict[str, Any]] = {
     "vllm.utils.mem_constants": {"MiB_bytes": 2**20},
     "vllm.utils.network_utils": {"get_open_port": open_port},
     "vllm.utils.serial_utils": {"tensor2base64": _tensor2base64},
-    "vllm.version": {"_prev_minor_version_was": lambda version: False},
+    "vllm.version": {
+        "_prev_minor_version": lambda: "0.0",
+        "_prev_minor_version_was": lambda version: False,
+    },
     "tests.conftest": {},
     "tests.utils": {
         "ROCM_EXTRA_ARGS": [],

@@ -123,12 +123,15 @@ def test_which_flag_a_refusal_is_about():
     assert shim._names("unknown flag --lora-modules", "--lora-modules")
 
 
-def test_own_code_can_be_imported_and_named_but_not_used():
+def test_own_code_can_be_imported_and_named_but_not_used(monkeypatch):
     protocol = shim.absent("vllm.protocol")
     annotated = protocol.Request | None
     assert annotated is not None
     assert not protocol.SETTING
     assert issubclass(shim.absent("vllm.exceptions.SomeError"), Exception)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    assert not protocol.Constant(1).value  # of a file that is being imported
+    monkeypatch.undo()
     for use in (protocol.Request, lambda: protocol.LIMIT + 1, lambda: list(protocol.NAMES)):
         with pytest.raises(pytest.skip.Exception, match=shim.OWN_CODE):
             use()
