@@ -55,13 +55,13 @@ class Line:
 
 
 def read_expected(path: Path) -> list[Expected]:
-    """The reasons in a file: `[[missing]]` with `feature`, `[[deviation]]` with `reason`."""
+    """The reasons in a file: `[[deviation]]` with `reason`, then `[[missing]]` with `feature`."""
     data = tomllib.loads(path.read_text())
-    missing = [
-        Expected("missing feature", entry["feature"], entry["tests"]) for entry in data["missing"]
-    ]
-    return missing + [
+    deviations = [
         Expected("deviation", entry["reason"], entry["tests"]) for entry in data["deviation"]
+    ]
+    return deviations + [
+        Expected("missing feature", entry["feature"], entry["tests"]) for entry in data["missing"]
     ]
 
 

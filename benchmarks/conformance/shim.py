@@ -100,6 +100,8 @@ def octavo_command(words: Sequence[str]) -> list[str]:
     offer(*options.get("--tokenizer", [""]))
     for flag in _LEFT_OUT:
         options.pop(flag, None)
+    if "serve" in options[""]:
+        options["--metrics-prefix"] = ["vllm"]
     return [sys.executable, "-m", "octavo", *_words(options)]
 
 

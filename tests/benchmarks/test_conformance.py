@@ -111,9 +111,8 @@ def test_of_a_flag_that_is_given_twice_the_last_counts(hub):
     command = shim.octavo_command(
         ["serve", "org/name", "--max-model-len", "8", "--temperature", "-1", "--max-model-len=9"]
     )
-    assert command[1:] == (
-        ["-m", "octavo", "serve", "org/name", "--max-model-len", "9", "--temperature", "-1"]
-    )
+    given = ["--max-model-len", "9", "--temperature", "-1", "--metrics-prefix", "vllm"]
+    assert command[1:] == ["-m", "octavo", "serve", "org/name", *given]
 
 
 def test_which_flag_a_refusal_is_about():
