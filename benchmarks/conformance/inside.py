@@ -34,6 +34,10 @@ class Recorder:
     def local_asset_server(self) -> shim.LocalAssetServer:
         return shim.LocalAssetServer()
 
+    @pytest.fixture(scope="session")
+    def hf_runner(self) -> type[shim.HFRunner]:
+        return shim.HFRunner
+
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leaves out tests that ask no server: they are about vLLM's Python code."""
         for item in items:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ OPTIONAL_FLAGS = frozenset(
     {
         "--enable-auto-tool-choice",
         "--enable-lora",
+        "--exclude-tools-when-tool-choice-none",
         "--limit-mm-per-prompt",
         "--lora-module",
         "--lora-modules",
@@ -47,6 +49,7 @@ OPTIONAL_FLAGS = frozenset(
         "--max-loras",
         "--reasoning-parser",
         "--runner",
+        "--show-hidden-metrics-for-version",
         "--tool-call-parser",
     }
 )
@@ -247,9 +250,7 @@ class RemoteOpenAIServer:
 
 
 def note_answer(status: int, body: bytes) -> None:
-    """Keeps what Octavo answers in this test, if it refuses something."""
-    if status < 400:
-        return
+    """Keeps what Octavo refuses in this test."""
     try:
         said = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -261,32 +262,36 @@ def watch_clients() -> None:
     """Has the clients that the tests use tell `note_answer` what they are answered."""
     import requests
 
-    ask, ask_async, ask_requests = (
-        httpx.Client.send,
-        httpx.AsyncClient.send,
-        requests.Session.send,
-    )
+    for name in ("httpx", "httpx2"):  # OpenAI's client has the one or the other
+        if importlib.util.find_spec(name) is not None:
+            _watch(importlib.import_module(name))
+    ask = requests.Session.send
 
-    def send(self: httpx.Client, *args: Any, **options: Any) -> httpx.Response:
+    def send(self: requests.Session, *args: Any, **options: Any) -> requests.Response:
+        response = ask(self, *args, **options)
+        if response.status_code >= 400:
+            note_answer(response.status_code, response.content)
+        return response
+
+    requests.Session.send = send  # type: ignore[method-assign]
+
+
+def _watch(module: Any) -> None:
+    ask, ask_async = module.Client.send, module.AsyncClient.send
+
+    def send(self: Any, *args: Any, **options: Any) -> Any:
         response = ask(self, *args, **options)
         if response.status_code >= 400:
             note_answer(response.status_code, response.read())
         return response
 
-    async def send_async(self: httpx.AsyncClient, *args: Any, **options: Any) -> httpx.Response:
+    async def send_async(self: Any, *args: Any, **options: Any) -> Any:
         response = await ask_async(self, *args, **options)
         if response.status_code >= 400:
             note_answer(response.status_code, await response.aread())
         return response
 
-    def send_requests(self: requests.Session, *args: Any, **options: Any) -> requests.Response:
-        response = ask_requests(self, *args, **options)
-        note_answer(response.status_code, response.content if response.status_code >= 400 else b"")
-        return response
-
-    httpx.Client.send = send  # type: ignore[method-assign]
-    httpx.AsyncClient.send = send_async  # type: ignore[method-assign]
-    requests.Session.send = send_requests  # type: ignore[method-assign]
+    module.Client.send, module.AsyncClient.send = send, send_async
 
 
 def _own_code(path: str) -> Any:
@@ -336,6 +341,29 @@ class LocalAssetServer:
 
     def get_image_asset(self, name: str) -> None:
         return None
+
+
+class HFRunner:
+    """A model in transformers, of which tests want the embeddings of texts."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        offer(name)
+        self._model = AutoModelForCausalLM.from_pretrained(name)
+        self._tokenizer = AutoTokenizer.from_pretrained(name)
+
+    def __enter__(self) -> HFRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def get_prompt_embeddings(self, prompts: Sequence[str]) -> list[Any]:
+        """For each prompt its embeddings, (tokens, hidden size)."""
+        embed = self._model.get_input_embeddings()
+        ids = [self._tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
+        return [embed(row).squeeze(0).detach() for row in ids]
 
 
 class _Asset:

@@ -487,7 +487,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
         assert output.poll(20_000)
         assert output.recv_multipart() == [
             b"R",
-            msgspec.msgpack.encode(CoreReady(max_model_len=5, num_blocks=7)),
+            msgspec.msgpack.encode(CoreReady(max_model_len=5, num_blocks=7, max_concurrency=3.5)),
         ]
         said, _ = process.communicate(timeout=20)  # end of file: it is to stop
         output.close(linger=0)
