@@ -215,6 +215,9 @@ class RemoteOpenAIServer:
             os.killpg(self.proc.pid, signal.SIGKILL)
             self.proc.wait()
 
+    def _get_process_termination_timeout(self) -> float:
+        return _STOP_SECONDS
+
     def __enter__(self) -> RemoteOpenAIServer:
         return self
 
