@@ -24,7 +24,7 @@ EXPECTED = Path(__file__).with_name("expected.toml")
 # Of the tests those of the server that speaks OpenAI's API, and of what is around it.
 FOLDERS = ("openai", "serve", "launchers", "rl/state_transitions", "tool_parsers")
 _ASKS_SERVER = re.compile(r"Remote\w*Server|\bfrom \.+conftest import|Popen\(|client: \S*OpenAI\b")
-_FILE_SECONDS = 600
+_FILE_SECONDS = 300
 # As many as the models of most tests have, so that their --max-model-len is possible.
 _POSITIONS = 40960
 
