@@ -309,6 +309,14 @@ class EngineMetrics:
         """
         ProcessCollector(namespace="octavo_engine", pid=lambda: pid, registry=self._registry)
 
+    def load(self) -> dict[str, float]:
+        """What a load balancer wants to know, by the metrics' names without their prefix."""
+        stats = self._last_stats
+        return {
+            "kv_cache_usage_perc": stats.kv_cache_usage,
+            "num_requests_waiting": float(stats.num_waiting_reqs),
+        }
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -491,15 +491,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise RequestError("logit_bias must map token ids to numbers.", "logit_bias")
         self._check_number("logit_bias", value, MAX_LOGIT_BIAS)
         bias: dict[int, float] = {}
+        wrong = [entry for entry in value.items() if not _is_bias(*entry)]
+        if wrong:
+            shown = ", ".join(f"{_show(token)}: {_show(number)}" for token, number in wrong[:3])
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise RequestError(
+                f"logit_bias has {shown}{more}; it maps token ids to numbers.", "logit_bias"
+            )
         for token, number in value.items():
-            # JSON has only strings as keys.
-            by_text = isinstance(token, str) and token.isascii() and token.isdecimal()
-            if not ((by_text and len(token) <= 10) or _is_int(token)) or not _is_number(number):
-                raise RequestError(
-                    f"logit_bias has {_show(token)}: {_show(number)}; it maps token ids to "
-                    "numbers.",
-                    "logit_bias",
-                )
             if not 0 <= int(token) < 2**31 or not -100.0 <= number <= 100.0:
                 raise RequestError(
                     f"logit_bias has {_show(token)}: {_show(number)}; token ids are >= 0 and "
@@ -706,6 +705,12 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_bias(token: object, number: object) -> bool:
+    """Whether it is an entry of a logit_bias; JSON has only strings as keys."""
+    by_text = isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10
+    return (by_text or _is_int(token)) and _is_number(number)
 
 
 def _show(value: object) -> str:

@@ -492,3 +492,14 @@ def test_certain_logprobs_and_their_number():
     for number in (0, 1, 3, -1):
         with pytest.raises(RequestError, match="leave logprobs out"):
             SamplingParams(logprob_token_ids=[5, 6], logprobs=number)
+
+
+def test_all_wrong_entries_of_a_logit_bias_are_named():
+    wrong = {"bad1": 1.0, 5: 2.0, "bad2": 3.0, 6: "x"}
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(logit_bias=wrong)
+    assert caught.value.message == (
+        "logit_bias has 'bad1': 1.0, 'bad2': 3.0, 6: 'x'; it maps token ids to numbers."
+    )
+    with pytest.raises(RequestError, match=r"2: 'x' and 7 more; it maps"):
+        SamplingParams(logit_bias=dict.fromkeys(range(10), "x"))

@@ -534,6 +534,8 @@ class AsyncLLM:
             {
                 **msgspec.structs.asdict(self.config.cache),
                 "num_gpu_blocks": info.num_blocks,
+                "kv_cache_size_tokens": int(info.max_concurrency * info.max_model_len),
+                "kv_cache_max_concurrency": round(info.max_concurrency, 2),
             }
         )
         if info.max_model_len != self.max_model_len:

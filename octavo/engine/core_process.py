@@ -92,7 +92,8 @@ def main() -> None:
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()
         loaded.set()
-        output_queue.put((READY, CoreReady(plan.max_model_len, plan.num_blocks)))
+        ready = CoreReady(plan.max_model_len, plan.num_blocks, plan.max_concurrency)
+        output_queue.put((READY, ready))
         _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
     except OctavoError as error:

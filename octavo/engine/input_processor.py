@@ -304,7 +304,7 @@ class InputProcessor:
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise RequestError(
-                f"{name} holds the token id {wrong}, which is not in this model's vocabulary of "
+                f"{name} holds the token id {wrong}, which is out of vocabulary: this model has "
                 f"{self._vocab_size} tokens.",
                 name,
             )

@@ -30,6 +30,8 @@ class CoreReady(msgspec.Struct):
 
     max_model_len: int
     num_blocks: int
+    max_concurrency: float
+    """How many requests of the greatest length fit the KV cache."""
 
 
 class CoreDead(msgspec.Struct):

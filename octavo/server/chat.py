@@ -189,13 +189,17 @@ class ChatCompletion(Generation[ChatBody]):
         chunks = []
         for completion in output.outputs:
             has_tokens = bool(completion.token_ids)
-            if has_tokens and (body.logprobs or body.return_token_ids):
+            finished = completion.finish_reason is not None
+            if finished or (has_tokens and (body.logprobs or body.return_token_ids)):
+                # The reason comes with the last text, as with vLLM.
                 choice: dict[str, object] = {
                     "index": completion.index,
                     "delta": {"content": completion.text},
-                    "logprobs": self._logprobs(completion),
-                    "finish_reason": None,
+                    "logprobs": self._logprobs(completion) if has_tokens else None,
+                    "finish_reason": completion.finish_reason,
                 }
+                if finished:
+                    choice["stop_reason"] = completion.stop_reason
                 if body.return_token_ids:
                     choice["token_ids"] = completion.token_ids
                 chunks.append(encode(choice))
@@ -203,15 +207,6 @@ class ChatCompletion(Generation[ChatBody]):
                 chunks.append(
                     b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
                     % (completion.index, encode(completion.text))
-                )
-            if completion.finish_reason is not None:
-                chunks.append(
-                    b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}'
-                    % (
-                        completion.index,
-                        encode(completion.finish_reason),
-                        encode(completion.stop_reason),
-                    )
                 )
         return chunks
 

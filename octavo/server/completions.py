@@ -210,9 +210,8 @@ class Completion(Generation[CompletionBody]):
             return output.prompt
         if self.tokenizer is None:
             return ""
-        return self.tokenizer.decode(
-            output.prompt_token_ids, skip_special_tokens=self.body.skip_special_tokens is not False
-        )
+        # As it is, whatever is left out of the answer.
+        return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _logprobs(
         self,

@@ -23,6 +23,7 @@ from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
 from octavo.server.errors import ClientDisconnectError, error_json, log_unexpected
+from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
@@ -98,7 +99,9 @@ class Generation(ABC, Generic[B]):
         generation = cls(request, body)
         if body.stream:
             return EventStream(state, generation.events(), generation.deadline)
-        return await state.run(request.receive, generation.answer(), generation.deadline)
+        response = await state.run(request.receive, generation.answer(), generation.deadline)
+        add_load_report(request, response, (await state.get_engine()).metrics)
+        return response
 
     @property
     @abstractmethod

@@ -53,8 +53,8 @@ async def detokenize(request: Request) -> Response:
     vocab_size = max(engine.spec.vocab_size, len(tokenizer))
     if max(body.tokens, default=0) >= vocab_size:
         raise RequestError(
-            f"tokens holds the token id {max(body.tokens)}, which is not in this model's "
-            f"vocabulary of {vocab_size} tokens.",
+            f"tokens holds the token id {max(body.tokens)}, which is out of vocabulary: this "
+            f"model has {vocab_size} tokens.",
             "tokens",
         )
     text = await offload(len(body.tokens), tokenizer.decode, body.tokens, False)

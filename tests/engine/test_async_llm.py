@@ -106,7 +106,7 @@ async def heartbeats(client, count=3):
         await asyncio.sleep(0.001)
 
 
-READY = CoreReady(2048, 100)
+READY = CoreReady(2048, 100, 0.75)
 
 
 def test_what_the_process_is_started_with(monkeypatch):
@@ -344,7 +344,7 @@ def test_a_model_that_cannot_be_loaded_is_never_ready(monkeypatch):
 def test_the_context_that_came_out(monkeypatch, found, fits):
     async def test(engine, client):
         assert engine.max_model_len == 2048
-        client.ready.set_result(CoreReady(found, 77))
+        client.ready.set_result(CoreReady(found, 77, 1.254))
         await heartbeats(client)
         assert engine.max_model_len == found
         (info,) = [
@@ -354,6 +354,8 @@ def test_the_context_that_came_out(monkeypatch, found, fits):
         ]
         assert 'num_gpu_blocks="77"' in info
         assert 'block_size="16"' in info
+        assert f'kv_cache_size_tokens="{int(found * 1.254)}"' in info
+        assert 'kv_cache_max_concurrency="1.25"' in info
         assert info.endswith(" 1.0")
         params = SamplingParams(max_tokens=1)
         with pytest.raises(RequestError, match=f"context length is {found} tokens"):

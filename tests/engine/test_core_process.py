@@ -454,7 +454,7 @@ def make_engine_core(config, spec, path, **settings):
     signals = [signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
     facts = {"path": str(path), "settings": settings, "interval": sys.getswitchinterval()}
     print(json.dumps({**facts, "ignored": signals, "layers": len(spec.layers)}), flush=True)
-    return Core(), SimpleNamespace(max_model_len=5, num_blocks=7)
+    return Core(), SimpleNamespace(max_model_len=5, num_blocks=7, max_concurrency=3.5)
 
 core_process.make_engine_core = make_engine_core
 core_process.main()
@@ -487,7 +487,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
         assert output.poll(20_000)
         assert output.recv_multipart() == [
             b"R",
-            msgspec.msgpack.encode(CoreReady(max_model_len=5, num_blocks=7)),
+            msgspec.msgpack.encode(CoreReady(max_model_len=5, num_blocks=7, max_concurrency=3.5)),
         ]
         said, _ = process.communicate(timeout=20)  # end of file: it is to stop
         output.close(linger=0)

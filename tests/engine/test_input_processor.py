@@ -170,7 +170,7 @@ def test_bad_embeddings(prompt, fields, param, says):
 
 def test_text_outside_the_models_vocabulary():
     """A tokenizer may have more tokens than the model has rows."""
-    with pytest.raises(RequestError, match="vocabulary of 100"):
+    with pytest.raises(RequestError, match="out of vocabulary: this model has 100"):
         run("zzz", make(spec=Spec(vocab_size=100)))
 
 
@@ -339,12 +339,12 @@ def test_the_seed_of_minus_one_is_none():
 
 CONTEXT = "This model's maximum context length is 32 tokens; "
 REFUSALS = [
-    ({"prompt": [5, -1]}, "prompt", "prompt holds the token id -1, which is not in this model's "
-     "vocabulary of 270 tokens."),
-    ({"prompt": [5, 270]}, "prompt", "prompt holds the token id 270, which is not in this model's "
-     "vocabulary of 270 tokens."),
-    ({"logit_bias": {270: 1.0}}, "logit_bias", "logit_bias holds the token id 270, which is not in "
-     "this model's vocabulary of 270 tokens."),
+    ({"prompt": [5, -1]}, "prompt", "prompt holds the token id -1, which is out of vocabulary: "
+     "this model has 270 tokens."),
+    ({"prompt": [5, 270]}, "prompt", "prompt holds the token id 270, which is out of vocabulary: "
+     "this model has 270 tokens."),
+    ({"logit_bias": {270: 1.0}}, "logit_bias", "logit_bias holds the token id 270, which is out of "
+     "vocabulary: this model has 270 tokens."),
     ({"prompt": []}, "prompt", "The prompt is empty; give at least one token."),
     ({"prompt": {"x": 1}}, "prompt", "A prompt dict needs 'prompt', 'prompt_token_ids' or "
      "'prompt_embeds'."),

@@ -57,8 +57,7 @@ def test_stream_begins_with_the_role_and_ends_with_the_reason():
             assert ended[choice["index"]] is None
             texts[choice["index"]] += choice["delta"].get("content", "")
             ended[choice["index"]] = choice["finish_reason"]
-            if choice["finish_reason"]:
-                assert choice["delta"] == {}
+            assert set(choice["delta"]) == {"content"}
         assert texts == [ANSWER, ANSWER]
         assert ended == ["stop", "stop"]
         assert last["choices"] == []
@@ -271,7 +270,7 @@ def test_a_token_that_completes_no_character_makes_no_chunk():
         served.engine.answer = "é" * 3
         response = await served.chat(stream=True, max_tokens=7)
         deltas = [json.loads(item)["choices"][0]["delta"] for item in await events(response)]
-        assert [delta.get("content") for delta in deltas] == ["", "é", "é", "é", None]
+        assert [delta.get("content") for delta in deltas] == ["", "é", "é", "é", ""]
 
     with_server(scenario)
 
@@ -384,8 +383,13 @@ def token(text, byte, top=True):
 
 def delta(index, content, reason=None, **more):
     """A choice of a chunk."""
-    found = {"content": content} if content is not None else {}
-    return {"index": index, "delta": found, "logprobs": None, "finish_reason": reason, **more}
+    return {
+        "index": index,
+        "delta": {"content": content},
+        "logprobs": None,
+        "finish_reason": reason,
+        **more,
+    }
 
 
 def test_the_whole_answer():
@@ -437,6 +441,7 @@ def test_the_whole_answer():
         role = delta(0, "")
         role["delta"]["role"] = "assistant"
         texts = ["H", "", "é"]
+        reasons = [{}, {}, {"finish_reason": "length", "stop_reason": None}]
         expected = [
             {"choices": [role], "prompt_token_ids": prompt},
             *(
@@ -444,11 +449,11 @@ def test_the_whole_answer():
                     "choices": [
                         delta(0, text, token_ids=[entry["bytes"][0]])
                         | {"logprobs": {"content": [entry], "refusal": None}}
+                        | reason
                     ]
                 }
-                for text, entry in zip(texts, entries, strict=True)
+                for text, entry, reason in zip(texts, entries, reasons, strict=True)
             ),
-            {"choices": [delta(0, None, "length", stop_reason=None)]},
         ]
         envelope["object"] = "chat.completion.chunk"
         assert chunks[:-1] == [{**envelope, "usage": None, **chunk} for chunk in expected]
@@ -467,7 +472,7 @@ def test_the_whole_stream_of_two_answers():
             *[[delta(i, "") | {"delta": {"role": "assistant", "content": ""}}] for i in pair],
             *[[delta(i, "H")] for i in pair],
             *[[delta(i, "é")] for i in pair],
-            *[[delta(i, None, "stop", stop_reason="!")] for i in pair],
+            *[[delta(i, "", "stop", stop_reason="!")] for i in pair],
         ]
         assert all("usage" not in chunk for chunk in chunks)
         assert [chunk.get("prompt_token_ids", "none") for chunk in chunks] == [None] + ["none"] * 7

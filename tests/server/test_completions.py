@@ -164,7 +164,7 @@ def test_echo(stream):
         for answer in chunks_of(await events(response)) if stream else [response.json()]:
             for choice in answer["choices"]:
                 texts[choice["index"]] += choice["text"]
-        assert texts == ["hi" + ANSWER, "o" + ANSWER]
+        assert texts == ["<s>hi" + ANSWER, "<s>o" + ANSWER]
 
     with_server(scenario)
 

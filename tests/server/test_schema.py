@@ -82,7 +82,7 @@ WRONG = {
         ),
         (
             {"prompt": [0, BIG - 1]},
-            "prompt holds the token id 2147483647, which is not in this model's vocabulary of 258 "
+            "prompt holds the token id 2147483647, which is out of vocabulary: this model has 258 "
             "tokens.",
             "prompt",
             None,
@@ -306,7 +306,7 @@ WRONG = {
         ),
         (
             {"tokens": [5, 258]},
-            "tokens holds the token id 258, which is not in this model's vocabulary of 258 tokens.",
+            "tokens holds the token id 258, which is out of vocabulary: this model has 258 tokens.",
             "tokens",
             None,
         ),

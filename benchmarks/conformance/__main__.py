@@ -1,0 +1,151 @@
+"""`python -m benchmarks.conformance`: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.conformance import fetch, report
+from benchmarks.conformance.shim import MODEL_VARIABLE
+from octavo.config import BUILTIN_MODEL
+from octavo.models.hub import resolve_model
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = Path(__file__).with_name("expected.toml")
+# Of the tests those of the server that speaks OpenAI's API, and of what is around it.
+FOLDERS = ("openai", "serve", "launchers", "rl/state_transitions", "tool_parsers")
+_ASKS_SERVER = re.compile(r"Remote\w*Server|\bfrom \.+conftest import|Popen\(|client: \S*OpenAI\b")
+_FILE_SECONDS = 300
+# As many as the models of most tests have, so that their --max-model-len is possible.
+_POSITIONS = 40960
+
+# What `vllm` is while the tests run: a command, and a module that is started with -m.
+_COMMAND = """#!{python}
+import os, sys
+from benchmarks.conformance.shim import octavo_command
+command = octavo_command(sys.argv[1:])
+os.execv(command[0], command)
+"""
+_MODULES = (
+    "vllm/entrypoints/openai/api_server.py",
+    "vllm/entrypoints/launchers/api_server/entry.py",
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Fetches, runs and reports; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
+    parser.add_argument("--out", type=Path, help="file for the table; default: standard output")
+    parser.add_argument("--sdist", type=Path, help="vLLM's source distribution, if it is here")
+    parser.add_argument("--work", type=Path, help="folder to keep what is fetched in")
+    parser.add_argument("--only", default="", help="part of the names of the files to be run")
+    parser.add_argument("--jobs", type=int, default=2, help="files that are run at once")
+    options = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (options.work or Path(temporary)).resolve()
+        prepare(work, options.sdist)
+        files = [file for file in server_tests(work / "src") if options.only in file]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            found = [r for results in pool.map(lambda f: run(work, f), files) for r in results]
+    expected = report.read_expected(EXPECTED)
+    lines = report.classify(found, expected)
+    text = report.table(lines, fetch.VERSION)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text)
+    if not options.only:
+        for pattern in report.unused(found, expected):
+            print(f"listed in {EXPECTED.name}, but nothing fails: {pattern}", file=sys.stderr)
+    unexpected = [line for line in lines if line.kind == "UNEXPECTED"]
+    for line in unexpected:
+        print(f"{line.test}: {line.why}", file=sys.stderr)
+    return 1 if unexpected or not lines else 0
+
+
+def prepare(work: Path, sdist: Path | None) -> None:
+    """Makes in `work` all that running a file of tests needs."""
+    for name in ("logs", "results", "bin"):
+        (work / name).mkdir(parents=True, exist_ok=True)
+    if not (work / "src").exists():
+        fetch.unpack_tests(sdist or fetch.fetch_sdist(work), work / "src")
+    fetch.install_packages(work / "packages")
+    make_model(work / "model")
+    command = _COMMAND.format(python=sys.executable)
+    (work / "bin" / "vllm").write_text(command)
+    (work / "bin" / "vllm").chmod(0o755)
+    for name in _MODULES:
+        module = work / "modules" / name
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(command.replace("sys.argv[1:]", "['serve', *sys.argv[1:]]"))
+
+
+def make_model(folder: Path) -> None:
+    """The built-in model, with more positions than it has learnt."""
+    if folder.exists():
+        return
+    folder.mkdir()
+    lengths = {
+        "config.json": "max_position_embeddings",
+        "tokenizer_config.json": "model_max_length",
+    }
+    for file in resolve_model(BUILTIN_MODEL).iterdir():
+        if file.name in lengths:
+            config = json.loads(file.read_text()) | {lengths[file.name]: _POSITIONS}
+            (folder / file.name).write_text(json.dumps(config))
+        elif file.suffix in (".json", ".safetensors"):
+            (folder / file.name).symlink_to(file)
+
+
+def server_tests(src: Path) -> Iterator[str]:
+    """The files with tests that ask a server, in `src`."""
+    for folder in FOLDERS:
+        for file in sorted((src / "tests" / "entrypoints" / folder).rglob("test_*.py")):
+            if _ASKS_SERVER.search(file.read_text()):
+                yield str(file.relative_to(src))
+
+
+def run(work: Path, file: str) -> list[report.Result]:
+    """Runs a file of tests in a process of its own, so that none can harm the others."""
+    name = file.replace("/", ".").removesuffix(".py")
+    results, output = work / "results" / f"{name}.jsonl", work / "logs" / f"{name}.txt"
+    results.write_text("")
+    variables = {
+        MODEL_VARIABLE: str(work / "model"),
+        "CONFORMANCE_LOGS": str(work / "logs"),
+        "HF_HOME": str(work / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{work / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(map(str, (work / "src", ROOT, work / "modules"))),
+    }
+    command = [sys.executable, "-m", "benchmarks.conformance.inside"]
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            [*command, str(work / "packages"), str(results), file],
+            cwd=work / "src",
+            env={**os.environ, **variables},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            process.wait(_FILE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found = report.read_results(results)
+    print(f"{file}: {sum(r.outcome == 'passed' for r in found)}/{len(found)}", file=sys.stderr)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
