@@ -235,23 +235,27 @@ class LLM:
                     if output.outputs[0].finish_reason == "error":
                         raise RequestError(str(output.outputs[0].stop_reason))
                 searches[i].step([candidates_of(output) for output in its_outputs])
-        keep_eos = params.include_stop_str_in_output
         return [
             BeamSearchOutput(
-                [self._sequence(request.prompt_token_ids, beam, keep_eos) for beam in search.beams]
+                [self._sequence(request.prompt_token_ids, beam, params) for beam in search.beams]
             )
             for (request, _), search in zip(processed, searches, strict=True)
         ]
 
-    def _sequence(self, prompt: list[int], beam: Beam, keep_eos: bool) -> BeamSearchSequence:
+    def _sequence(
+        self, prompt: list[int], beam: Beam, params: BeamSearchParams
+    ) -> BeamSearchSequence:
         tokenizer = self.llm_engine.tokenizer
-        ended = beam.finish_reason == "stop"
-        tokens = prompt + (beam.token_ids[:-1] if ended and not keep_eos else beam.token_ids)
+        cut = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        tokens = prompt + (beam.token_ids[:-1] if cut else beam.token_ids)
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
         return BeamSearchSequence(
             tokens,
             [row[0] for row in beam.rows],
             beam.cum_logprob,
-            None if tokenizer is None else tokenizer.decode(tokens),
+            text,
             beam.finish_reason,
         )
 

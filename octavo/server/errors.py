@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.server.known_routes import elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +170,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
             RouteError(405, f"{where}: the method is not allowed here; use {allow}.", allow)
         )
     if error.status_code == 404:
-        return error_response(
-            RouteError(404, f"{where}: there is nothing here; GET / lists the addresses.")
-        )
+        instead = elsewhere(request.url.path) or "GET / lists the addresses"
+        return error_response(RouteError(404, f"{where}: there is nothing here; {instead}."))
     return error_response(RouteError(error.status_code, f"{where}: {error.detail}"))
 
 

@@ -137,6 +137,17 @@ def test_values_are_shown_in_short(value, shown):
             ("GET /health/: there is nothing here; GET / lists the addresses.", None, "not_found"),
         ),
         (
+            "POST",
+            "/v1/responses/r1/cancel",
+            404,
+            (
+                "POST /v1/responses/r1/cancel: there is nothing here; use POST "
+                "/v1/chat/completions.",
+                None,
+                "not_found",
+            ),
+        ),
+        (
             "GET",
             "/v1/completions",
             405,
