@@ -112,8 +112,9 @@ def _variables() -> list[str]:
     lines = [
         "## Environment variables",
         "",
-        "Flags and the file win over them. `OCTAVO_API_KEY` and `VLLM_API_KEY` are API keys. Any",
-        "other `VLLM_` variable that vLLM would heed is named in a warning.",
+        "Every command and `LLM(...)` read them; arguments, flags and the file win over them.",
+        "`OCTAVO_API_KEY` and `VLLM_API_KEY` are API keys. Any other `VLLM_` variable that vLLM",
+        "would heed is named in a warning.",
         "",
         "| variable | or | setting | value |",
         "| --- | --- | --- | --- |",

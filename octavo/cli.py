@@ -33,11 +33,12 @@ from octavo.config import (
     build_section,
     section_fields,
     settings_from_environment,
+    unknown_variables,
 )
 from octavo.errors import ConfigError, OctavoError
 from octavo.settings_file import add_config_flag, add_from_file
-from octavo.terminal.commands import add_commands, warn_of_variables
-from octavo.terminal.screen import print_error
+from octavo.terminal.commands import add_commands
+from octavo.terminal.screen import note, print_error
 
 _BENCHMARKS = {
     "latency": "time of one batch of requests, and where a step's time goes",
@@ -210,7 +211,8 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
         args: the flags, and what the file says.
         **server: settings of the server that are as they are.
     """
-    warn_of_variables()
+    if names := unknown_variables():
+        note(f"octavo: warning: without meaning here (see docs/vllm.md): {', '.join(names)}")
     environment = settings_from_environment()
     fields = section_fields(ServerConfig)
     server |= {f.name: environment.pop(f.name) for f in fields if f.name in environment}

@@ -655,10 +655,33 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
         try:
             plain[name] = getattr(msgspec.convert({name: value}, section), name)
         except msgspec.ValidationError as error:
-            reason = str(error).split(" - at `")[0]
+            reason = _expected(str(error))
             shown = HIDDEN if fields[name].secret else repr(value)
             raise ConfigError(f"{name}={shown} is not allowed: {reason}.") from None
     return section(**plain)
+
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a JSON object",
+}
+
+
+def _expected(error: str) -> str:
+    """msgspec's reason in words: "expected an integer >= 1", and where, inside of a JSON object."""
+    reason, _, where = error.partition(" - at `$.")
+    worded = re.sub(r"`([\w |]+)`", _kinds, reason)
+    inside = where.rstrip("`").partition(".")[2]
+    return worded[:1].lower() + worded[1:] + (f" ({inside})" if inside else "")
+
+
+def _kinds(found: re.Match[str]) -> str:
+    names = [name for name in found[1].split(" | ") if name != "null"]
+    return " or ".join(_KINDS.get(name, f"`{name}`") for name in names)
 
 
 def _texts(name: str, value: Any, secret: bool) -> Any:

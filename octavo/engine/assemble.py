@@ -89,6 +89,7 @@ def make_engine_core(
     setup = _with_draft(setup)
     draft = setup.draft
     platform = platform or get_platform(config.device.device)
+    platform.check_settings(config.device)
     read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or _import_executor()
     estimate = platform.estimate_memory(setup)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +29,9 @@ from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory, request_nbytes
-from octavo.engine.vllm_arguments import refuse_adapter, require_tokenizer
+from octavo.engine.vllm_arguments import heed_environment, refuse_adapter, require_tokenizer
 from octavo.engine_args import AsyncEngineArgs
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.logs import setup_default_logging
 from octavo.messages import EngineCoreRequest, SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
@@ -61,7 +60,8 @@ class Health:
 class AsyncLLM:
     """One model behind an asyncio interface; the engine core runs in its own process.
 
-    Made by `start`. All methods belong to the event loop that `start` ran in.
+    Made by `start`. All methods belong to the event loop that `start` ran in; of `from_engine_args`
+    outside of one, to the first in which something is asked.
     """
 
     def __init__(
@@ -86,18 +86,16 @@ class AsyncLLM:
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
         # Last, so that nothing that fails here leaves a process behind.
-        self._client = AsyncMPClient(
-            CoreProcess(
-                config,
-                path,
-                default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
-                request_memory=request_memory,
-                log_level=log_level,
-                log_format=log_format,
-            )
+        self._core_process = CoreProcess(
+            config,
+            path,
+            default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
+            request_memory=request_memory,
+            log_level=log_level,
+            log_format=log_format,
         )
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len, metrics_prefix)
-        self.metrics.watch_process(self._client.process.pid)
+        self.metrics.watch_process(self._core_process.pid)
         self.stats = SchedulerStats()
         self.ready = False
         self._input_processor = self._make_input_processor()
@@ -112,10 +110,38 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
-        self._tasks = [
-            asyncio.create_task(self._handle_outputs()),
-            asyncio.create_task(self._send_heartbeats()),
-        ]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mp_client: AsyncMPClient | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        with contextlib.suppress(RuntimeError):  # there is no event loop yet
+            self._attach()
+
+    def _attach(self) -> None:
+        """Makes the running event loop the one that the engine belongs to.
+
+        Raises:
+            RuntimeError: none is running.
+            ConfigError: it belongs to another one.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._mp_client = AsyncMPClient(self._core_process)
+            self._tasks = [
+                loop.create_task(self._handle_outputs()),
+                loop.create_task(self._send_heartbeats()),
+            ]
+        elif self._loop is not loop:
+            raise ConfigError(
+                "This AsyncLLM belongs to the event loop in which it was first used, and that is "
+                "not the running one; use one asyncio.run for all that is asked of it."
+            )
+
+    @property
+    def _client(self) -> AsyncMPClient:
+        self._attach()
+        assert self._mp_client is not None
+        return self._mp_client
 
     @classmethod
     async def start(
@@ -163,20 +189,12 @@ class AsyncLLM:
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
         """Starts the engine process with vLLM's settings; as `start`, but a download blocks.
 
-        To be called in the event loop that the engine is used in.
+        May be called before there is an event loop.
 
         Raises:
-            ConfigError, ModelError, HubError: if settings, model folder or download are bad, or
-                there is no running event loop.
+            ConfigError, ModelError, HubError: if settings, model folder or download are bad.
         """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            raise ConfigError(
-                "An AsyncLLM belongs to the event loop that it is made in, and none is running "
-                "here; make it inside of the coroutine that uses it."
-            ) from None
-        setup_default_logging()
+        level = heed_environment()
         config = engine_args.create_engine_config()
         return cls(
             config,
@@ -185,7 +203,7 @@ class AsyncLLM:
             request_memory=DEFAULT_REQUEST_MEMORY,
             served_name=None,
             metrics_prefix="octavo",
-            log_level="warning",
+            log_level=level or "warning",
             log_format="text",
         )
 
@@ -356,24 +374,35 @@ class AsyncLLM:
         """
         return str(await self._client.call_utility("stop_profile"))
 
-    def shutdown(self) -> asyncio.Task[None]:
+    def shutdown(self) -> Awaitable[None]:
         """Ends the engine process. May be called twice.
 
         Returns:
-            What may be awaited to know that the process has ended.
+            What may be awaited to know that the process has ended; outside of an event loop it has.
         """
         for task in self._tasks:
             task.cancel()
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
-        self._shutdown = asyncio.create_task(self._end_process())
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._core_process.shutdown()
+            if self._mp_client is not None:
+                self._mp_client.close()
+            return _Done()
+        self._shutdown = loop.create_task(self._end_process())
         return self._shutdown
 
     async def _end_process(self) -> None:
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            tasks = [task for task in self._tasks if not task.done()]
+            await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # the event loop, too, may be about to end
-            await self._client.shutdown()
+            if self._mp_client is None:
+                await asyncio.to_thread(self._core_process.shutdown)
+            else:
+                await self._mp_client.shutdown()
 
     async def _process(
         self,
@@ -389,6 +418,7 @@ class AsyncLLM:
         """The core request of a prompt, and the prompt's text; see `generate`."""
         if self._dead is not None:
             raise self._dead
+        self._attach()
         arrival_time = clock.now()
         return await offload(
             processing_time(prompt, params),
@@ -490,8 +520,16 @@ class AsyncLLM:
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error
         self.ready = False
-        self._client.fail_calls(error)
+        if self._mp_client is not None and self._loop is not None and not self._loop.is_closed():
+            self._mp_client.fail_calls(error)
         self._output_processor.propagate_error(error)
+
+
+class _Done:
+    """What can be awaited and has happened."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
 
 
 AsyncLLMEngine = AsyncLLM

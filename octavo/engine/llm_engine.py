@@ -16,10 +16,14 @@ from octavo.engine.core_client import InprocClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.interrupts import late_interrupts
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter, require_tokenizer
+from octavo.engine.vllm_arguments import (
+    apply_tokenization,
+    heed_environment,
+    refuse_adapter,
+    require_tokenizer,
+)
 from octavo.engine_args import EngineArgs
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
-from octavo.logs import setup_default_logging
 from octavo.messages import EngineCoreRequest, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -50,7 +54,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, *, log_stats: bool = False) -> None:
-        setup_default_logging()
+        heed_environment()
         self.config = config
         settings = config.model
         path, tokenizer_path = resolve_folders(config)

@@ -84,6 +84,10 @@ class AsyncMPClient:
         if self._context.closed:
             return
         await asyncio.to_thread(self.process.shutdown)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the sockets. May be called twice."""
         self._context.destroy(linger=0)
 
     async def _send(self, kind: bytes, message: object) -> None:

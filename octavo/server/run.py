@@ -27,6 +27,7 @@ from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.platforms.registry import get_platform
 from octavo.server.app import build_app
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
@@ -247,14 +248,17 @@ def _is_any_address(host: str) -> bool:
 
 
 def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
-    """Finds a missing model or template before anybody is told that there is a server.
+    """Finds what is missing or does not fit before anybody is told that there is a server.
 
     Of a model on the hub only the description is fetched; its weights come while the server
     listens.
 
     Raises:
-        ConfigError, ModelError, HubError: one of them is missing, or the model is not supported.
+        ConfigError, ModelError, HubError: template or model are missing, the model is not
+            supported, or the machine has no such device or not so many cores.
     """
+    device = engine_config.device
+    get_platform(device.device).check_settings(device)
     if config.chat_template is not None:
         read_override(config.chat_template)
     name, load = engine_config.model, engine_config.load

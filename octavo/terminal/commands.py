@@ -18,11 +18,10 @@ from octavo.config import (
     EngineConfig,
     ServerConfig,
     api_keys_from_environment,
-    config_fields,
     section_fields,
     settings_from_environment,
-    unknown_variables,
 )
+from octavo.engine_args import engine_settings
 from octavo.errors import ConfigError, HubError, OctavoError
 from octavo.logs import setup_logging
 from octavo.settings_file import add_config_flag
@@ -73,7 +72,10 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     run.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
     (level,) = (f for f in section_fields(ServerConfig, "server") if f.name == "log_level")
     run.add_argument(
-        level.flag, choices=level.choices, default=level.default, help=f"{level.doc} [info]"
+        level.flag,
+        choices=level.choices,
+        default=argparse.SUPPRESS,
+        help=f"{level.doc} [{level.default}]",
     )
     _add_sampling_flags(run, exclude="seed")  # the engine has it
     add_engine_settings(run)
@@ -143,11 +145,9 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def run_model(args: argparse.Namespace) -> int:
     """`octavo run`."""
     model, prompt = model_and_prompt(args.words, hasattr(args, "model"))
-    warn_of_variables()
-    known = {field.name for field in config_fields(EngineConfig)}
-    environment = {k: v for k, v in settings_from_environment().items() if k in known}
-    kwargs = environment | engine_kwargs(args, model)
-    config = EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
+    kwargs = engine_kwargs(args, model)
+    # Wrong settings are told before torch is imported.
+    config = EngineConfig.from_kwargs(**engine_settings(kwargs))
     params = _sampling(args)
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
         prompt = read_all()
@@ -156,7 +156,8 @@ def run_model(args: argparse.Namespace) -> int:
     if "model" not in kwargs and _is_word(args.words):
         note(f"{config.model.model} continues {prompt!r}; for another model: octavo run MODEL TEXT")
 
-    setup_logging(args.log_level, "text")
+    level = settings_from_environment().get("log_level", "info")
+    setup_logging(getattr(args, "log_level", level), "text")
 
     from octavo.llm import LLM
 
@@ -222,12 +223,6 @@ def _looks_like_model(word: str) -> bool:
 def _is_word(words: list[str]) -> bool:
     """Whether all that was said is one word, which may have been meant as a model."""
     return len(words) == 1 and re.fullmatch(r"[\w.-]+\w", words[0]) is not None
-
-
-def warn_of_variables() -> None:
-    """Says which variables of the environment are not read, in one line."""
-    if names := unknown_variables():
-        note(f"octavo: warning: without meaning here (see docs/vllm.md): {', '.join(names)}")
 
 
 def _answer(source: Source, prompt: str, params: dict[str, Any]) -> int:

@@ -310,5 +310,18 @@ def test_an_async_engine_streams_and_ends(llm):
             await engine.shutdown()
 
     assert asyncio.run(run()) == expected
-    with pytest.raises(ConfigError, match="event loop"):
-        AsyncLLMEngine.from_engine_args(AsyncEngineArgs())
+
+
+def test_an_async_engine_that_is_made_before_the_event_loop(llm):
+    engine = AsyncLLMEngine.from_engine_args(
+        AsyncEngineArgs(max_model_len=512, kv_cache_memory_bytes="64M")
+    )
+
+    async def answer():
+        async for output in engine.generate(PROMPTS[0], GREEDY, "r"):
+            last = output
+        return last.outputs[0].text
+
+    assert [asyncio.run(answer())] == texts(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
+    engine.shutdown()
+    assert engine.errored

@@ -13,7 +13,8 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM, Health
 from octavo.engine.wire import CoreReady
-from octavo.errors import EngineDeadError, QueueFullError, RequestError
+from octavo.engine_args import AsyncEngineArgs
+from octavo.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
@@ -391,3 +392,58 @@ def test_the_end(monkeypatch):
         assert len(client.calls) == count
 
     run(test, monkeypatch)
+
+
+class Sync(Process):
+    """A process that notes its end."""
+
+    num_shutdowns = 0
+
+    def shutdown(self):
+        self.num_shutdowns += 1
+
+
+def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
+    monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
+    monkeypatch.setattr(async_llm, "CoreProcess", Sync)
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
+    process = engine._core_process
+    assert process.settings["log_level"] == "warning"
+
+    async def ask():
+        engine._client.ready.set_result(READY)
+        await engine.wait_ready()
+        await engine.abort("r")
+        return engine._client
+
+    client = asyncio.run(ask())
+    assert isinstance(client, Client)
+    with pytest.raises(ConfigError, match="event loop"):
+        asyncio.run(ask())
+    client.close = lambda: setattr(client, "closed", True)
+    engine.shutdown()
+    assert process.num_shutdowns == 1
+    assert client.closed
+    with pytest.raises(EngineDeadError, match="shut down"):
+        asyncio.run(engine.check_health())
+
+    async def end():
+        await engine.shutdown()
+
+    asyncio.run(end())
+    assert client.num_shutdowns == 1
+
+
+def test_an_engine_that_is_never_asked_ends(monkeypatch):
+    monkeypatch.setattr(async_llm, "CoreProcess", Sync)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
+    assert engine._core_process.settings["log_level"] == "error"
+    engine.shutdown()
+    assert engine._core_process.num_shutdowns == 1
+
+    async def end():
+        await engine.shutdown()
+
+    asyncio.run(end())
+    assert engine._core_process.num_shutdowns == 2
