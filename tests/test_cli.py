@@ -79,6 +79,14 @@ def test_without_flags_all_is_default(served):
     assert served["server"] == ServerConfig()
 
 
+def test_vllms_well_known_command(served):
+    flags = ["--max-model-len", "4k", "--tensor-parallel-size", "1", "--dtype", "auto"]
+    assert cli.main(["serve", "Qwen/Qwen3-0.6B", *flags, "--api-key", "token-abc123"]) == 0
+    model = served["engine"].model
+    assert (model.model, model.max_model_len) == ("Qwen/Qwen3-0.6B", 4000)
+    assert served["server"].api_key == ["token-abc123"]
+
+
 def test_the_model_is_an_argument_or_a_flag(served):
     for argv in (["serve", "org/m"], ["serve", "--model", "org/m"], ["serve", "--model=org/m"]):
         assert cli.main([*argv, "--max-model-len", "64"]) == 0

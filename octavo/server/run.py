@@ -23,6 +23,7 @@ from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.models.hub import resolve_model
@@ -255,7 +256,8 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
 
     Raises:
         ConfigError, ModelError, HubError: template or model are missing, the model is not
-            supported, or the machine has no such device or not so many cores.
+            supported or shorter than max_model_len, or the machine has no such device or not so
+            many cores.
     """
     device = engine_config.device
     get_platform(device.device).check_settings(device)
@@ -268,7 +270,8 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         download_dir=load.download_dir,
         load_format="dummy",
     )
-    read_spec(folder, trust_remote_code=name.trust_remote_code)
+    spec = read_spec(folder, trust_remote_code=name.trust_remote_code)
+    resolve_max_model_len(engine_config, spec)
     if name.tokenizer is not None:
         resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
 

@@ -355,6 +355,9 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
         (["--model", "no/such/folder"], 1, "There is no folder no/such/folder"),
         (["--tokenizer", "no/such/folder"], 1, "There is no folder no/such/folder"),
         (["--model", "org/no-such-model"], 1, "org/no-such-model"),
+        (["--max-model-len", "4k"], 2, "max_model_len=4000 is more than the 2048"),
+        (["--num-threads", "100000"], 2, "num_threads=100000"),
+        (["--numa-node", "100000"], 2, "numa_node=100000"),
     ],
 )
 def test_what_is_missing_is_found_before_anything_starts(
