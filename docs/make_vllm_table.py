@@ -73,8 +73,8 @@ ABSENT_METRICS = {
     "rl_weight_update_": _ONE_MODE,
     "simple_kv_offload_": _NO_OFFLOADING,
     "sleep_mode_": _ONE_MODE,
-    "tool_call_parser_invocations_total": "calls of tools are not read out of answers yet",
-    "watermark_requests": "answers carry no marks",
+    "tool_call_parser_invocations_total": "tool calls are not parsed from answers yet",
+    "watermark_requests": "answers are not watermarked",
     "websocket_": "the API is HTTP only",
 }
 """Why Octavo has not the metrics of these names; of a name that ends with _, those it begins."""

@@ -261,7 +261,7 @@ def _whole(text: str) -> int:
         return parse_size("", text) if text[-1:].isalpha() else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number; write for example 4096, 4k (4,000) or 4K (4,096)"
+            f"{text!r} is not a whole number; write for example 4096, 4k (4,000) or 4K (4,096)"
         ) from None
 
 

@@ -41,12 +41,12 @@ from octavo.terminal.commands import add_commands
 from octavo.terminal.screen import note, print_error
 
 _BENCHMARKS = {
-    "latency": "time of one batch of requests, and where a step's time goes",
-    "throughput": "requests and tokens a second of a whole data set, offline",
-    "serve": "what the users of an OpenAI-compatible server see",
-    "startup": "from process start to the first token; memory when ready",
-    "sweep": "serve at several rates or settings",
-    "tune": "search the engine settings for the most throughput within limits",
+    "latency": "latency of one batch of requests, and where the time goes",
+    "throughput": "requests and tokens per second on a data set, offline",
+    "serve": "load test of an OpenAI-compatible server",
+    "startup": "time from process start to the first token, and memory used",
+    "sweep": "bench serve at several request rates or settings",
+    "tune": "find the fastest engine settings within latency limits",
 }
 """Modules of octavo.bench with `add_arguments` and `run`."""
 
@@ -109,7 +109,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
 
     serve = commands.add_parser(
-        "serve", help="serve a model over OpenAI's HTTP API", epilog=_SERVE_EXAMPLES
+        "serve", help="serve a model over an OpenAI-compatible HTTP API", epilog=_SERVE_EXAMPLES
     )
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     add_config_flag(serve)
@@ -120,20 +120,28 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     terminal = add_commands(commands)
 
     batch = commands.add_parser(
-        "run-batch", help="answer a file of requests in OpenAI's format", epilog=_BATCH_EXAMPLES
+        "run-batch",
+        help="answer a file of requests in OpenAI's batch format",
+        epilog=_BATCH_EXAMPLES,
     )
     batch.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
-    batch.add_argument("-i", "--input-file", metavar="FILE", help="Requests, one JSON a line.")
-    batch.add_argument("-o", "--output-file", metavar="FILE", help="Where the answers go.")
+    batch.add_argument(
+        "-i", "--input-file", metavar="FILE", help="File of requests, one JSON object per line."
+    )
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="File to write the answers to.")
     add_config_flag(batch)
     add_settings(batch, "answers", _batch_fields())
     add_engine_settings(batch)
     batch.set_defaults(command=_run_batch)
 
-    collect = commands.add_parser("collect-env", help="print versions and the machine's parts")
+    collect = commands.add_parser(
+        "collect-env", help="print versions and hardware, for a bug report"
+    )
     collect.set_defaults(command=_collect_env)
 
-    bench = commands.add_parser("bench", help="measure latency, throughput, serving, start-up")
+    bench = commands.add_parser(
+        "bench", help="measure latency, throughput, serving or start-up time"
+    )
     named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
     benchmark = _add_benchmarks(bench, named)
 
@@ -166,7 +174,7 @@ examples:
   octavo serve --host 127.0.0.1 --port 8080 --speculative-config.method ngram
   octavo serve --config settings.yaml
 
-vLLM's other flags are known, too: docs/vllm.md says what becomes of each.
+vLLM's other flags are recognised too: docs/vllm.md says what happens to each.
 """
 _BATCH_EXAMPLES = """\
 example:
@@ -212,7 +220,9 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
         **server: settings of the server that are as they are.
     """
     if names := unknown_variables():
-        note(f"octavo: warning: without meaning here (see docs/vllm.md): {', '.join(names)}")
+        note(
+            f"octavo: warning: ignored environment variables (see docs/vllm.md): {', '.join(names)}"
+        )
     environment = settings_from_environment()
     fields = section_fields(ServerConfig)
     server |= {f.name: environment.pop(f.name) for f in fields if f.name in environment}

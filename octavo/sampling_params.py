@@ -148,7 +148,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             raise RequestError(
                 f"{given[1]} and {given[0]} are both given; an answer follows one of them."
                 if given
-                else "structured_outputs asks for nothing; give json, regex, choice, grammar, "
+                else "structured_outputs is empty; give json, regex, choice, grammar, "
                 "json_object or structural_tag.",
                 given[1] if given else "structured_outputs",
             )
@@ -179,7 +179,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             text = getattr(self, name)
             if not isinstance(text, str) or not text:
                 raise RequestError(
-                    f"{name}={_show(text)} is not allowed; it is a text, and not empty.", name
+                    f"{name}={_show(text)} is not allowed; it is a non-empty string.", name
                 )
             _check_text(name, text)
 
@@ -656,7 +656,7 @@ def _json_text(name: str, value: object, kinds: tuple[type, ...], what: str) -> 
             f"{name} is nested more than {MAX_GRAMMAR_DEPTH} levels deep.", name
         ) from None
     except (TypeError, ValueError) as error:
-        reason = f": it is no JSON ({str(error)[:80]})"
+        reason = f": it is not valid JSON ({str(error)[:80]})"
     if reason is not None:
         raise RequestError(f"{name}={_show(value)} is not allowed{reason}; it is {what}.", name)
     _check_text(name, text)
@@ -664,7 +664,7 @@ def _json_text(name: str, value: object, kinds: tuple[type, ...], what: str) -> 
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _has_odd_keys(value: object) -> bool:

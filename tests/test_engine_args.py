@@ -89,5 +89,5 @@ def test_variables_without_meaning_are_named_once(monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="octavo"):
         assert [heed_environment(), heed_environment()] == ["error", "error"]
     assert [r.message for r in caplog.records] == [
-        "without meaning here (see docs/vllm.md): VLLM_FROBNICATE"
+        "ignored environment variables (see docs/vllm.md): VLLM_FROBNICATE"
     ]

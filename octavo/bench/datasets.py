@@ -305,8 +305,8 @@ def _sonnet(source: _Source) -> list[BenchRequest]:
     num_random = round((input_len - task) / average) - num_prefix
     if num_random < 0 or num_prefix > len(lines) or input_len <= task:
         raise ConfigError(
-            f"--sonnet-prefix-len {prefix_len} and --sonnet-input-len {input_len} do not go "
-            f"together with {path}: the task takes {task} tokens, a line {average:.1f}, and there "
+            f"--sonnet-prefix-len {prefix_len} and --sonnet-input-len {input_len} do not fit "
+            f"{path}: the task takes {task} tokens, a line {average:.1f}, and there "
             f"are {len(lines)} lines."
         )
     head = _SONNET_TASK + "".join(line + "\n" for line in lines[:num_prefix])

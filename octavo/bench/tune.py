@@ -185,7 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="X",
-        help="Seconds that a start may take [600].",
+        help="Timeout of a start in seconds [600].",
     )
     add("--result-dir", default=".", metavar="DIR", help="Folder for the result [.].")
     add(

@@ -95,7 +95,7 @@ def make_engine_core(
     estimate = platform.estimate_memory(setup)
     if draft is not None and (estimate is None or config.device.attention_backend == "triton"):
         raise ConfigError(
-            "speculative_config: models that draft run on device=cpu only, without Triton; take "
+            "speculative_config: draft models run only on device=cpu and without Triton; use "
             "method ngram or suffix."
         )
     if estimate is not None:  # what does not fit is refused before anything is loaded
@@ -158,7 +158,7 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
     if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:
         raise ConfigError(
             f"speculative_config: all layers of {config.model.model} have sliding windows, and a "
-            "model that drafts needs the pages of one that has none; take method ngram or suffix."
+            "draft model needs one layer without; use method ngram or suffix."
         )
     speculative = config.speculation.speculative_config
     assert speculative is not None

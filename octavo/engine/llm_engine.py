@@ -127,7 +127,7 @@ class LLMEngine:
             RequestError: the request is bad, or its id is in use.
         """
         if not isinstance(request_id, str):
-            raise RequestError(f"request_id={request_id!r} is not a text.", "request_id")
+            raise RequestError(f"request_id={request_id!r} is not a string.", "request_id")
         refuse_adapter(lora_request)
         if trace_headers:
             raise UnsupportedError("trace_headers are not supported; leave them out.")
@@ -191,7 +191,7 @@ class LLMEngine:
         """
         if self._metrics is None:
             raise UnsupportedError(
-                "Nothing has been measured; make the engine with disable_log_stats=False."
+                "Metrics are off; create the engine with disable_log_stats=False."
             )
         from octavo.metrics_reader import read_metrics
 
@@ -323,7 +323,7 @@ class LLMEngine:
         self, request: EngineCoreRequest, params: SamplingParams, text: str | None
     ) -> None:
         if not self._running:
-            raise EngineDeadError("This LLM was shut down; make a new one.")
+            raise EngineDeadError("This LLM was shut down; create a new one.")
         self._output_processor.add_request(request, params, text)
         complete(self.client.add_request(request))
 

@@ -31,7 +31,7 @@ def heed_environment() -> str | None:
     setup_default_logging(level or "info")
     if names := [name for name in unknown_variables() if name not in _warned]:
         _warned.update(names)
-        logger.warning("without meaning here (see docs/vllm.md): %s", ", ".join(names))
+        logger.warning("ignored environment variables (see docs/vllm.md): %s", ", ".join(names))
     return level
 
 

@@ -87,7 +87,8 @@ class CUDAPlatform(Platform):
             case "flashinfer":
                 if setup.spec.uses_alibi or setup.dtype == "float32":
                     raise ConfigError(
-                        "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
+                        "attention_backend=flashinfer supports neither ALiBi biases nor float32; "
+                        "use "
                         "attention_backend=triton."
                     )
                 require_package("attention_backend=flashinfer", "flashinfer", "flashinfer-python")
@@ -235,5 +236,5 @@ def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
         raise ConfigError(
             f"{config.model.model} takes {weights / 2**20:,.0f} MiB in {setup.dtype}, and "
             f"{machine.cuda_name(device)} has {free / 2**20:,.0f} MiB free of "
-            f"{total / 2**20:,.0f} MiB. Take a smaller model or dtype, or device=cpu."
+            f"{total / 2**20:,.0f} MiB. Use a smaller model or dtype, or device=cpu."
         )

@@ -84,7 +84,7 @@ ELSEWHERE: Mapping[str, str] = {
         "/is_paused",
         "/abort_requests",
     ),
-    **_all("the server runs no code of its clients; use LLM.collective_rpc", "/collective_rpc"),
+    **_all("clients cannot run code in the server; use LLM.collective_rpc", "/collective_rpc"),
     **_all(
         "a model runs on one device here, in one process",
         "/get_world_size",

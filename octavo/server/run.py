@@ -67,8 +67,8 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
         logger.info("requests need an API key", extra={"keys_from": ", ".join(sources)})
     elif config.uds is None and _is_any_address(config.host):
         logger.warning(
-            "everybody who reaches this machine may use the server: --host 127.0.0.1 keeps it to "
-            "this machine, --api-key asks for a key"
+            "anyone who can reach this machine can use the server; --host 127.0.0.1 restricts it "
+            "to this machine, --api-key requires a key"
         )
     state = ServerState(config, engine_config, lambda: start_engine(config, engine_config), keys)
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
@@ -170,7 +170,7 @@ class _Shutdown:
                     await asyncio.sleep(_DRAIN_POLL)
         except TimeoutError:
             logger.warning(
-                "requests cut off at the end of the drain",
+                "requests were cut off when --shutdown-timeout ended",
                 extra={"in_flight": self._state.num_active},
             )
             self._state.cut()
@@ -278,7 +278,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
 
 def _check_tls(config: ServerConfig) -> None:
     if (config.ssl_keyfile is None) != (config.ssl_certfile is None):
-        raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither.")
+        raise ConfigError("ssl_keyfile and ssl_certfile go together; give both or neither.")
     for name in ("ssl_keyfile", "ssl_certfile"):
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
@@ -290,5 +290,5 @@ def _check_tls(config: ServerConfig) -> None:
         except OSError as error:
             raise ConfigError(
                 f"ssl_certfile={config.ssl_certfile!r} and ssl_keyfile={config.ssl_keyfile!r} "
-                f"cannot be used: {error}."
+                f"cannot be used: {reason_of(error)}."
             ) from None

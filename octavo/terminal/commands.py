@@ -37,15 +37,15 @@ _STDIN = "-"
 _RUN_EXAMPLES = """examples:
   octavo run                          chat with the built-in model
   octavo run "Once upon a time"       continue a text
-  octavo run org/name                 chat with a model of the hub
-  octavo run ./folder "The dog"       continue a text with a model of this machine
-  octavo run - < story.txt            continue what standard input has
+  octavo run org/name                 chat with a model from the hub
+  octavo run ./folder "The dog"       continue a text with a local model
+  octavo run - < story.txt            continue the text on standard input
 """
 _CHAT_EXAMPLES = """examples:
   octavo chat                         chat with the server on this machine
   octavo chat "What is 3 + 4?"        ask one question
   octavo chat --url http://host:8000  another server
-  git diff | octavo chat              ask what a pipe has
+  git diff | octavo chat              send what is piped in
 """
 _COMPLETE_EXAMPLES = """examples:
   octavo complete                     continue what is typed
@@ -103,7 +103,9 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     pull.add_argument("model", metavar="MODEL", help="Hub id of the model (org/name).")
     pull.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit on the hub.")
     pull.add_argument(
-        "--download-dir", metavar="DIR", help="Where to; default: the hub client's cache."
+        "--download-dir",
+        metavar="DIR",
+        help="Folder to download to; default: the hub client's cache.",
     )
     pull.set_defaults(command=pull_model)
     return [run, chat, complete, listing, pull]
@@ -127,7 +129,7 @@ def _add_client_flags(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("text", nargs="?", metavar="TEXT", help=text)
     parser.add_argument("-q", "--quick", metavar="TEXT", help="The same as TEXT.")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"Address of the API [{DEFAULT_URL}].")
-    parser.add_argument("--model", help="Model to ask; default: the server's first.")
+    parser.add_argument("--model", help="Model to use; default: the server's first.")
     parser.add_argument("--api-key", metavar="KEY", help=f"API key; default: {_KEYS}.")
     _add_sampling_flags(parser)
 
@@ -192,8 +194,7 @@ def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str
     most = 1 if has_model else 2
     if len(words) > most:
         raise ConfigError(
-            f"There are {len(words)} arguments where at most {most} can be; put the prompt in "
-            "quotes."
+            f"There are {len(words)} arguments, at most {most} allowed; put the prompt in quotes."
         )
     if len(words) == 2:
         return words[0], words[1]

@@ -376,7 +376,7 @@ def test_a_start_says_where_to_go_on():
         server.wait_for(
             f"documentation: {server.url}/docs; chat: octavo chat --url {server.url}/v1"
         )
-        assert not any("everybody" in line for line in server.lines)
+        assert not any("anyone who can reach" in line for line in server.lines)
 
 
 @pytest.mark.parametrize(("key", "warned"), [(["--api-key", "k"], 0), ([], 1)])
@@ -390,4 +390,4 @@ def test_all_addresses_without_a_key_are_worth_one_warning(host, key, warned):
     with serving("ready", "--host", host, *key) as server:
         port = server.url.rpartition(":")[2]
         server.wait_for(f"documentation: http://localhost:{port}/docs")
-        assert len([line for line in server.lines if "everybody" in line]) == warned
+        assert len([line for line in server.lines if "anyone who can reach" in line]) == warned
