@@ -41,14 +41,62 @@ from octavo.terminal.commands import add_commands
 from octavo.terminal.screen import note, print_error
 
 _BENCHMARKS = {
-    "latency": "latency of one batch of requests, and where the time goes",
-    "throughput": "requests and tokens per second on a data set, offline",
-    "serve": "load test of an OpenAI-compatible server",
-    "startup": "time from process start to the first token, and memory used",
-    "sweep": "bench serve at several request rates or settings",
-    "tune": "find the fastest engine settings within latency limits",
+    "latency": (
+        "latency of one batch of requests, and where the time goes",
+        """\
+examples:
+  octavo bench latency --batch-size 1
+  octavo bench latency --model ./folder --input-len 512 --output-len 64
+  octavo bench latency --breakdown --plot roofline.png
+""",
+    ),
+    "throughput": (
+        "requests and tokens per second on a data set, offline",
+        """\
+examples:
+  octavo bench throughput --num-prompts 100
+  octavo bench throughput --input-len 128 --output-json result.json
+""",
+    ),
+    "serve": (
+        "load test of an OpenAI-compatible server",
+        """\
+examples (start a server first, for example with octavo serve):
+  octavo bench serve --num-prompts 100
+  octavo bench serve --request-rate 4 --goodput ttft:200 tpot:50
+  octavo bench serve --base-url http://host:8000 --save-result --plot run.png
+
+latencies, in ms: ttft, time to the first token; tpot, time per token after it;
+itl, time between outputs; e2el, time of the whole answer
+""",
+    ),
+    "startup": (
+        "time from process start to the first token, and memory used",
+        """\
+examples:
+  octavo bench startup
+  octavo bench startup --model ./folder --server --repeats 3
+""",
+    ),
+    "sweep": (
+        "run bench serve at several request rates or settings",
+        """\
+examples:
+  octavo bench sweep --serve-cmd 'octavo serve' --request-rates 1,2,4,8
+  octavo bench sweep --serve-cmd 'octavo serve' --find-max-rate --slo ttft:500
+  octavo bench sweep --base-url http://host:8000 --plot sweep.png
+""",
+    ),
+    "tune": (
+        "find the fastest engine settings within latency limits",
+        """\
+examples:
+  octavo bench tune --slo ttft_p99:500,tpot_p99:100
+  octavo bench tune ./folder --slo e2el_p99:2000 --num-configs 6
+""",
+    ),
 }
-"""Modules of octavo.bench with `add_arguments` and `run`."""
+"""Modules of octavo.bench with `add_arguments` and `run`: what each does, and examples."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,13 +151,16 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         arguments: what it is to parse. A benchmark's flags are there only if it is named, as they
             come with its module.
     """
-    parser = _Parser(prog="octavo", description="LLM inference and serving.")
+    parser = _Parser(prog="octavo", description="LLM inference and serving.", epilog=_FIRST_STEPS)
     parser.add_argument("-v", "--version", action="version", version=f"octavo {__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
 
     serve = commands.add_parser(
-        "serve", help="serve a model over an OpenAI-compatible HTTP API", epilog=_SERVE_EXAMPLES
+        "serve",
+        help="serve a model over an OpenAI-compatible HTTP API",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog=_SERVE_EXAMPLES,
     )
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     add_config_flag(serve)
@@ -122,6 +173,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     batch = commands.add_parser(
         "run-batch",
         help="answer a file of requests in OpenAI's batch format",
+        usage="%(prog)s [MODEL] -i FILE -o FILE [flags]",
         epilog=_BATCH_EXAMPLES,
     )
     batch.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
@@ -147,7 +199,15 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     for command in (serve, *terminal, batch, collect, bench, *benchmark):
         command.set_defaults(parser=command)
+    _describe(commands)
     return parser
+
+
+def _describe(commands: argparse._SubParsersAction[Any]) -> None:
+    """Has the help page of each command begin with what the list of commands says of it."""
+    for listed in commands._choices_actions:
+        assert listed.help is not None
+        commands.choices[listed.dest].description = listed.help[0].upper() + listed.help[1:] + "."
 
 
 def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_Parser]:
@@ -157,14 +217,27 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
         title="benchmarks", metavar="BENCHMARK", required=True, parser_class=_Parser
     )
     parsers: list[_Parser] = []
-    for name, doc in _BENCHMARKS.items():
-        parser = commands.add_parser(name, help=doc)
+    for name, (doc, examples) in _BENCHMARKS.items():
+        usage = _BENCHMARK_USAGE.get(name, "%(prog)s [flags]")
+        parser = commands.add_parser(name, help=doc, usage=usage, epilog=examples)
         if name == named:
             module = importlib.import_module(f"octavo.bench.{name}")
             module.add_arguments(parser)
             parser.set_defaults(command=_bench, run=module.run)
             parsers.append(parser)
+    _describe(commands)
     return parsers
+
+
+_BENCHMARK_USAGE = {"tune": "%(prog)s [MODEL] --slo NAME:MS,... [flags]"}
+_FIRST_STEPS = """\
+examples:
+  octavo run                       chat with the built-in model
+  octavo serve                     start a server on port 8000
+  octavo chat                      chat with that server
+  octavo serve Qwen/Qwen3-0.6B     serve a model from the Hugging Face hub
+  octavo COMMAND --help            more about a command
+"""
 
 
 _SERVE_EXAMPLES = """\

@@ -172,7 +172,7 @@ class LoadConfig(_Section, frozen=True):
 
 
 class CacheConfig(_Section, frozen=True):
-    """The paged KV cache."""
+    """The KV cache: what the model keeps of each token, in blocks of equal size."""
 
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")
@@ -201,7 +201,7 @@ class CacheConfig(_Section, frozen=True):
 
 
 class SchedulerConfig(_Section, frozen=True):
-    """What runs in a step."""
+    """Which requests run in a step, and how many tokens of each."""
 
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
@@ -487,7 +487,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class SpeculationConfig(_Section, frozen=True):
-    """Speculative decoding."""
+    """Speculative decoding: guess several tokens, and check them in one step."""
 
     speculative_config: Annotated[
         SpeculativeConfig | None,
@@ -614,6 +614,12 @@ def section_fields(section: type[_Section], section_name: str = "") -> Iterator[
         )
         kind = typing.get_args(hint)[0]
         yield ConfigField(section_name, info.name, kind, default, meta.description, secret)
+
+
+def section_doc(section: str) -> str:
+    """The first line of what a section of `EngineConfig` is for."""
+    doc = typing.get_type_hints(EngineConfig)[section].__doc__
+    return str(doc).partition("\n")[0]
 
 
 def config_fields(config: type[EngineConfig] = EngineConfig) -> list[ConfigField]:

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -152,3 +153,34 @@ def test_the_command_line_is_light():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert not loaded & {"torch", "fastapi", "pydantic", "httpx", "uvicorn", "rich", "transformers"}
+
+
+COMMANDS = "serve", "run", "chat", "complete", "list", "pull", "run-batch", "collect-env", "bench"
+BENCHMARKS = "latency", "throughput", "serve", "startup", "sweep", "tune"
+PAGES = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHMARKS)]
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_a_help_page_fits_80_columns_and_has_examples(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([*words, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith(" ".join(["usage: octavo", *words]))
+    assert lines[2].endswith(".")  # what it does, before any flag
+    page = "\n".join(lines)
+    if "flags" in lines[0] or not words:
+        examples = page.partition("\nexample")[2]
+        assert " ".join(["  octavo", *words]) in examples
+
+
+def test_examples_of_the_help_pages_have_flags_that_there_are():
+    for words in PAGES:
+        parser = cli.build_parser(words)
+        for word in words:
+            (commands,) = parser._subparsers._group_actions
+            parser = commands.choices[word]
+        for line in (parser.epilog or "").splitlines():
+            if line.startswith(" ".join(["  octavo", *words])):
+                for flag in re.findall(r" (--[a-z-]+)", line.partition("'")[0]):
+                    assert flag in [*parser._option_string_actions, "--help"], line

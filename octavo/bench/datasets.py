@@ -57,8 +57,9 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dataset-name",
         choices=sorted(_LOADERS),
+        metavar="NAME",
         default="random",
-        help="Kind of data set [random].",
+        help=f"Kind of data set: {', '.join(sorted(_LOADERS))} [random].",
     )
     add("--dataset-path", metavar="FILE", help="File of the data set.")
     add(

@@ -138,7 +138,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="Sampling temperature; 0 is greedy [0].",
+        help="Randomness; 0: always the most probable token [0].",
     )
     for name in _SAMPLING:
         kind: type = int if name == "top_k" else float

@@ -195,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Search for the highest request rate within --slo instead of running given ones.",
     )
-    add("--slo", metavar="NAME:MS,...", help="Service levels: ttft_p99:2000,tpot_p99:100.")
+    add("--slo", metavar="NAME:MS,...", help="Latency limits in ms: ttft_p99:2000,tpot_p99:100.")
     add(
         "--ready-timeout",
         type=float,

@@ -37,7 +37,7 @@ _STDIN = "-"
 _RUN_EXAMPLES = """examples:
   octavo run                          chat with the built-in model
   octavo run "Once upon a time"       continue a text
-  octavo run org/name                 chat with a model from the hub
+  octavo run org/name                 chat with a model from Hugging Face's hub
   octavo run ./folder "The dog"       continue a text with a local model
   octavo run - < story.txt            continue the text on standard input
 """
@@ -51,6 +51,9 @@ _COMPLETE_EXAMPLES = """examples:
   octavo complete                     continue what is typed
   octavo complete "Once upon a time" --max-tokens 50 --temperature 0
 """
+_PULL_EXAMPLE = """example:
+  octavo pull Qwen/Qwen3-0.6B
+"""
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
@@ -58,18 +61,21 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     run = commands.add_parser(
         "run",
         help="generate in the terminal, without a server",
+        usage="%(prog)s [MODEL] [PROMPT] [flags]",
         epilog=_RUN_EXAMPLES,
     )
     run.add_argument(
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT]",
-        help="The model, and the text to continue (-: standard input); without a text, a chat. One "
-        "word alone is the model if it looks like one: a folder or path, a hub id (org/name), or "
-        "a name with digits or dashes (gpt2).",
+        help="Model, and text to continue (-: read it from standard input); without a text, a "
+        "chat. A single word is taken for a model if it looks like one: a folder or path, a hub id "
+        "(org/name), or a name with digits or dashes (gpt2).",
     )
     add_config_flag(run)
-    run.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
+    run.add_argument(
+        "--system-prompt", metavar="TEXT", help="Instructions that the model gets before the chat."
+    )
     (level,) = (f for f in section_fields(ServerConfig, "server") if f.name == "log_level")
     run.add_argument(
         level.flag,
@@ -84,22 +90,34 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     chat = commands.add_parser(
         "chat",
         help="chat with a running server",
+        usage="%(prog)s [TEXT] [flags]",
         epilog=_CHAT_EXAMPLES,
     )
-    _add_client_flags(chat, "Ask this one question (-: standard input) instead of chatting.")
-    chat.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
+    _add_client_flags(
+        chat, "Ask this one question (-: read it from standard input) instead of chatting."
+    )
+    chat.add_argument(
+        "--system-prompt", metavar="TEXT", help="Instructions that the model gets before the chat."
+    )
     chat.set_defaults(command=chat_with_server)
 
     complete = commands.add_parser(
-        "complete", help="continue texts with a running server", epilog=_COMPLETE_EXAMPLES
+        "complete",
+        help="continue a text with a running server",
+        usage="%(prog)s [TEXT] [flags]",
+        epilog=_COMPLETE_EXAMPLES,
     )
-    _add_client_flags(complete, "Continue this one text (-: standard input); default: ask for it.")
+    _add_client_flags(
+        complete, "Continue this text (-: read it from standard input); default: ask for texts."
+    )
     complete.set_defaults(command=complete_with_server)
 
     listing = commands.add_parser("list", help="list the models on this machine")
     listing.set_defaults(command=list_models)
 
-    pull = commands.add_parser("pull", help="download a model from the hub")
+    pull = commands.add_parser(
+        "pull", help="download a model from the Hugging Face hub", epilog=_PULL_EXAMPLE
+    )
     pull.add_argument("model", metavar="MODEL", help="Hub id of the model (org/name).")
     pull.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit on the hub.")
     pull.add_argument(
