@@ -141,7 +141,33 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises the error, with where the help is."""
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        raise ConfigError(f"{_reworded(message)} (see {self.prog} --help)")
+
+
+def _reworded(message: str) -> str:
+    """What argparse says, shorter: "--dtype 'foo' is not allowed; choose one of auto, ..."."""
+    if found := re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message):
+        choices = [choice.strip("'") for choice in found[3].split(", ")]
+        near = difflib.get_close_matches(found[2].strip("'"), choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
+        if not found[1].startswith("-"):
+            return f"there is no {found[1].lower()} {found[2]}; {hint}"
+        return f"{_flag(found[1])} {found[2]} is not allowed; {hint}"
+    if found := re.fullmatch(r"argument (\S+): invalid (float|int) value: (.*)", message):
+        kind = "number" if found[2] == "float" else "whole number"
+        return f"{_flag(found[1])} {found[3]} is not a {kind}"
+    if found := re.fullmatch(r"argument (\S+): expected (?:at least )?one argument", message):
+        return f"{_flag(found[1])} needs a value"
+    if found := re.fullmatch(r"the following arguments are required: (.*)", message):
+        return f"{found[1]} is missing"
+    if found := re.fullmatch(r"argument (\S+): (.*)", message):
+        return f"{_flag(found[1])}: {found[2]}"
+    return message
+
+
+def _flag(names: str) -> str:
+    """The long form out of "-q/--quantization"."""
+    return names.rpartition("/")[2]
 
 
 def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -184,3 +184,24 @@ def test_examples_of_the_help_pages_have_flags_that_there_are():
             if line.startswith(" ".join(["  octavo", *words])):
                 for flag in re.findall(r" (--[a-z-]+)", line.partition("'")[0]):
                     assert flag in [*parser._option_string_actions, "--help"], line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("serv", "there is no command 'serv'; did you mean serve? (see octavo --help)"),
+        ("bench lat", "there is no benchmark 'lat'; did you mean latency? (see octavo bench"),
+        ("serve --dtype foo", "--dtype 'foo' is not allowed; choose one of auto, float32,"),
+        ("serve -q int7", "--quantization 'int7' is not allowed; did you mean int8?"),
+        ("serve --block-size 5", "--block-size 5 is not allowed; choose one of 8, 16,"),
+        ("serve --port", "--port needs a value (see octavo serve --help)"),
+        ("chat --temperature x", "--temperature 'x' is not a number (see octavo chat"),
+        ("bench latency --n x", "--n 'x' is not a whole number (see octavo bench latency"),
+        ("bench tune", "--slo is missing (see octavo bench tune --help)"),
+        ("bench", "BENCHMARK is missing (see octavo bench --help)"),
+    ],
+)
+def test_what_argparse_finds_is_said_in_our_words(capsys, argv, said):
+    assert cli.main(argv.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"octavo: error: {said}")

@@ -76,7 +76,7 @@ def test_an_empty_file_says_nothing(serve):
         ("port: 1\nport: 2", "settings.yaml: port appears twice"),
         ("max-model-len: 1\nmax_model_len: 2", "max_model_len repeats max-model-len"),
         ("port:", "settings.yaml: port has no value"),
-        ("port: x", "settings.yaml: port: argument --port"),
+        ("port: x", "settings.yaml: port: --port: 'x' is not a whole"),
         ("port: true", "settings.yaml: port=True"),
         ("enforce-eager: 1", "settings.yaml: enforce-eager=1"),
         ("dtype: int3", "settings.yaml: dtype: "),
