@@ -86,16 +86,18 @@ class AsyncLLM:
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
         # Last, so that nothing that fails here leaves a process behind.
-        self._core_process = CoreProcess(
-            config,
-            path,
-            default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
-            request_memory=request_memory,
-            log_level=log_level,
-            log_format=log_format,
+        self._client = AsyncMPClient(
+            CoreProcess(
+                config,
+                path,
+                default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
+                request_memory=request_memory,
+                log_level=log_level,
+                log_format=log_format,
+            )
         )
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len, metrics_prefix)
-        self.metrics.watch_process(self._core_process.pid)
+        self.metrics.watch_process(self._client.process.pid)
         self.stats = SchedulerStats()
         self.ready = False
         self._input_processor = self._make_input_processor()
@@ -111,7 +113,6 @@ class AsyncLLM:
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._mp_client: AsyncMPClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
         with contextlib.suppress(RuntimeError):  # there is no event loop yet
             self._attach()
@@ -126,7 +127,6 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._mp_client = AsyncMPClient(self._core_process)
             self._tasks = [
                 loop.create_task(self._handle_outputs()),
                 loop.create_task(self._send_heartbeats()),
@@ -136,12 +136,6 @@ class AsyncLLM:
                 "This AsyncLLM belongs to the event loop in which it was first used, and that is "
                 "not the running one; use one asyncio.run for all that is asked of it."
             )
-
-    @property
-    def _client(self) -> AsyncMPClient:
-        self._attach()
-        assert self._mp_client is not None
-        return self._mp_client
 
     @classmethod
     async def start(
@@ -213,6 +207,7 @@ class AsyncLLM:
         Raises:
             EngineDeadError: with the root cause, if it cannot be loaded.
         """
+        self._attach()
         await asyncio.shield(self._client.ready)
 
     @property
@@ -324,6 +319,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, within one step; unknown ids are ignored."""
+        self._attach()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await self._client.abort_requests(self._output_processor.abort_requests(ids))
 
@@ -356,6 +352,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
+        self._attach()
         return bool(await self._client.call_utility("reset_prefix_cache"))
 
     async def start_profile(self) -> None:
@@ -364,6 +361,7 @@ class AsyncLLM:
         Raises:
             ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
         """
+        self._attach()
         await self._client.call_utility("start_profile")
 
     async def stop_profile(self) -> str:
@@ -372,6 +370,7 @@ class AsyncLLM:
         Raises:
             ProfilerError: no profile is being recorded, or it cannot be written.
         """
+        self._attach()
         return str(await self._client.call_utility("stop_profile"))
 
     def shutdown(self) -> Awaitable[None]:
@@ -387,9 +386,8 @@ class AsyncLLM:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            self._core_process.shutdown()
-            if self._mp_client is not None:
-                self._mp_client.close()
+            self._client.process.shutdown()
+            self._client.close()
             return _Done()
         self._shutdown = loop.create_task(self._end_process())
         return self._shutdown
@@ -399,10 +397,7 @@ class AsyncLLM:
             tasks = [task for task in self._tasks if not task.done()]
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # the event loop, too, may be about to end
-            if self._mp_client is None:
-                await asyncio.to_thread(self._core_process.shutdown)
-            else:
-                await self._mp_client.shutdown()
+            await self._client.shutdown()
 
     async def _process(
         self,
@@ -520,8 +515,8 @@ class AsyncLLM:
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error
         self.ready = False
-        if self._mp_client is not None and self._loop is not None and not self._loop.is_closed():
-            self._mp_client.fail_calls(error)
+        if self._loop is not None and not self._loop.is_closed():
+            self._client.fail_calls(error)
         self._output_processor.propagate_error(error)
 
 

@@ -100,8 +100,7 @@ ELSEWHERE: Mapping[str, str] = {
 
 def elsewhere(path: str) -> str | None:
     """What to use instead of an address of vLLM's; None: vLLM has no such address either."""
-    while path:
-        if path in ELSEWHERE:
-            return ELSEWHERE[path]
-        path = path.rpartition("/")[0]
+    for known, reason in ELSEWHERE.items():
+        if path == known or path.startswith(known + "/"):
+            return reason
     return None

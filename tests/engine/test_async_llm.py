@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from functools import cached_property
 from types import SimpleNamespace
 
 import msgspec
@@ -31,7 +32,6 @@ class Client:
 
     def __init__(self, process):
         self.process = process
-        self.ready = asyncio.get_running_loop().create_future()
         self.said = asyncio.Queue()
         self.sent, self.calls = [], []
         self.stats = SchedulerStats()
@@ -39,6 +39,10 @@ class Client:
         self.answers.set()
         self.failed = None
         self.num_shutdowns = 0
+
+    @cached_property
+    def ready(self):
+        return asyncio.get_running_loop().create_future()
 
     async def get_output(self):
         outputs = await self.said.get()
@@ -69,6 +73,9 @@ class Client:
             self.ready.exception()
 
     async def shutdown(self):
+        self.num_shutdowns += 1
+
+    def close(self):
         self.num_shutdowns += 1
 
 
@@ -407,23 +414,21 @@ def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
     monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
     monkeypatch.setattr(async_llm, "CoreProcess", Sync)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
-    process = engine._core_process
+    client = engine._client
+    process = client.process
     assert process.settings["log_level"] == "warning"
 
     async def ask():
         engine._client.ready.set_result(READY)
         await engine.wait_ready()
         await engine.abort("r")
-        return engine._client
 
-    client = asyncio.run(ask())
-    assert isinstance(client, Client)
-    with pytest.raises(ConfigError, match="event loop"):
-        asyncio.run(ask())
-    client.close = lambda: setattr(client, "closed", True)
+    asyncio.run(ask())
+    for call in (engine.wait_ready, engine.reset_prefix_cache):
+        with pytest.raises(ConfigError, match="event loop"):
+            asyncio.run(call())
     engine.shutdown()
-    assert process.num_shutdowns == 1
-    assert client.closed
+    assert process.num_shutdowns == client.num_shutdowns == 1
     with pytest.raises(EngineDeadError, match="shut down"):
         asyncio.run(engine.check_health())
 
@@ -431,19 +436,14 @@ def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
         await engine.shutdown()
 
     asyncio.run(end())
-    assert client.num_shutdowns == 1
+    assert client.num_shutdowns == 2
 
 
 def test_an_engine_that_is_never_asked_ends(monkeypatch):
+    monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
     monkeypatch.setattr(async_llm, "CoreProcess", Sync)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
-    assert engine._core_process.settings["log_level"] == "error"
+    assert engine._client.process.settings["log_level"] == "error"
     engine.shutdown()
-    assert engine._core_process.num_shutdowns == 1
-
-    async def end():
-        await engine.shutdown()
-
-    asyncio.run(end())
-    assert engine._core_process.num_shutdowns == 2
+    assert engine._client.process.num_shutdowns == engine._client.num_shutdowns == 1
