@@ -14,11 +14,15 @@ from octavo.config import (
     config_fields,
     optional_type,
     parse_size,
+    section_doc,
 )
 from octavo.errors import ConfigError
 from octavo.foreign import FOREIGN, RENAMED, SECTIONS, SHORT, SPECULATIVE, VALUES, translate
 
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+)?(?:=(.*))?", re.DOTALL)
+
+_WIDEST_CHOICES = 40
+"""Characters of a flag's choices that are shown behind it in the help."""
 
 GIVEN_FLAGS = "given_flags"
 """Where a namespace keeps, while it is filled, which flags there were."""
@@ -36,18 +40,24 @@ def add_engine_settings(parser: argparse.ArgumentParser, exclude: Collection[str
         if field.name not in exclude:
             by_section.setdefault(field.section, []).append(field)
     for section, fields in by_section.items():
-        add_settings(parser, section, fields)
+        add_settings(parser, section, fields, section_doc(section))
     _add_foreign_settings(parser)
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, title: str, fields: Iterable[ConfigField]
+    parser: argparse.ArgumentParser,
+    title: str,
+    fields: Iterable[ConfigField],
+    doc: str | None = None,
 ) -> None:
-    """Adds a flag for each setting. Only flags that were given end up in the namespace."""
-    group = parser.add_argument_group(title)
+    """Adds a group of flags, one for each setting.
+
+    Only flags that were given end up in the namespace.
+    """
+    group = parser.add_argument_group(title, doc)
     for field in fields:
         plain, _ = optional_type(field.type)
-        shown = "" if field.default in (None, [], {}, "") else f" [{field.default}]"
+        shown = "" if field.default in (None, [], {}, "") else f" [{_shown_default(field)}]"
         kwargs: dict[str, Any] = {
             "action": StoreOnce,
             "default": argparse.SUPPRESS,
@@ -59,11 +69,27 @@ def add_settings(
             kwargs |= {"nargs": "+", "action": "extend", "metavar": "TEXT"}
         elif field.choices is not None and len(field.choices) > 1:
             kwargs |= {"choices": field.choices, "type": _choice_type(field)}
+            listed = ", ".join(map(str, field.choices))
+            if len(listed) > _WIDEST_CHOICES:  # too wide to stand behind the flag
+                kwargs |= {"metavar": "NAME", "help": f"{kwargs['help']} One of {listed}."}
         elif field.is_json:
             kwargs["metavar"] = "JSON"
         else:
             kwargs |= _value_type(field.name, plain)
         group.add_argument(*_names(field.name), **kwargs)
+
+
+def _shown_default(field: ConfigField) -> object:
+    """A default as one would type it: 8M, on, 30."""
+    value = field.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not field.name.endswith("_bytes"):
+        return value
+    power = next(power for power in (3, 2, 1, 0) if value % 1024**power == 0)
+    return f"{value // 1024**power}{' KMG'[power].strip()}"
 
 
 def _add_foreign_settings(parser: argparse.ArgumentParser) -> None:
@@ -261,7 +287,7 @@ def _whole(text: str) -> int:
         return parse_size("", text) if text[-1:].isalpha() else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number; write for example 4096, 4k (4,000) or 4K (4,096)"
+            f"{text!r} is not a whole number; write for example 4096, 4k (4,000) or 4K (4,096)"
         ) from None
 
 

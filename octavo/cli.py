@@ -33,21 +33,70 @@ from octavo.config import (
     build_section,
     section_fields,
     settings_from_environment,
+    unknown_variables,
 )
 from octavo.errors import ConfigError, OctavoError
 from octavo.settings_file import add_config_flag, add_from_file
-from octavo.terminal.commands import add_commands, warn_of_variables
-from octavo.terminal.screen import print_error
+from octavo.terminal.commands import add_commands
+from octavo.terminal.screen import note, print_error
 
 _BENCHMARKS = {
-    "latency": "time of one batch of requests, and where a step's time goes",
-    "throughput": "requests and tokens a second of a whole data set, offline",
-    "serve": "what the users of an OpenAI-compatible server see",
-    "startup": "from process start to the first token; memory when ready",
-    "sweep": "serve at several rates or settings",
-    "tune": "search the engine settings for the most throughput within limits",
+    "latency": (
+        "latency of one batch of requests, and where the time goes",
+        """\
+examples:
+  octavo bench latency --batch-size 1
+  octavo bench latency --model ./folder --input-len 512 --output-len 64
+  octavo bench latency --breakdown --plot roofline.png
+""",
+    ),
+    "throughput": (
+        "requests and tokens per second on a data set, offline",
+        """\
+examples:
+  octavo bench throughput --num-prompts 100
+  octavo bench throughput --input-len 128 --output-json result.json
+""",
+    ),
+    "serve": (
+        "load test of an OpenAI-compatible server",
+        """\
+examples (start a server first, for example with octavo serve):
+  octavo bench serve --num-prompts 100
+  octavo bench serve --request-rate 4 --goodput ttft:200 tpot:50
+  octavo bench serve --base-url http://host:8000 --save-result --plot run.png
+
+latencies, in ms: ttft, time to the first token; tpot, time per token after it;
+itl, time between outputs; e2el, time of the whole answer
+""",
+    ),
+    "startup": (
+        "time from process start to the first token, and memory used",
+        """\
+examples:
+  octavo bench startup
+  octavo bench startup --model ./folder --server --repeats 3
+""",
+    ),
+    "sweep": (
+        "run bench serve at several request rates or settings",
+        """\
+examples:
+  octavo bench sweep --serve-cmd 'octavo serve' --request-rates 1,2,4,8
+  octavo bench sweep --serve-cmd 'octavo serve' --find-max-rate --slo ttft:500
+  octavo bench sweep --base-url http://host:8000 --plot sweep.png
+""",
+    ),
+    "tune": (
+        "find the fastest engine settings within latency limits",
+        """\
+examples:
+  octavo bench tune --slo ttft_p99:500,tpot_p99:100
+  octavo bench tune ./folder --slo e2el_p99:2000 --num-configs 6
+""",
+    ),
 }
-"""Modules of octavo.bench with `add_arguments` and `run`."""
+"""Modules of octavo.bench with `add_arguments` and `run`: what each does, and examples."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +141,33 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises the error, with where the help is."""
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        raise ConfigError(f"{_reworded(message)} (see {self.prog} --help)")
+
+
+def _reworded(message: str) -> str:
+    """What argparse says, shorter: "--dtype 'foo' is not allowed; choose one of auto, ..."."""
+    if found := re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message):
+        choices = [choice.strip("'") for choice in found[3].split(", ")]
+        near = difflib.get_close_matches(found[2].strip("'"), choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
+        if not found[1].startswith("-"):
+            return f"there is no {found[1].lower()} {found[2]}; {hint}"
+        return f"{_flag(found[1])} {found[2]} is not allowed; {hint}"
+    if found := re.fullmatch(r"argument (\S+): invalid (float|int) value: (.*)", message):
+        kind = "number" if found[2] == "float" else "whole number"
+        return f"{_flag(found[1])} {found[3]} is not a {kind}"
+    if found := re.fullmatch(r"argument (\S+): expected (?:at least )?one argument", message):
+        return f"{_flag(found[1])} needs a value"
+    if found := re.fullmatch(r"the following arguments are required: (.*)", message):
+        return f"{found[1]} is missing"
+    if found := re.fullmatch(r"argument (\S+): (.*)", message):
+        return f"{_flag(found[1])}: {found[2]}"
+    return message
+
+
+def _flag(names: str) -> str:
+    """The long form out of "-q/--quantization"."""
+    return names.rpartition("/")[2]
 
 
 def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -102,13 +177,16 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         arguments: what it is to parse. A benchmark's flags are there only if it is named, as they
             come with its module.
     """
-    parser = _Parser(prog="octavo", description="LLM inference and serving.")
+    parser = _Parser(prog="octavo", description="LLM inference and serving.", epilog=_FIRST_STEPS)
     parser.add_argument("-v", "--version", action="version", version=f"octavo {__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
 
     serve = commands.add_parser(
-        "serve", help="serve a model over OpenAI's HTTP API", epilog=_SERVE_EXAMPLES
+        "serve",
+        help="serve a model over an OpenAI-compatible HTTP API",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog=_SERVE_EXAMPLES,
     )
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     add_config_flag(serve)
@@ -119,26 +197,43 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     terminal = add_commands(commands)
 
     batch = commands.add_parser(
-        "run-batch", help="answer a file of requests in OpenAI's format", epilog=_BATCH_EXAMPLES
+        "run-batch",
+        help="answer a file of requests in OpenAI's batch format",
+        usage="%(prog)s [MODEL] -i FILE -o FILE [flags]",
+        epilog=_BATCH_EXAMPLES,
     )
     batch.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
-    batch.add_argument("-i", "--input-file", metavar="FILE", help="Requests, one JSON a line.")
-    batch.add_argument("-o", "--output-file", metavar="FILE", help="Where the answers go.")
+    batch.add_argument(
+        "-i", "--input-file", metavar="FILE", help="File of requests, one JSON object per line."
+    )
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="File to write the answers to.")
     add_config_flag(batch)
     add_settings(batch, "answers", _batch_fields())
     add_engine_settings(batch)
     batch.set_defaults(command=_run_batch)
 
-    collect = commands.add_parser("collect-env", help="print versions and the machine's parts")
+    collect = commands.add_parser(
+        "collect-env", help="print versions and hardware, for a bug report"
+    )
     collect.set_defaults(command=_collect_env)
 
-    bench = commands.add_parser("bench", help="measure latency, throughput, serving, start-up")
+    bench = commands.add_parser(
+        "bench", help="measure latency, throughput, serving or start-up time"
+    )
     named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
     benchmark = _add_benchmarks(bench, named)
 
     for command in (serve, *terminal, batch, collect, bench, *benchmark):
         command.set_defaults(parser=command)
+    _describe(commands)
     return parser
+
+
+def _describe(commands: argparse._SubParsersAction[Any]) -> None:
+    """Has the help page of each command begin with what the list of commands says of it."""
+    for listed in commands._choices_actions:
+        assert listed.help is not None
+        commands.choices[listed.dest].description = listed.help[0].upper() + listed.help[1:] + "."
 
 
 def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_Parser]:
@@ -148,14 +243,27 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
         title="benchmarks", metavar="BENCHMARK", required=True, parser_class=_Parser
     )
     parsers: list[_Parser] = []
-    for name, doc in _BENCHMARKS.items():
-        parser = commands.add_parser(name, help=doc)
+    for name, (doc, examples) in _BENCHMARKS.items():
+        usage = _BENCHMARK_USAGE.get(name, "%(prog)s [flags]")
+        parser = commands.add_parser(name, help=doc, usage=usage, epilog=examples)
         if name == named:
             module = importlib.import_module(f"octavo.bench.{name}")
             module.add_arguments(parser)
             parser.set_defaults(command=_bench, run=module.run)
             parsers.append(parser)
+    _describe(commands)
     return parsers
+
+
+_BENCHMARK_USAGE = {"tune": "%(prog)s [MODEL] --slo NAME:MS,... [flags]"}
+_FIRST_STEPS = """\
+examples:
+  octavo run                       chat with the built-in model
+  octavo serve                     start a server on port 8000
+  octavo chat                      chat with that server
+  octavo serve Qwen/Qwen3-0.6B     serve a model from the Hugging Face hub
+  octavo COMMAND --help            more about a command
+"""
 
 
 _SERVE_EXAMPLES = """\
@@ -165,7 +273,7 @@ examples:
   octavo serve --host 127.0.0.1 --port 8080 --speculative-config.method ngram
   octavo serve --config settings.yaml
 
-vLLM's other flags are known, too: docs/vllm.md says what becomes of each.
+vLLM's other flags are recognised too: docs/vllm.md says what happens to each.
 """
 _BATCH_EXAMPLES = """\
 example:
@@ -210,7 +318,10 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
         args: the flags, and what the file says.
         **server: settings of the server that are as they are.
     """
-    warn_of_variables()
+    if names := unknown_variables():
+        note(
+            f"octavo: warning: ignored environment variables (see docs/vllm.md): {', '.join(names)}"
+        )
     environment = settings_from_environment()
     fields = section_fields(ServerConfig)
     server |= {f.name: environment.pop(f.name) for f in fields if f.name in environment}

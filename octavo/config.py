@@ -105,7 +105,7 @@ class ModelConfig(_Section, frozen=True):
         ),
     ] = False
     trust_remote_code: Annotated[
-        bool, Meta(description="Accept models that come with code of their own (it is never run).")
+        bool, Meta(description="Accept models that come with their own code (it is never run).")
     ] = False
     dtype: Annotated[
         Dtype, Meta(description="Data type of weights and activations; auto: the checkpoint's.")
@@ -124,7 +124,7 @@ class ModelConfig(_Section, frozen=True):
     ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
     served_model_name: Annotated[
-        list[str], Meta(description="Names under which the server offers the model.")
+        list[str], Meta(description="Names under which the model is served.")
     ] = []
     max_logprobs: Annotated[
         int,
@@ -133,8 +133,8 @@ class ModelConfig(_Section, frozen=True):
     guided_decoding_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance"],
         Meta(
-            description="What compiles the grammars of structured outputs, unless a request names"
-            " one; auto: the first that can."
+            description="Backend of structured outputs, unless a request names one; auto: the "
+            "first that supports the request."
         ),
     ] = "auto"
     enable_prompt_embeds: Annotated[
@@ -183,7 +183,7 @@ class LoadConfig(_Section, frozen=True):
 
 
 class CacheConfig(_Section, frozen=True):
-    """The paged KV cache."""
+    """The KV cache: what the model keeps of each token, in blocks of equal size."""
 
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")
@@ -197,10 +197,10 @@ class CacheConfig(_Section, frozen=True):
     ] = None
     num_gpu_blocks_override: Annotated[
         PositiveInt | None,
-        Meta(description="Number of KV-cache blocks, whether or not more would fit."),
+        Meta(description="Exact number of KV-cache blocks, even if more would fit."),
     ] = None
     enable_prefix_caching: Annotated[
-        bool, Meta(description="Reuse the KV blocks of prompts that begin alike.")
+        bool, Meta(description="Reuse the KV cache of prompts with a common prefix.")
     ] = True
     kv_cache_dtype: Annotated[
         KVCacheDtype,
@@ -212,7 +212,7 @@ class CacheConfig(_Section, frozen=True):
 
 
 class SchedulerConfig(_Section, frozen=True):
-    """What runs in a step."""
+    """Which requests run in a step, and how many tokens of each."""
 
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
@@ -255,8 +255,8 @@ class DeviceConfig(_Section, frozen=True):
     batch_invariant: Annotated[
         bool,
         Meta(
-            description="CUDA: a request gets the same bits whatever shares its batch, at the cost"
-            " of matrix products of one tile size. On a CPU this is always so."
+            description="CUDA: a request gets the same result, bit for bit, whatever else is in "
+            "its batch; this costs some speed. On a CPU it is always so."
         ),
     ] = False
     tensor_parallel_size: Annotated[
@@ -301,8 +301,8 @@ class ServerConfig(_Section, frozen=True):
     enable_admin: Annotated[
         bool,
         Meta(
-            description="Without API keys: let anybody reset the prefix cache and record profiles."
-            " With keys, having one is enough."
+            description="Without API keys: let anyone reset the prefix cache and record profiles. "
+            "With keys, having one is enough."
         ),
     ] = False
     allowed_hosts: Annotated[
@@ -323,13 +323,16 @@ class ServerConfig(_Section, frozen=True):
     response_role: Annotated[str, Meta(description="Role of the answers in a chat.")] = "assistant"
     max_num_queued_reqs: Annotated[
         int,
-        Meta(description="Maximum number of unfinished requests; more get 429. 0: no limit.", ge=0),
+        Meta(
+            description="Maximum number of unfinished requests; further ones get 429. 0: no limit.",
+            ge=0,
+        ),
     ] = 1024
     request_memory_bytes: Annotated[
         int,
         Meta(
-            description="Memory that unfinished requests (prompts, parameters, answers) may take in"
-            " the server's processes (4G, 512M ...); more get 429.",
+            description="Memory that unfinished requests (prompts, parameters, answers) may take "
+            "in the server's processes (4G, 512M ...); further ones get 429.",
             ge=2**20,
         ),
     ] = 2**30
@@ -353,8 +356,8 @@ class ServerConfig(_Section, frozen=True):
     progress_timeout: Annotated[
         float,
         Meta(
-            description="Seconds without a sign of life from the engine, busy or idle, after which"
-            " /health and /ready fail; a step may take as long.",
+            description="Seconds without a sign of life from the engine after which /health and "
+            "/ready fail; longer than any step takes.",
             gt=0,
         ),
     ] = 60.0
@@ -373,11 +376,11 @@ class ServerConfig(_Section, frozen=True):
     ] = "octavo"
     enable_log_requests: Annotated[bool, Meta(description="Log every request.")] = False
     disable_uvicorn_access_log: Annotated[
-        bool, Meta(description="Log the line of an answered request at level debug only.")
+        bool, Meta(description="Log answered requests at level debug only.")
     ] = False
     disable_access_log_for_endpoints: Annotated[
         str | None,
-        Meta(description="The same for some paths, with commas between them: /v1/models,/ping."),
+        Meta(description="The same for these paths only, separated by commas: /v1/models,/ping."),
     ] = None
     strict_fields: Annotated[
         bool,
@@ -389,14 +392,14 @@ class ServerConfig(_Section, frozen=True):
     enable_tokenizer_info_endpoint: Annotated[
         bool,
         Meta(
-            description="Answer /tokenizer_info, which shows the tokenizer's configuration and the"
+            description="Serve /tokenizer_info, which shows the tokenizer's configuration and the"
             " chat template."
         ),
     ] = False
     root_path: Annotated[
         str,
         Meta(
-            description="Path under which a proxy shows this server, such as /llm.",
+            description="Path under which a proxy exposes this server, such as /llm.",
             pattern="^(/[^/]+)*$",
         ),
     ] = ""
@@ -408,28 +411,28 @@ class ServerConfig(_Section, frozen=True):
         list[str],
         Meta(
             description="ASGI middleware classes, or functions (request, call_next), by import path"
-            " (package.module.name); the last one lies outermost."
+            " (package.module.name); the last one is outermost."
         ),
     ] = []
     enable_force_include_usage: Annotated[
-        bool, Meta(description="Tell the usage with every chunk of every stream.")
+        bool, Meta(description="Report the token usage in every chunk of every stream.")
     ] = False
     enable_prompt_tokens_details: Annotated[
-        bool, Meta(description="Tell in the usage how many prompt tokens were cached.")
+        bool, Meta(description="Report in the usage how many prompt tokens were cached.")
     ] = True
     return_tokens_as_token_ids: Annotated[
         bool,
         Meta(
-            description="Name tokens in logprobs token_id:5 instead of by their text, unless a"
-            " request says otherwise."
+            description="Show tokens in logprobs as token_id:5 instead of their text, unless a "
+            "request says otherwise."
         ),
     ] = False
     disable_fastapi_docs: Annotated[
-        bool, Meta(description="Answer neither /docs nor /openapi.json.")
+        bool, Meta(description="Do not serve /docs and /openapi.json.")
     ] = False
     uvicorn_log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug", "trace"],
-        Meta(description="Least level to log of uvicorn, which speaks HTTP."),
+        Meta(description="Minimum log level of uvicorn, the HTTP server."),
     ] = "warning"
     default_chat_template_kwargs: Annotated[
         dict[str, Any],
@@ -495,7 +498,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class SpeculationConfig(_Section, frozen=True):
-    """Speculative decoding."""
+    """Speculative decoding: guess several tokens, and check them in one step."""
 
     speculative_config: Annotated[
         SpeculativeConfig | None,
@@ -570,7 +573,9 @@ class EngineConfig(_Section, frozen=True):
                 "cache; give one of them."
             )
         if model.skip_tokenizer_init and model.tokenizer is not None:
-            raise ConfigError("skip_tokenizer_init and tokenizer contradict; give one of them.")
+            raise ConfigError(
+                "skip_tokenizer_init and tokenizer contradict each other; give one of them."
+            )
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
 
@@ -622,6 +627,12 @@ def section_fields(section: type[_Section], section_name: str = "") -> Iterator[
         yield ConfigField(section_name, info.name, kind, default, meta.description, secret)
 
 
+def section_doc(section: str) -> str:
+    """The first line of what a section of `EngineConfig` is for."""
+    doc = typing.get_type_hints(EngineConfig)[section].__doc__
+    return str(doc).partition("\n")[0]
+
+
 def config_fields(config: type[EngineConfig] = EngineConfig) -> list[ConfigField]:
     """Lists the settings of all sections of `config`."""
     hints = typing.get_type_hints(config)
@@ -666,10 +677,33 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
         try:
             plain[name] = getattr(msgspec.convert({name: value}, section), name)
         except msgspec.ValidationError as error:
-            reason = str(error).split(" - at `")[0]
+            reason = _expected(str(error))
             shown = HIDDEN if fields[name].secret else repr(value)
             raise ConfigError(f"{name}={shown} is not allowed: {reason}.") from None
     return section(**plain)
+
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a JSON object",
+}
+
+
+def _expected(error: str) -> str:
+    """msgspec's reason in words: "expected an integer >= 1", and where, inside of a JSON object."""
+    reason, _, where = error.partition(" - at `$.")
+    worded = re.sub(r"`([\w |]+)`", _kinds, reason)
+    inside = where.rstrip("`").partition(".")[2]
+    return worded[:1].lower() + worded[1:] + (f" ({inside})" if inside else "")
+
+
+def _kinds(found: re.Match[str]) -> str:
+    names = [name for name in found[1].split(" | ") if name != "null"]
+    return " or ".join(_KINDS.get(name, f"`{name}`") for name in names)
 
 
 def _texts(name: str, value: Any, secret: bool) -> Any:
@@ -702,7 +736,7 @@ def _json(name: str, text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{name}={text!r} is no JSON ({error}); mind the shell's quotes."
+            f"{name}={text!r} is not valid JSON ({error}); mind the shell's quotes."
         ) from None
 
 
@@ -710,7 +744,7 @@ def parse_size(name: str, text: str) -> int:
     """Reads a number such as 4096, 512M, 1.5GiB or 4k: K is 1,024, and k is 1,000."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"{name}={text!r} is no size; write for example 512M or 4G.")
+        raise ConfigError(f"{name}={text!r} is not a size; write for example 512M or 4G.")
     unit = match[2]
     if unit.islower() and not match[3]:
         return int(float(match[1]) * 1000 ** _SIZE_UNITS.index(unit.upper()))

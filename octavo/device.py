@@ -224,6 +224,21 @@ def check_isa() -> None:
         raise ConfigError(str(error)) from None
 
 
+def check_num_threads(num_threads: int | None) -> int:
+    """Looks whether there is a core for each thread; returns the number of cores.
+
+    Raises:
+        ConfigError: if there are fewer.
+    """
+    cores = num_cpus()
+    if num_threads is not None and num_threads > cores:
+        raise ConfigError(
+            f"num_threads={num_threads} is more than the {cores} cores this process may use; "
+            f"threads waiting for each other would make every step slower. Use {cores} or fewer."
+        )
+    return cores
+
+
 def set_num_threads(num_threads: int | None) -> int:
     """Sizes the pool of threads that compute; returns its size.
 
@@ -237,12 +252,7 @@ def set_num_threads(num_threads: int | None) -> int:
 
     from octavo import _native
 
-    cores = num_cpus()
-    if num_threads is not None and num_threads > cores:
-        raise ConfigError(
-            f"num_threads={num_threads} is more than the {cores} cores this process may use; "
-            "threads waiting for each other would make every step slower. Lower it."
-        )
+    cores = check_num_threads(num_threads)
     torch.set_num_threads(1)
     _native.set_num_threads(num_threads or cores)
     return num_threads or cores

@@ -8,7 +8,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import Any, Self
 
 from octavo.arguments import GIVEN_FLAGS, add_engine_settings
-from octavo.config import EngineConfig, config_fields
+from octavo.config import EngineConfig, config_fields, settings_from_environment
 from octavo.errors import ConfigError
 from octavo.foreign import FOREIGN, SECTIONS, SPECULATIVE
 
@@ -31,12 +31,14 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         given: by their names. Defaults are left out, as which None counts, too; so they contradict
-            no other setting. Unknown names are passed on.
+            no other setting. Unknown names are passed on. What is not given, the environment says.
 
     Raises:
-        ConfigError: the model is to do something else than generate.
+        ConfigError: the model is to do something else than generate, or a variable of the
+            environment has a wrong value.
     """
-    settings: dict[str, Any] = {}
+    environment = settings_from_environment()
+    settings: dict[str, Any] = {k: v for k, v in environment.items() if k in _OWN}
     for name, value in given.items():
         if name == "task":  # vLLM's older name of runner
             if value not in (None, "auto", "generate"):

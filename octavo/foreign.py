@@ -164,7 +164,7 @@ FOREIGN: dict[str, Foreign] = {
             kda_prefill_backend="auto",
             kda_decode_backend="auto",
         ),
-        _group("octavo bench tune searches the settings for a goal", performance_mode="balanced"),
+        _group("octavo bench tune finds the settings for a goal", performance_mode="balanced"),
         _group(
             "models with adapters cannot be served yet; merge the adapter into the weights and "
             "serve the merged model",
@@ -247,7 +247,7 @@ FOREIGN: dict[str, Foreign] = {
             enable_flash_late_interaction=EITHER,
         ),
         _group(
-            "calls of tools are not read out of answers yet; leave it out and read them in your "
+            "tool calls are not parsed from answers yet; leave it out and parse them in your "
             "client, or ask for JSON with response_format",
             enable_auto_tool_choice=False,
             exclude_tools_when_tool_choice_none=False,
@@ -257,8 +257,8 @@ FOREIGN: dict[str, Foreign] = {
             tool_strict_level="auto",
         ),
         _group(
-            "the reasoning of an answer is not told from the rest yet; leave it out, and the "
-            "answer comes as one text",
+            "reasoning is not separated from the answer yet; leave it out, and the answer comes as "
+            "one text",
             reasoning_parser="",
             reasoning_parser_plugin="",
             reasoning_config={},
@@ -278,7 +278,7 @@ FOREIGN: dict[str, Foreign] = {
             enable_cumem_allocator=False,
         ),
         _group(
-            "it tunes the offloading of weights, which there is none of here",
+            "it tunes the offloading of weights, which does not exist here",
             cpu_offload_params=ANY_LIST,
             offload_num_in_group=ANY,
             offload_prefetch_step=ANY,
@@ -386,9 +386,9 @@ FOREIGN: dict[str, Foreign] = {
             "logits processors come with packages, found by entry point, as examples/ has one",
             logits_processors=[],
         ),
-        _group("answers carry no marks", watermark_config={}),
+        _group("answers are not watermarked", watermark_config={}),
         _group(
-            "statistics are not logged but counted; /metrics has them",
+            "statistics are not logged; /metrics has them",
             disable_log_stats=EITHER,
             aggregate_engine_logging=EITHER,
         ),

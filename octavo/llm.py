@@ -236,23 +236,26 @@ class LLM:
                     if output.outputs[0].finish_reason == "error":
                         raise RequestError(str(output.outputs[0].stop_reason))
                 searches[i].step([candidates_of(output) for output in its_outputs])
-        keep_eos = params.include_stop_str_in_output
         return [
-            BeamSearchOutput([self._sequence(request, beam, keep_eos) for beam in search.beams])
+            BeamSearchOutput([self._sequence(request, beam, params) for beam in search.beams])
             for (request, _), search in zip(processed, searches, strict=True)
         ]
 
     def _sequence(
-        self, request: EngineCoreRequest, beam: Beam, keep_eos: bool
+        self, request: EngineCoreRequest, beam: Beam, params: BeamSearchParams
     ) -> BeamSearchSequence:
         tokenizer = self.llm_engine.tokenizer
-        ended = beam.finish_reason == "stop"
-        tokens = beam.token_ids[:-1] if ended and not keep_eos else beam.token_ids
+        cut = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        tokens = beam.token_ids[:-1] if cut else beam.token_ids
+        text = None
+        if tokenizer is not None:
+            known = request.known_token_ids + tokens
+            text = tokenizer.decode(known, skip_special_tokens=params.skip_special_tokens)
         return BeamSearchSequence(
             request.prompt_token_ids + tokens,
             [row[0] for row in beam.rows],
             beam.cum_logprob,
-            None if tokenizer is None else tokenizer.decode(request.known_token_ids + tokens),
+            text,
             beam.finish_reason,
         )
 

@@ -65,7 +65,7 @@ def setup_logging(level: str, log_format: str) -> None:
         log.setLevel(max(logging.getLevelName(level.upper()), logging.getLevelName(least.upper())))
 
 
-def setup_default_logging() -> None:
+def setup_default_logging(level: str) -> None:
     """Shows Octavo's logs on stderr, unless the program has set up logging itself."""
     if not logging.getLogger("octavo").handlers and not logging.getLogger().handlers:
-        setup_logging("info", "text")
+        setup_logging(level, "text")

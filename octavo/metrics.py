@@ -107,6 +107,12 @@ class EngineMetrics:
         )
         self._prompt_tokens_computed = by_source.labels(**self._labels, source="local_compute")
         self._prompt_tokens_hit = by_source.labels(**self._labels, source="local_cache_hit")
+        self._hits_on_device = Counter(
+            f"{prefix}:prompt_tokens_cached_by_source",
+            "Tokens found in the prefix cache, by where it is kept.",
+            [*_LABELS, "source"],
+            registry=self._registry,
+        ).labels(**self._labels, source="device")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
@@ -202,7 +208,9 @@ class EngineMetrics:
             self.engine_restarted()
         last, self._last_stats = self._last_stats, stats
         self._prefix_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
-        self._prefix_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
+        hits = stats.prefix_cache_hits - last.prefix_cache_hits
+        self._prefix_hits.inc(hits)
+        self._hits_on_device.inc(hits)
         self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
         if stats.num_drafts > last.num_drafts:
             self._record_drafts(stats, last)

@@ -6,7 +6,7 @@ import copy
 import enum
 import json
 import numbers
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import msgspec
@@ -53,18 +53,36 @@ _FLAGS = (
 )
 
 _LEAVE_OUT = "leave it out"
-_REFUSED: dict[str, tuple[tuple[int, ...], str]] = {
-    "watermarking": ((False,), _LEAVE_OUT),
-    "prompt_logprob_token_ids": ((), "use prompt_logprobs"),
-    "prompt_logprob_start": ((0,), "use prompt_logprobs"),
-    "stream_interval": ((1,), "an output comes with each step"),
-    "skip_reading_prefix_cache": ((False,), "give the request a cache_salt of its own"),
-    "thinking_token_budget": ((-1,), "use max_tokens"),
-    "repetition_detection": ((), "use repetition_penalty or frequency_penalty"),
-    "routed_experts_prompt_start": ((0,), _LEAVE_OUT),
-    "trace_decode_token_ids": ((), _LEAVE_OUT),
+Refused: TypeAlias = Mapping[str, tuple[tuple[int | None, ...], str]]
+"""vLLM's fields that are not supported: values that ask for nothing, what to do."""
+
+REFUSED: Refused = {
+    "watermarking": ((None, False), _LEAVE_OUT),
+    "prompt_logprob_token_ids": ((None,), "use prompt_logprobs"),
+    "prompt_logprob_start": ((None, 0), "use prompt_logprobs"),
+    "stream_interval": ((None, 1), "an output comes with each step"),
+    "skip_reading_prefix_cache": ((None, False), "give the request a cache_salt of its own"),
+    "thinking_token_budget": ((None, -1), "use max_tokens"),
+    "repetition_detection": ((None,), "use repetition_penalty or frequency_penalty"),
+    "routed_experts_prompt_start": ((None, 0), _LEAVE_OUT),
+    "trace_decode_token_ids": ((None,), _LEAVE_OUT),
 }
-"""vLLM's fields that are not supported: values that ask for nothing (as None does), what to do."""
+"""Of `SamplingParams`."""
+
+REFUSED_STRUCTURED_OUTPUTS: Refused = {
+    "disable_additional_properties": (
+        (False,),
+        "write additionalProperties: false into the schema",
+    ),
+    "whitespace_pattern": ((None,), "use disable_any_whitespace"),
+}
+"""Of `StructuredOutputsParams`."""
+
+REFUSED_BEAM_SEARCH: Refused = {
+    "structured_outputs": ((None,), "leave it out, or use SamplingParams"),
+    "watermarking": ((None, False), _LEAVE_OUT),
+}
+"""Of `BeamSearchParams`."""
 
 
 GrammarKind: TypeAlias = Literal[
@@ -130,7 +148,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             raise RequestError(
                 f"{given[1]} and {given[0]} are both given; an answer follows one of them."
                 if given
-                else "structured_outputs asks for nothing; give json, regex, choice, grammar, "
+                else "structured_outputs is empty; give json, regex, choice, grammar, "
                 "json_object or structural_tag.",
                 given[1] if given else "structured_outputs",
             )
@@ -141,17 +159,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
                 "backend",
             )
         self.backend = cast(GrammarBackendName, _GRAMMAR_BACKENDS[backend])
-        if self.disable_additional_properties is not False:
-            raise UnsupportedError(
-                "disable_additional_properties is not supported; write additionalProperties: false "
-                "into the schema.",
-                "disable_additional_properties",
-            )
-        if self.whitespace_pattern is not None:
-            raise UnsupportedError(
-                "whitespace_pattern is not supported; use disable_any_whitespace.",
-                "whitespace_pattern",
-            )
+        _refuse_unsupported(self, REFUSED_STRUCTURED_OUTPUTS)
         if self.json is not None:
             self.json = _json_text(
                 "json",
@@ -171,7 +179,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             text = getattr(self, name)
             if not isinstance(text, str) or not text:
                 raise RequestError(
-                    f"{name}={_show(text)} is not allowed; it is a text, and not empty.", name
+                    f"{name}={_show(text)} is not allowed; it is a non-empty string.", name
                 )
             _check_text(name, text)
 
@@ -363,10 +371,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     def _verify(self) -> None:
-        for name, (harmless, instead) in _REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value in harmless):
-                raise UnsupportedError(f"{name}={_show(value)} is not supported; {instead}.", name)
+        _refuse_unsupported(self, REFUSED)
         self._check_int("n", 1, MAX_N)
         self._check_float("presence_penalty", -2.0, 2.0)
         self._check_float("frequency_penalty", -2.0, 2.0)
@@ -567,12 +572,19 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     this: above 0 longer ones are preferred, below 0 shorter ones; -10 to 10."""
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the answer."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """Refused."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    watermarking: bool | None = None
+    """Refused if true."""
     early_stopping: bool | Literal["never"] = False
     """When `beam_width` beams have finished: True ends the search; False ends it if a live beam,
     as long as it is, has no better score than the worst of them; "never" only if none can get one.
     As transformers has it."""
 
     def __post_init__(self) -> None:
+        _refuse_unsupported(self, REFUSED_BEAM_SEARCH)
         width, most, penalty = self.beam_width, self.max_tokens, self.length_penalty
         if not _is_int(width) or not 1 <= width <= MAX_BEAM_WIDTH:
             self._refuse("beam_width", f"an integer in [1, {MAX_BEAM_WIDTH}]")
@@ -582,7 +594,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
             self._refuse("temperature", "0 or 1 in a beam search, which does not sample")
         if not _is_number(penalty) or not -10.0 <= penalty <= 10.0:  # not with NaN either
             self._refuse("length_penalty", "a number in [-10, 10]")
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "true or false")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -592,6 +604,13 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
         raise RequestError(
             f"{name}={_show(getattr(self, name))} is not allowed; it is {allowed}.", name
         )
+
+
+def _refuse_unsupported(params: object, refused: Refused) -> None:
+    for name, (harmless, instead) in refused.items():
+        value = getattr(params, name)
+        if not (isinstance(value, int | None) and value in harmless):
+            raise UnsupportedError(f"{name}={_show(value)} is not supported; {instead}.", name)
 
 
 def check_extra_args(value: object, name: str) -> dict[str, Any]:
@@ -657,7 +676,7 @@ def _json_text(name: str, value: object, kinds: tuple[type, ...], what: str) -> 
             f"{name} is nested more than {MAX_GRAMMAR_DEPTH} levels deep.", name
         ) from None
     except (TypeError, ValueError) as error:
-        reason = f": it is no JSON ({str(error)[:80]})"
+        reason = f": it is not valid JSON ({str(error)[:80]})"
     if reason is not None:
         raise RequestError(f"{name}={_show(value)} is not allowed{reason}; it is {what}.", name)
     _check_text(name, text)
@@ -665,7 +684,7 @@ def _json_text(name: str, value: object, kinds: tuple[type, ...], what: str) -> 
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _has_odd_keys(value: object) -> bool:

@@ -15,7 +15,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file of settings, by the names of these flags; flags win over it.",
+        help="YAML file of settings, named like these flags; flags override it.",
     )
 
 
@@ -39,7 +39,7 @@ def add_from_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         if action is None or action.dest in ("help", "config"):
             raise ConfigError(f"{args.config}: {_unknown(key, list(flags))}")
         if action.dest in seen:
-            raise ConfigError(f"{where} says again what {seen[action.dest]} says; keep one.")
+            raise ConfigError(f"{where} repeats {seen[action.dest]}; keep one.")
         seen[action.dest] = key
         words = _words(where, action, value)
         if hasattr(args, action.dest) or (action.dest == "model" and model_named):
@@ -62,7 +62,9 @@ def _read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config={path!r} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"config={path!r} is no YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(
+            f"config={path!r} is not valid YAML: {' '.join(str(error).split())}."
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -70,7 +72,7 @@ def _read(path: str) -> dict[str, Any]:
     keys = [key.value for key, _ in node.value]
     for key in keys:
         if keys.count(key) > 1:  # YAML itself would take the last one
-            raise ConfigError(f"{path}: {key} is there twice; keep one.")
+            raise ConfigError(f"{path}: {key} appears twice; keep one.")
     return {str(key): value for key, value in content.items()}
 
 

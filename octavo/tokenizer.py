@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from octavo.errors import ContextLengthError, ModelError, RequestError
+from octavo.errors import ContextLengthError, ModelError, RequestError, reason_of
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -552,7 +552,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text("utf-8"))
     except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object.")
     return value

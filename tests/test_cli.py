@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -79,6 +80,14 @@ def test_without_flags_all_is_default(served):
     assert served["server"] == ServerConfig()
 
 
+def test_vllms_well_known_command(served):
+    flags = ["--max-model-len", "4k", "--tensor-parallel-size", "1", "--dtype", "auto"]
+    assert cli.main(["serve", "Qwen/Qwen3-0.6B", *flags, "--api-key", "token-abc123"]) == 0
+    model = served["engine"].model
+    assert (model.model, model.max_model_len) == ("Qwen/Qwen3-0.6B", 4000)
+    assert served["server"].api_key == ["token-abc123"]
+
+
 def test_the_model_is_an_argument_or_a_flag(served):
     for argv in (["serve", "org/m"], ["serve", "--model", "org/m"], ["serve", "--model=org/m"]):
         assert cli.main([*argv, "--max-model-len", "64"]) == 0
@@ -144,3 +153,55 @@ def test_the_command_line_is_light():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert not loaded & {"torch", "fastapi", "pydantic", "httpx", "uvicorn", "rich", "transformers"}
+
+
+COMMANDS = "serve", "run", "chat", "complete", "list", "pull", "run-batch", "collect-env", "bench"
+BENCHMARKS = "latency", "throughput", "serve", "startup", "sweep", "tune"
+PAGES = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHMARKS)]
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_a_help_page_fits_80_columns_and_has_examples(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([*words, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith(" ".join(["usage: octavo", *words]))
+    assert lines[2].endswith(".")  # what it does, before any flag
+    page = "\n".join(lines)
+    if "flags" in lines[0] or not words:
+        examples = page.partition("\nexample")[2]
+        assert " ".join(["  octavo", *words]) in examples
+
+
+def test_examples_of_the_help_pages_have_flags_that_there_are():
+    for words in PAGES:
+        parser = cli.build_parser(words)
+        for word in words:
+            (commands,) = parser._subparsers._group_actions
+            parser = commands.choices[word]
+        for line in (parser.epilog or "").splitlines():
+            if line.startswith(" ".join(["  octavo", *words])):
+                for flag in re.findall(r" (--[a-z-]+)", line.partition("'")[0]):
+                    assert flag in [*parser._option_string_actions, "--help"], line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("serv", "there is no command 'serv'; did you mean serve? (see octavo --help)"),
+        ("bench lat", "there is no benchmark 'lat'; did you mean latency? (see octavo bench"),
+        ("serve --dtype foo", "--dtype 'foo' is not allowed; choose one of auto, float32,"),
+        ("serve -q int7", "--quantization 'int7' is not allowed; did you mean int8?"),
+        ("serve --block-size 5", "--block-size 5 is not allowed; choose one of 8, 16,"),
+        ("serve --port", "--port needs a value (see octavo serve --help)"),
+        ("chat --temperature x", "--temperature 'x' is not a number (see octavo chat"),
+        ("bench latency --n x", "--n 'x' is not a whole number (see octavo bench latency"),
+        ("bench tune", "--slo is missing (see octavo bench tune --help)"),
+        ("bench", "BENCHMARK is missing (see octavo bench --help)"),
+    ],
+)
+def test_what_argparse_finds_is_said_in_our_words(capsys, argv, said):
+    assert cli.main(argv.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"octavo: error: {said}")

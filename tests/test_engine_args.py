@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import logging
 
 import pytest
 import torch
 
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields, optional_type
+from octavo.engine.vllm_arguments import heed_environment
 from octavo.engine_args import AsyncEngineArgs, EngineArgs, engine_settings
 from octavo.errors import ConfigError
 
@@ -66,3 +68,26 @@ def test_from_a_command_line(kind):
     plain = vars(kind.add_cli_args(argparse.ArgumentParser()).parse_args(words))
     plain.pop("enable_log_requests", None)
     assert EngineConfig.from_kwargs(**engine_settings(plain)).model.max_model_len == 64
+
+
+def test_the_environment_says_what_is_not_given(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", "debug")  # no setting of an engine
+    assert engine_settings({}) == {"kv_cache_memory_bytes": 2**30}
+    assert engine_settings({"kv_cache_memory_bytes": None}) == {"kv_cache_memory_bytes": 2**30}
+    assert engine_settings({"kv_cache_memory_bytes": "1M"}) == {"kv_cache_memory_bytes": "1M"}
+    assert EngineArgs().create_engine_config().cache.kv_cache_memory_bytes == 2**30
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "perhaps")
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT='perhaps'"):
+        engine_settings({})
+
+
+def test_variables_without_meaning_are_named_once(monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_FROBNICATE", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
+    with caplog.at_level("WARNING", logger="octavo"):
+        assert [heed_environment(), heed_environment()] == ["error", "error"]
+    assert [r.message for r in caplog.records] == [
+        "ignored environment variables (see docs/vllm.md): VLLM_FROBNICATE"
+    ]

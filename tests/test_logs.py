@@ -121,12 +121,12 @@ def test_default_logging_leaves_a_program_s_own_alone(monkeypatch):
     try:
         log.handlers = []
         monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
-        setup_default_logging()
+        setup_default_logging("info")
         assert log.handlers == []
         monkeypatch.setattr(root, "handlers", [])
-        setup_default_logging()
+        setup_default_logging("info")
         assert len(log.handlers) == 1
-        setup_default_logging()
+        setup_default_logging("info")
         assert len(log.handlers) == 1
     finally:
         log.handlers, log.propagate, level = before

@@ -25,6 +25,7 @@ NAMES = {
     "prompt_tokens",
     "prompt_tokens_cached",
     "prompt_tokens_by_source",
+    "prompt_tokens_cached_by_source",
     "generation_tokens",
     "iteration_tokens_total",
     "request_success",
@@ -206,6 +207,7 @@ def test_scheduler_stats(metrics):
     assert read(metrics, "kv_cache_usage_perc") == 0.25
     assert read(metrics, "prefix_cache_queries_total") == 150
     assert read(metrics, "prefix_cache_hits_total") == 40
+    assert read(metrics, "prompt_tokens_cached_by_source_total", source="device") == 40
     assert read(metrics, "num_preemptions_total") == 1
     # A new engine starts at zero: what it counts comes on top.
     stats(1, 5, 30, 10, 0)

@@ -135,7 +135,7 @@ class Client:
                 finally:
                     transport.abort()
         except TimeoutError:
-            error = f"No end of the answer within {self._timeout:g} s."
+            error = f"The answer did not end within {self._timeout:g} s."
         except OSError as failure:  # ssl.SSLError is one
             error = f"Cannot connect: {failure.strerror or failure}"
         origin = start if origin is None else origin

@@ -57,8 +57,9 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dataset-name",
         choices=sorted(_LOADERS),
+        metavar="NAME",
         default="random",
-        help="Kind of data set [random].",
+        help=f"Kind of data set: {', '.join(sorted(_LOADERS))} [random].",
     )
     add("--dataset-path", metavar="FILE", help="File of the data set.")
     add(
@@ -305,8 +306,8 @@ def _sonnet(source: _Source) -> list[BenchRequest]:
     num_random = round((input_len - task) / average) - num_prefix
     if num_random < 0 or num_prefix > len(lines) or input_len <= task:
         raise ConfigError(
-            f"--sonnet-prefix-len {prefix_len} and --sonnet-input-len {input_len} do not go "
-            f"together with {path}: the task takes {task} tokens, a line {average:.1f}, and there "
+            f"--sonnet-prefix-len {prefix_len} and --sonnet-input-len {input_len} do not fit "
+            f"{path}: the task takes {task} tokens, a line {average:.1f}, and there "
             f"are {len(lines)} lines."
         )
     head = _SONNET_TASK + "".join(line + "\n" for line in lines[:num_prefix])

@@ -11,6 +11,7 @@ from octavo.arguments import engine_kwargs
 from octavo.bench.metrics import RequestRecord
 from octavo.config import EngineConfig
 from octavo.engine.memory_plan import resolve_max_model_len
+from octavo.engine_args import engine_settings
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.models.hub import resolve_folders
@@ -57,7 +58,7 @@ def check_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ModelSpec,
         ConfigError, ModelError: a setting or the model cannot be used.
     """
     kwargs = engine_kwargs(args)
-    config = EngineConfig.from_kwargs(**kwargs)
+    config = EngineConfig.from_kwargs(**engine_settings(kwargs))
     spec = read_spec(resolve_folders(config)[0], trust_remote_code=config.model.trust_remote_code)
     return kwargs, spec, resolve_max_model_len(config, spec)
 

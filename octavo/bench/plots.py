@@ -45,7 +45,7 @@ def check(path: str | Path) -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise BenchError(
-            "Pictures need matplotlib, which is missing; install it with "
+            "Plots need matplotlib, which is not installed; install it with "
             "`pip install octavo[bench]`."
         ) from None
 

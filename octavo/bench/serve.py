@@ -79,8 +79,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base-url", metavar="URL", help="Address of the server; overrides --host and --port.")
     add("--host", default="127.0.0.1", help="Host of the server [127.0.0.1].")
     add("--port", type=int, default=8000, metavar="N", help="Port of the server [8000].")
-    add("--endpoint", metavar="PATH", help="Path of the API; default: as the backend has it.")
-    add("--model", metavar="NAME", help="Model to ask; default: the server's first.")
+    add("--endpoint", metavar="PATH", help="Path of the API; default: the backend's.")
+    add("--model", metavar="NAME", help="Model to use; default: the server's first.")
     add("--tokenizer", metavar="NAME", help="Folder or hub id of its tokenizer; default: --model.")
     keys = " or ".join(API_KEY_VARIABLES)
     add("--api-key", metavar="KEY", help=f"API key; default: {keys}.")
@@ -131,14 +131,14 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--ignore-eos",
         action="store_true",
-        help="Generate all tokens asked for, whatever the model says.",
+        help="Generate all requested tokens, even past the model's end.",
     )
     add(
         "--temperature",
         type=float,
         default=0.0,
         metavar="X",
-        help="Sampling temperature; 0 is greedy [0].",
+        help="Randomness; 0: always the most probable token [0].",
     )
     for name in _SAMPLING:
         kind: type = int if name == "top_k" else float
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         console.print(f"Saved in {path}", markup=False)
     if args.plot is not None:
         plots.requests(result, args.plot)
-        console.print(f"Drawn in {args.plot}", markup=False)
+        console.print(f"Plot saved in {args.plot}", markup=False)
     return result
 
 
@@ -712,7 +712,7 @@ def _notes(
         )
         if short:
             notes.append(
-                f"{results.counted(short, 'answer')} came out shorter than asked for, in spite of "
+                f"{results.counted(short, 'answer')} came out shorter than asked for, despite "
                 "--ignore-eos."
             )
     if lag["client_bottleneck"]:

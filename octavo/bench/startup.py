@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="X",
-        help="Seconds that a start may take [600].",
+        help="Timeout of a start in seconds [600].",
     )
     add("--output-json", metavar="FILE", help="Save the results as JSON.")
     add_engine_settings(parser)
@@ -105,7 +105,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout}: must be above 0.")
     if args.cold and not hasattr(os, "posix_fadvise"):
-        raise ConfigError("--cold is not possible: this system cannot forget a file's contents.")
+        raise ConfigError("--cold is not possible: this system cannot drop files from its cache.")
     kwargs = engine_kwargs(args)
     config = EngineConfig.from_kwargs(**kwargs)
     files = sorted(path for path in resolve_folders(config)[0].iterdir() if path.is_file())

@@ -187,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--request-rates",
         metavar="X,...",
-        help="Short for --bench-params with these request rates.",
+        help="Shorthand for --bench-params with these request rates.",
     )
     add("--num-runs", type=int, default=1, metavar="N", help="Runs of each combination [1].")
     add(
@@ -195,13 +195,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Search for the highest request rate within --slo instead of running given ones.",
     )
-    add("--slo", metavar="NAME:MS,...", help="Service levels: ttft_p99:2000,tpot_p99:100.")
+    add("--slo", metavar="NAME:MS,...", help="Latency limits in ms: ttft_p99:2000,tpot_p99:100.")
     add(
         "--ready-timeout",
         type=float,
         default=600.0,
         metavar="X",
-        help="Seconds that a start may take [600].",
+        help="Timeout of a start in seconds [600].",
     )
     add("--resume", action="store_true", help="Skip runs that have a result already.")
     add("--dry-run", action="store_true", help="Print the commands without running them.")
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     if args.plot is not None and good:
         plots.throughput_latency(good, args.plot)
-        console.print(f"Drawn in {args.plot}", markup=False)
+        console.print(f"Plot saved in {args.plot}", markup=False)
     return result
 
 

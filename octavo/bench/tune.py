@@ -165,10 +165,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slo",
         required=True,
         metavar="NAME:MS,...",
-        help="Service levels to keep: e2el_p99:500,ttft_p99:200.",
+        help="Latency limits in ms: e2el_p99:500,ttft_p99:200.",
     )
     add("--num-configs", type=int, default=18, metavar="N", help="Configurations to try [18].")
-    add("--eta", type=int, default=3, metavar="N", help="Keep the best 1/N of each rung [3].")
+    add(
+        "--eta",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Keep the best 1/N of the configurations after each round [3].",
+    )
     add(
         "--allow-quantization",
         metavar="NAME,...",
@@ -185,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="X",
-        help="Seconds that a start may take [600].",
+        help="Timeout of a start in seconds [600].",
     )
     add("--result-dir", default=".", metavar="DIR", help="Folder for the result [.].")
     add(

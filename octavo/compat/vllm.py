@@ -7,6 +7,7 @@ it does in Python: with an ImportError that names it.
 from __future__ import annotations
 
 import argparse
+import gc
 import runpy
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import octavo
 from octavo import metrics_reader, outputs, sampling_params
+from octavo.device import trim_memory
 from octavo.engine import async_llm, input_processor, llm_engine
 from octavo.engine_args import AsyncEngineArgs, EngineArgs
 from octavo.llm import LLM
@@ -37,6 +39,12 @@ def _with_dashes(word: str) -> str:
         return word
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Gives memory of engines that nobody refers to any more back to the system."""
+    gc.collect()
+    trim_memory()
 
 
 _ENGINE = {"LLMEngine": llm_engine.LLMEngine}
@@ -66,6 +74,7 @@ _METRICS = {
     name: getattr(metrics_reader, name)
     for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")
 }
+_CLEANUP = {"cleanup_dist_env_and_memory": cleanup_dist_env_and_memory}
 _MODULES: dict[str, dict[str, Any]] = {
     "vllm": {
         "LLM": LLM,
@@ -77,6 +86,8 @@ _MODULES: dict[str, dict[str, Any]] = {
         "BeamSearchOutput": outputs.BeamSearchOutput,
         "BeamSearchSequence": outputs.BeamSearchSequence,
     },
+    "vllm.distributed": _CLEANUP,
+    "vllm.distributed.parallel_state": _CLEANUP,
     "vllm.engine": {},
     "vllm.engine.arg_utils": _ARGS,
     "vllm.engine.async_llm_engine": _ASYNC_ENGINE,

@@ -90,6 +90,7 @@ def make_engine_core(
     setup = _with_draft(setup)
     draft = setup.draft
     platform = platform or get_platform(config.device.device)
+    platform.check_settings(config.device)
     read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or _import_executor()
     estimate = platform.estimate_memory(setup)
@@ -102,7 +103,7 @@ def make_engine_core(
         )
     if draft is not None and not native:
         raise ConfigError(
-            "speculative_config: models that draft run on device=cpu only, without Triton; take "
+            "speculative_config: draft models run only on device=cpu and without Triton; use "
             "method ngram or suffix."
         )
     if config.model.enable_prompt_embeds and (
@@ -173,7 +174,7 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
     if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:
         raise ConfigError(
             f"speculative_config: all layers of {config.model.model} have sliding windows, and a "
-            "model that drafts needs the pages of one that has none; take method ngram or suffix."
+            "draft model needs one layer without; use method ngram or suffix."
         )
     speculative = config.speculation.speculative_config
     assert speculative is not None

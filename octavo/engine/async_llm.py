@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +29,9 @@ from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory, request_nbytes
-from octavo.engine.vllm_arguments import refuse_adapter, require_tokenizer
+from octavo.engine.vllm_arguments import heed_environment, refuse_adapter, require_tokenizer
 from octavo.engine_args import AsyncEngineArgs
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.logs import setup_default_logging
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
@@ -63,7 +62,8 @@ class Health:
 class AsyncLLM:
     """One model behind an asyncio interface; the engine core runs in its own process.
 
-    Made by `start`. All methods belong to the event loop that `start` ran in.
+    Made by `start`. All methods belong to the event loop that `start` ran in; of `from_engine_args`
+    outside of one, to the first in which something is asked.
     """
 
     def __init__(
@@ -119,10 +119,30 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
-        self._tasks = [
-            asyncio.create_task(self._handle_outputs()),
-            asyncio.create_task(self._send_heartbeats()),
-        ]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        with contextlib.suppress(RuntimeError):  # there is no event loop yet
+            self._attach()
+
+    def _attach(self) -> None:
+        """Makes the running event loop the one that the engine belongs to.
+
+        Raises:
+            RuntimeError: none is running.
+            ConfigError: it belongs to another one.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._tasks = [
+                loop.create_task(self._handle_outputs()),
+                loop.create_task(self._send_heartbeats()),
+            ]
+        elif self._loop is not loop:
+            raise ConfigError(
+                "This AsyncLLM belongs to the event loop in which it was first used, and that is "
+                "not the running one; use one asyncio.run for all that is asked of it."
+            )
 
     @classmethod
     async def start(
@@ -170,20 +190,12 @@ class AsyncLLM:
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
         """Starts the engine process with vLLM's settings; as `start`, but a download blocks.
 
-        To be called in the event loop that the engine is used in.
+        May be called before there is an event loop.
 
         Raises:
-            ConfigError, ModelError, HubError: if settings, model folder or download are bad, or
-                there is no running event loop.
+            ConfigError, ModelError, HubError: if settings, model folder or download are bad.
         """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            raise ConfigError(
-                "An AsyncLLM belongs to the event loop that it is made in, and none is running "
-                "here; make it inside of the coroutine that uses it."
-            ) from None
-        setup_default_logging()
+        level = heed_environment()
         config = engine_args.create_engine_config()
         return cls(
             config,
@@ -192,7 +204,7 @@ class AsyncLLM:
             request_memory=DEFAULT_REQUEST_MEMORY,
             served_name=None,
             metrics_prefix="octavo",
-            log_level="warning",
+            log_level=level or "warning",
             log_format="text",
         )
 
@@ -202,6 +214,7 @@ class AsyncLLM:
         Raises:
             EngineDeadError: with the root cause, if it cannot be loaded.
         """
+        self._attach()
         await asyncio.shield(self._client.ready)
 
     @property
@@ -315,6 +328,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, within one step; unknown ids are ignored."""
+        self._attach()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await self._client.abort_requests(self._output_processor.abort_requests(ids))
 
@@ -347,6 +361,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
+        self._attach()
         return bool(await self._client.call_utility("reset_prefix_cache"))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -381,10 +396,12 @@ class AsyncLLM:
     async def is_sleeping(self) -> bool:
         """Whether it sleeps, at any level, or is about to."""
         await self.check_health()
+        self._attach()
         return bool(await self._client.call_utility("is_sleeping"))
 
     async def _change_sleep(self, method: str, *args: Any) -> bool:
         await self.check_health()
+        self._attach()
         self._changes_sleep = True
         try:
             return bool(await self._client.call_utility(method, *args))
@@ -399,6 +416,7 @@ class AsyncLLM:
         Raises:
             ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
         """
+        self._attach()
         await self._client.call_utility("start_profile")
 
     async def stop_profile(self) -> str:
@@ -407,24 +425,32 @@ class AsyncLLM:
         Raises:
             ProfilerError: no profile is being recorded, or it cannot be written.
         """
+        self._attach()
         return str(await self._client.call_utility("stop_profile"))
 
-    def shutdown(self) -> asyncio.Task[None]:
+    def shutdown(self) -> Awaitable[None]:
         """Ends the engine process. May be called twice.
 
         Returns:
-            What may be awaited to know that the process has ended.
+            What may be awaited to know that the process has ended; outside of an event loop it has.
         """
         for task in self._tasks:
             task.cancel()
         if self._dead is None:
             self._die(EngineDeadError("the engine was shut down"))
-        self._shutdown = asyncio.create_task(self._end_process())
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._client.process.shutdown()
+            self._client.close()
+            return _Done()
+        self._shutdown = loop.create_task(self._end_process())
         return self._shutdown
 
     async def _end_process(self) -> None:
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            tasks = [task for task in self._tasks if not task.done()]
+            await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # the event loop, too, may be about to end
             await self._client.shutdown()
 
@@ -442,6 +468,7 @@ class AsyncLLM:
         """The core request of a prompt, and the prompt's text; see `generate`."""
         if self._dead is not None:
             raise self._dead
+        self._attach()
         arrival_time = clock.now()
         return await offload(
             processing_time(prompt, params),
@@ -545,8 +572,16 @@ class AsyncLLM:
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error
         self.ready = False
-        self._client.fail_calls(error)
+        if self._loop is not None and not self._loop.is_closed():
+            self._client.fail_calls(error)
         self._output_processor.propagate_error(error)
+
+
+class _Done:
+    """What can be awaited and has happened."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
 
 
 AsyncLLMEngine = AsyncLLM

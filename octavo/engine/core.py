@@ -273,7 +273,7 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.exception("a step failed, and so did its requests")
+            logger.exception("a step failed, and its requests with it")
             message = f"The step failed: {type(error).__name__}: {error}"
             self._outputs += self.scheduler.fail_step(step.work, message)
         else:

@@ -16,10 +16,14 @@ from octavo.engine.core_client import InprocClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.interrupts import late_interrupts
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter, require_tokenizer
+from octavo.engine.vllm_arguments import (
+    apply_tokenization,
+    heed_environment,
+    refuse_adapter,
+    require_tokenizer,
+)
 from octavo.engine_args import EngineArgs
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
-from octavo.logs import setup_default_logging
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -50,7 +54,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, *, log_stats: bool = False) -> None:
-        setup_default_logging()
+        heed_environment()
         self.config = config
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
@@ -123,7 +127,7 @@ class LLMEngine:
             RequestError: the request is bad, or its id is in use.
         """
         if not isinstance(request_id, str):
-            raise RequestError(f"request_id={request_id!r} is not a text.", "request_id")
+            raise RequestError(f"request_id={request_id!r} is not a string.", "request_id")
         refuse_adapter(lora_request)
         if trace_headers:
             raise UnsupportedError("trace_headers are not supported; leave them out.")
@@ -190,7 +194,7 @@ class LLMEngine:
         """
         if self._metrics is None:
             raise UnsupportedError(
-                "Nothing has been measured; make the engine with disable_log_stats=False."
+                "Metrics are off; create the engine with disable_log_stats=False."
             )
         from octavo.metrics_reader import read_metrics
 
@@ -370,7 +374,7 @@ class LLMEngine:
         self, request: EngineCoreRequest, params: SamplingParams, text: str | None
     ) -> None:
         if not self._running:
-            raise EngineDeadError("This LLM was shut down; make a new one.")
+            raise EngineDeadError("This LLM was shut down; create a new one.")
         self._output_processor.add_request(request, params, text)
         complete(self.client.add_request(request))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -17,7 +18,9 @@ from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, U
 
 
 class AsyncMPClient:
-    """See `EngineClient`: the core is in another process. Belongs to the running event loop.
+    """See `EngineClient`: the core is in another process.
+
+    May be made before there is an event loop; all else belongs to one.
 
     Args:
         process: that one.
@@ -35,8 +38,11 @@ class AsyncMPClient:
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self.ready: asyncio.Future[wire.CoreReady] = asyncio.get_running_loop().create_future()
+
+    @cached_property
+    def ready(self) -> asyncio.Future[wire.CoreReady]:
         """Result once the model is loaded; `EngineDeadError` if the start failed."""
+        return asyncio.get_running_loop().create_future()
 
     async def get_output(self) -> EngineCoreOutputs:
         """See `EngineClient`; with the process' end, waiting for outputs ends too."""
@@ -84,6 +90,10 @@ class AsyncMPClient:
         if self._context.closed:
             return
         await asyncio.to_thread(self.process.shutdown)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the sockets. May be called twice."""
         self._context.destroy(linger=0)
 
     async def _send(self, kind: bytes, message: object) -> None:

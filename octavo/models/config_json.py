@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, reason_of
 
 # A real index of the largest models has half of it.
 MOST_JSON_NBYTES = 32 * 2**20
@@ -23,7 +23,7 @@ def require_file(path: Path) -> None:
         ModelError: if it is there but is no regular file, nor a link to one.
     """
     if path.exists() and not path.is_file():
-        raise ModelError(f"{path} is no regular file; fetch the model again.")
+        raise ModelError(f"{path} is not a regular file; download the model again.")
 
 
 class ConfigJson:
@@ -55,7 +55,7 @@ class ConfigJson:
                 f"{path} is missing: a model is a folder with config.json, weights and tokenizer."
             ) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path} cannot be read as JSON: {error}.") from None
+            raise ModelError(f"{path} cannot be read as JSON: {reason_of(error)}.") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}.")
         return cls(data, str(path))

@@ -61,7 +61,7 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculative_config: {speculative.model} has {spec.vocab_size} tokens in its "
-            f"vocabulary and {config.model.model} has {target.vocab_size}; take a draft model with "
+            f"vocabulary and {config.model.model} has {target.vocab_size}; use a draft model with "
             "the same tokenizer."
         )
     return Draft("draft_model", spec, path)
@@ -84,5 +84,5 @@ def _check_num_heads(spec: MedusaSpec, speculative: SpeculativeConfig) -> None:
     if (speculative.num_speculative_tokens or 0) > len(spec.lm_heads):
         raise ConfigError(
             f"speculative_config: num_speculative_tokens={speculative.num_speculative_tokens} is "
-            f"more than the {len(spec.lm_heads)} heads of {speculative.model}; set that or less."
+            f"more than the {len(spec.lm_heads)} heads of {speculative.model}; use that or less."
         )

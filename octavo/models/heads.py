@@ -188,12 +188,12 @@ def _read_sizes(config: ConfigJson, target: ModelSpec) -> int:
     size = config.integer("hidden_size")
     if size != target.hidden_size:
         raise config.error(
-            "hidden_size", f"the model that is drafted for has {target.hidden_size}; take its heads"
+            "hidden_size", f"the model that is drafted for has {target.hidden_size}; use its heads"
         )
     vocab_size = config.integer("vocab_size")
     if vocab_size != target.vocab_size:
         raise config.error(
-            "vocab_size", f"the model that is drafted for has {target.vocab_size}; take its heads"
+            "vocab_size", f"the model that is drafted for has {target.vocab_size}; use its heads"
         )
     return size
 

@@ -189,7 +189,7 @@ def _download(
 
 
 def _unreachable(offline: bool) -> str:
-    return "HF_HUB_OFFLINE forbids the network" if offline else "the hub cannot be reached"
+    return "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
 
 
 def _first_line(error: BaseException) -> str:

@@ -47,8 +47,8 @@ def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSp
     if config.has("auto_map") and not trust_remote_code:
         raise config.error(
             "auto_map",
-            "the model asks for code of its own, which Octavo never runs; trust_remote_code accepts"
-            f" such a model and computes it as {architectures[0]} by Octavo's own decoder",
+            "the model asks for its own code, which Octavo never runs; with trust_remote_code it "
+            "is run as {architectures[0]} by Octavo's own decoder",
         )
     for name in ("quantization_config", "compression_config"):
         if config.has(name):
@@ -60,7 +60,7 @@ def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSp
         return read(config)
     except ArithmeticError as error:
         raise ModelError(
-            f"{config.where}: its numbers do not go together ({error}); fetch the file again."
+            f"{config.where}: its numbers do not fit together ({error}); download the file again."
         ) from None
 
 

@@ -155,4 +155,6 @@ def read_safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(f"{file} is damaged or cut off ({error}); fetch the file again.") from None
+        raise ModelError(
+            f"{file} is damaged or cut off ({error}); download the file again."
+        ) from None

@@ -147,7 +147,7 @@ class WeightCache:
         return True
 
     def _drop(self, file: Path, reason: str) -> bool:
-        logger.warning("%s %s; the weights are packed anew", file, reason)
+        logger.warning("%s %s; packing the weights again", file, reason)
         with contextlib.suppress(OSError):
             file.unlink()
         return False
@@ -270,7 +270,7 @@ def _read_checked(
     """
     info, nbytes = os.fstat(descriptor), len(memory)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise _DamagedError("is no file that only this user can write")
+        raise _DamagedError("is not a file that only this user can write to")
     size = _trailer_nbytes(nbytes)
     if info.st_size != nbytes + size:
         raise _DamagedError(f"has {info.st_size} bytes instead of {nbytes + size}")

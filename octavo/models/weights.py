@@ -89,7 +89,7 @@ def _list_files(folder: Path, index: str, pattern: str) -> list[Path]:
     if missing:
         raise ModelError(
             f"{folder / index} names files that are not there: {shorten_names(missing)}. "
-            "Fetch the model again."
+            "Download the model again."
         )
     return [folder / name for name in names]
 

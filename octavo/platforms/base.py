@@ -47,6 +47,14 @@ class Platform(ABC):
             ConfigError: if this machine has no such device.
         """
 
+    def check_settings(self, config: DeviceConfig) -> None:
+        """Looks whether the settings fit the machine. Quick: asked before anything is loaded.
+
+        Raises:
+            ConfigError: if they do not.
+        """
+        return
+
     def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
         """What there is and what will be taken, before loading; None: that is to be measured.
 

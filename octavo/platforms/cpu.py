@@ -7,7 +7,14 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from octavo.device import bind_to_numa_node, check_isa, cpu_memory, set_num_threads
+from octavo.device import (
+    bind_to_numa_node,
+    check_isa,
+    check_num_threads,
+    cpu_memory,
+    numa_cpus,
+    set_num_threads,
+)
 from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import make_kv_cache_groups
@@ -50,6 +57,12 @@ class CPUPlatform(Platform):
 
     def check_available(self) -> None:
         """See `Platform`."""
+
+    def check_settings(self, config: DeviceConfig) -> None:
+        """See `Platform`: the number of threads, and the NUMA node."""
+        check_num_threads(config.num_threads)
+        if config.numa_node is not None:
+            numa_cpus(config.numa_node)
 
     def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
         """See `Platform`: all of it is known, byte by byte."""

@@ -43,22 +43,25 @@ class CUDAPlatform(Platform):
                 "list one, and CUDA_VISIBLE_DEVICES must not hide it). Use device=cpu, or auto."
             )
 
+    def check_settings(self, config: DeviceConfig) -> None:
+        """See `Platform`: none is for CPUs only."""
+        for name in ("num_threads", "numa_node"):
+            value = getattr(config, name)
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value} is for device=cpu, and this is device=cuda; leave it out, or "
+                    "set device=cpu."
+                )
+
     def open_device(self, setup: WorkerSetup) -> torch.device:
         """See `Platform`.
 
         Raises:
             ConfigError: if torch was built without CUDA, the GPU is too old for the kernels or the
-                dtype, the model cannot fit, or a setting is for CPUs only.
+                dtype, or the model cannot fit.
         """
         self.check_available()
         device = _select_device(setup.dtype)
-        for name in ("num_threads", "numa_node"):
-            value = getattr(setup.config.device, name)
-            if value is not None:
-                raise ConfigError(
-                    f"{name}={value} is for device=cpu, and this is {device}; leave it out, or set "
-                    "device=cpu."
-                )
         sys.setswitchinterval(machine.SWITCH_INTERVAL)
         _check_weights(setup, device)
         return device
@@ -84,7 +87,8 @@ class CUDAPlatform(Platform):
             case "flashinfer":
                 if setup.spec.uses_alibi or setup.dtype == "float32":
                     raise ConfigError(
-                        "attention_backend=flashinfer does neither ALiBi biases nor float32; use "
+                        "attention_backend=flashinfer supports neither ALiBi biases nor float32; "
+                        "use "
                         "attention_backend=triton."
                     )
                 require_package("attention_backend=flashinfer", "flashinfer", "flashinfer-python")
@@ -232,5 +236,5 @@ def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
         raise ConfigError(
             f"{config.model.model} takes {weights / 2**20:,.0f} MiB in {setup.dtype}, and "
             f"{machine.cuda_name(device)} has {free / 2**20:,.0f} MiB free of "
-            f"{total / 2**20:,.0f} MiB. Take a smaller model or dtype, or device=cpu."
+            f"{total / 2**20:,.0f} MiB. Use a smaller model or dtype, or device=cpu."
         )

@@ -44,11 +44,11 @@ def _load(device: str) -> type[Platform]:
     except Exception as error:
         raise ConfigError(
             f"device={device}: its package cannot be imported ({type(error).__name__}: {error}). "
-            "Mend or remove it, or choose another device."
+            "Fix or remove it, or choose another device."
         ) from error
     if not (isinstance(platform, type) and issubclass(platform, Platform)):
         raise ConfigError(
-            f"device={device}: {found[device].value} is no subclass of "
+            f"device={device}: {found[device].value} is not a subclass of "
             "octavo.platforms.base.Platform."
         )
     return platform

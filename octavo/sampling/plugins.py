@@ -44,7 +44,7 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
         try:
             kind = point.load()
             if not issubclass(kind, LogitsProcessor):
-                raise TypeError("it is no subclass of LogitsProcessor")
+                raise TypeError("it is not a subclass of LogitsProcessor")
             if not (isinstance(kind.extra_args, frozenset) and kind.extra_args):
                 raise TypeError(
                     "its extra_args is no frozenset of keys, so nobody could ask for it"

@@ -135,7 +135,7 @@ def add_middleware(app: FastAPI, paths: list[str]) -> None:
         except Exception as error:  # whatever the module does when it is imported
             raise ConfigError(
                 f"middleware={path!r} cannot be imported: {error!r}. Write it as "
-                "package.module.name, and see to it that PYTHONPATH has the package."
+                "package.module.name, and make sure that the package is on PYTHONPATH."
             ) from error
         is_class = inspect.isclass(found)
         if is_class:
@@ -245,7 +245,7 @@ async def tokenizer_info(request: Request) -> Response:
     state = state_of(request)
     if not state.config.enable_tokenizer_info_endpoint:
         raise RouteError(
-            404, "This is off; start the server with --enable-tokenizer-info-endpoint."
+            404, "/tokenizer_info is off; start the server with --enable-tokenizer-info-endpoint."
         )
     tokenizer = state.tokenizer(await state.get_engine(), "tokenizer_info")
     template = await state.chat_template(tokenizer)
@@ -265,7 +265,7 @@ async def server_info(request: Request) -> Response:
     form = request.query_params.get("config_format", "text")
     if form not in ("text", "json"):
         raise RequestError(
-            f"config_format={show(form)} is not allowed; it is text or json.", "config_format"
+            f"config_format={show(form)} is not allowed; use text or json.", "config_format"
         )
     config = state_of(request).engine_config
     settings: dict[str, dict[str, object]] = {}

@@ -27,7 +27,7 @@ class ApiKeys:
 
     def __init__(self, keys: list[str]) -> None:
         if not all(key.strip() for key in keys):
-            raise ConfigError("api_key is empty: everybody could guess it. Give a real key.")
+            raise ConfigError("api_key is empty, which anyone could guess; give a real key.")
         self._digests = [(hashlib.sha256(key.encode()).digest(), key) for key in keys]
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ class ApiKeys:
             return None
         if authorization is None:
             raise AuthenticationError(
-                "No API key was given; send it in the header `Authorization: Bearer KEY`."
+                "No API key was sent; send one in the header `Authorization: Bearer KEY`."
             )
         scheme, _, given = authorization.partition(b" ")
         if scheme.lower() != b"bearer":

@@ -221,7 +221,7 @@ async def read_model(
     checked, unknown = await offload(len(data) // 8, check)
     if unknown and state_of(request).config.strict_fields:
         raise RequestError(
-            f"There are no fields {', '.join(unknown)}; leave them out (this server runs with "
+            f"Unknown fields: {', '.join(unknown)}; leave them out (this server runs with "
             "--strict-fields).",
             unknown[0],
             "unknown_parameter",

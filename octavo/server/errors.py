@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.server.known_routes import elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ class AdminError(RequestError):
 
     def __init__(self, path: str) -> None:
         super().__init__(
-            f"{path} is for this server's operator: start it with --api-key, and send the key, or "
-            "with --enable-admin, which lets everybody in.",
+            f"{path} is for the server's operator: start the server with --api-key and send the "
+            "key, or with --enable-admin, which lets everyone in.",
             None,
             "admin_disabled",
         )
@@ -130,7 +131,7 @@ def error_json(error: BaseException) -> bytes:
         message, kind, param = str(error), "server_error", None
         code = "engine_unavailable" if isinstance(error, EngineDeadError) else "internal_error"
     else:
-        message = "Something went wrong inside the server; its log says what."
+        message = "Internal server error; the server's log says more."
         kind, param, code = "server_error", None, "internal_error"
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + "..."
@@ -165,13 +166,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.url.path}"
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
-        return error_response(
-            RouteError(405, f"{where}: the method is not allowed here; use {allow}.", allow)
-        )
+        return error_response(RouteError(405, f"{where}: method not allowed; use {allow}.", allow))
     if error.status_code == 404:
-        return error_response(
-            RouteError(404, f"{where}: there is nothing here; GET / lists the addresses.")
-        )
+        instead = elsewhere(request.url.path)
+        said = "no such route; GET / lists them" if instead is None else f"not available; {instead}"
+        return error_response(RouteError(404, f"{where}: {said}."))
     return error_response(RouteError(error.status_code, f"{where}: {error.detail}"))
 
 

@@ -43,7 +43,7 @@ GENERATION: Unsupported = {
     **_all(
         _NOTHING,
         "guided_whitespace_pattern logits_processors "
-        "kv_transfer_params ec_transfer_params extra_args repetition_detection "
+        "kv_transfer_params ec_transfer_params mm_payload extra_args repetition_detection "
         "prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
         "output_kind",
     ),
@@ -192,6 +192,14 @@ INSTEAD: Mapping[str, str] = {
         ("whitespace_pattern", "guided_whitespace_pattern"),
         "structured_outputs.disable_any_whitespace",
     ),
+    "repetition_detection": "repetition_penalty or frequency_penalty",
+    "thinking_token_budget": "max_tokens",
+    "skip_reading_prefix_cache": "a cache_salt of its own",
+    "logprob_token_ids": "logprobs",
+    **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"), "prompt_logprobs"),
+    **dict.fromkeys(("reasoning_effort", "documents"), "chat_template_kwargs"),
+    "chat_template": "--chat-template when the server starts",
+    **dict.fromkeys(("tools", "tool_choice"), "response_format to ask for JSON"),
     "disable_additional_properties": "additionalProperties: false in the schema",
     "disable_fallback": "backend",
 }

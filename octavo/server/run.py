@@ -23,10 +23,12 @@ from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.platforms.registry import get_platform
 from octavo.server.app import build_app
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
@@ -65,8 +67,8 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
         logger.info("requests need an API key", extra={"keys_from": ", ".join(sources)})
     elif config.uds is None and _is_any_address(config.host):
         logger.warning(
-            "everybody who reaches this machine may use the server: --host 127.0.0.1 keeps it to "
-            "this machine, --api-key asks for a key"
+            "anyone who can reach this machine can use the server; --host 127.0.0.1 restricts it "
+            "to this machine, --api-key requires a key"
         )
     state = ServerState(config, engine_config, lambda: start_engine(config, engine_config), keys)
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
@@ -169,7 +171,7 @@ class _Shutdown:
                     await asyncio.sleep(_DRAIN_POLL)
         except TimeoutError:
             logger.warning(
-                "requests cut off at the end of the drain",
+                "requests were cut off when --shutdown-timeout ended",
                 extra={"in_flight": self._state.num_active},
             )
             self._state.cut()
@@ -248,14 +250,18 @@ def _is_any_address(host: str) -> bool:
 
 
 def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
-    """Finds a missing model or template before anybody is told that there is a server.
+    """Finds what is missing or does not fit before anybody is told that there is a server.
 
     Of a model on the hub only the description is fetched; its weights come while the server
     listens.
 
     Raises:
-        ConfigError, ModelError, HubError: one of them is missing, or the model is not supported.
+        ConfigError, ModelError, HubError: template or model are missing, the model is not
+            supported or shorter than max_model_len, or the machine has no such device or not so
+            many cores.
     """
+    device = engine_config.device
+    get_platform(device.device).check_settings(device)
     if config.chat_template is not None:
         read_override(config.chat_template)
     name, load = engine_config.model, engine_config.load
@@ -265,14 +271,15 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         download_dir=load.download_dir,
         load_format="dummy",
     )
-    read_spec(folder, trust_remote_code=name.trust_remote_code)
+    spec = read_spec(folder, trust_remote_code=name.trust_remote_code)
+    resolve_max_model_len(engine_config, spec)
     if name.tokenizer is not None:
         resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
 
 
 def _check_tls(config: ServerConfig) -> None:
     if (config.ssl_keyfile is None) != (config.ssl_certfile is None):
-        raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither.")
+        raise ConfigError("ssl_keyfile and ssl_certfile go together; give both or neither.")
     for name in ("ssl_keyfile", "ssl_certfile"):
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
@@ -284,5 +291,5 @@ def _check_tls(config: ServerConfig) -> None:
         except OSError as error:
             raise ConfigError(
                 f"ssl_certfile={config.ssl_certfile!r} and ssl_keyfile={config.ssl_keyfile!r} "
-                f"cannot be used: {error}."
+                f"cannot be used: {reason_of(error)}."
             ) from None

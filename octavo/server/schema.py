@@ -95,7 +95,7 @@ def _check_prompt(value: object) -> object:
     kind = type(value[0])
     if kind not in (str, list):
         raise RequestError(
-            f"prompt[0]={show(value[0])} is neither a string nor a token id nor a list of them.",
+            f"prompt[0]={show(value[0])} is not a string, a token id or a list of token ids.",
             "prompt",
         )
     if len(value) > MAX_PROMPTS:
@@ -143,7 +143,7 @@ def _check_stop(value: object) -> object:
         )
     if len(stops) > MAX_STOP_STRINGS:
         raise RequestError(
-            f"stop has {len(stops)} texts; at most {MAX_STOP_STRINGS} are allowed.", "stop"
+            f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed.", "stop"
         )
     return stops
 

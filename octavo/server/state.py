@@ -191,8 +191,8 @@ class ServerState:
         limit = max(_BODIES_NBYTES, self.config.max_request_bytes)
         if size > _SMALL_BODY and self.body_bytes > limit:
             raise QueueFullError(
-                f"The bodies of the requests being served have {self.body_bytes} bytes, and all "
-                f"together may have {limit}; try again later, or send less at once.",
+                f"The requests being served already have {self.body_bytes} bytes of bodies, and "
+                f"the limit is {limit}; try again later, or send less at once.",
                 self._retry_after(1),
             )
 
@@ -223,16 +223,16 @@ class ServerState:
         limit = self.config.max_num_queued_reqs
         if limit and count > limit:
             raise RequestError(
-                f"The request asks for {count} answers (prompts x n), and this server takes at "
-                f"most {limit} unfinished ones (--max-num-queued-reqs); split it.",
+                f"The request asks for {count} answers (prompts x n), but the server takes at most "
+                f"{limit} unfinished ones (--max-num-queued-reqs); split it.",
                 param,
             )
         if limit and self._num_admitted + count > limit:
             if self.engine is not None:
                 self.engine.metrics.record_rejection("queue_full")
             raise QueueFullError(
-                f"{self._num_admitted} answers are being made or waited for, the most this server "
-                f"takes is {limit} (--max-num-queued-reqs); try again later.",
+                f"The server already has {self._num_admitted} unfinished answers, and the limit is "
+                f"{limit} (--max-num-queued-reqs); try again later.",
                 self._retry_after(self._num_admitted + count - limit),
             )
         self._num_admitted += count

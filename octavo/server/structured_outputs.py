@@ -77,7 +77,7 @@ class ResponseFormat(Body):
         for name in given:
             if name not in _PARTS[self.type]:
                 raise RequestError(
-                    f"response_format.{name} does not go with type {self.type!r}.",
+                    f"response_format.{name} cannot be used with type {self.type!r}.",
                     f"response_format.{name}",
                 )
         return given
@@ -207,7 +207,7 @@ class StructuredOutputsBody(Body):
         ]
         if not found:
             raise RequestError(
-                f"structured_outputs asks for nothing; give one of {', '.join(values)}.",
+                f"structured_outputs is empty; give one of {', '.join(values)}.",
                 "structured_outputs",
             )
         return found

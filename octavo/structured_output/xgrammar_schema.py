@@ -216,7 +216,7 @@ def _check_multiple(schema: dict[str, Any], types: list[Any]) -> None:
     if "number" in types:
         raise _refusal("multipleOf with numbers that are not whole")
     if not isinstance(multiple, int) or not 0 < multiple <= _MAX_MULTIPLE:
-        raise _refusal(f"multipleOf that is no whole number up to {_MAX_MULTIPLE}")
+        raise _refusal(f"multipleOf that is not a whole number up to {_MAX_MULTIPLE}")
     for key in sorted(_NUMBER & schema.keys()):
         raise _refusal(f"multipleOf beside {key}")
 

@@ -18,11 +18,10 @@ from octavo.config import (
     EngineConfig,
     ServerConfig,
     api_keys_from_environment,
-    config_fields,
     section_fields,
     settings_from_environment,
-    unknown_variables,
 )
+from octavo.engine_args import engine_settings
 from octavo.errors import ConfigError, HubError, OctavoError
 from octavo.logs import setup_logging
 from octavo.settings_file import add_config_flag
@@ -38,19 +37,22 @@ _STDIN = "-"
 _RUN_EXAMPLES = """examples:
   octavo run                          chat with the built-in model
   octavo run "Once upon a time"       continue a text
-  octavo run org/name                 chat with a model of the hub
-  octavo run ./folder "The dog"       continue a text with a model of this machine
-  octavo run - < story.txt            continue what standard input has
+  octavo run org/name                 chat with a model from Hugging Face's hub
+  octavo run ./folder "The dog"       continue a text with a local model
+  octavo run - < story.txt            continue the text on standard input
 """
 _CHAT_EXAMPLES = """examples:
   octavo chat                         chat with the server on this machine
   octavo chat "What is 3 + 4?"        ask one question
   octavo chat --url http://host:8000  another server
-  git diff | octavo chat              ask what a pipe has
+  git diff | octavo chat              send what is piped in
 """
 _COMPLETE_EXAMPLES = """examples:
   octavo complete                     continue what is typed
   octavo complete "Once upon a time" --max-tokens 50 --temperature 0
+"""
+_PULL_EXAMPLE = """example:
+  octavo pull Qwen/Qwen3-0.6B
 """
 
 
@@ -59,21 +61,27 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     run = commands.add_parser(
         "run",
         help="generate in the terminal, without a server",
+        usage="%(prog)s [MODEL] [PROMPT] [flags]",
         epilog=_RUN_EXAMPLES,
     )
     run.add_argument(
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT]",
-        help="The model, and the text to continue (-: standard input); without a text, a chat. One "
-        "word alone is the model if it looks like one: a folder or path, a hub id (org/name), or "
-        "a name with digits or dashes (gpt2).",
+        help="Model, and text to continue (-: read it from standard input); without a text, a "
+        "chat. A single word is taken for a model if it looks like one: a folder or path, a hub id "
+        "(org/name), or a name with digits or dashes (gpt2).",
     )
     add_config_flag(run)
-    run.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
+    run.add_argument(
+        "--system-prompt", metavar="TEXT", help="Instructions that the model gets before the chat."
+    )
     (level,) = (f for f in section_fields(ServerConfig, "server") if f.name == "log_level")
     run.add_argument(
-        level.flag, choices=level.choices, default=level.default, help=f"{level.doc} [info]"
+        level.flag,
+        choices=level.choices,
+        default=argparse.SUPPRESS,
+        help=f"{level.doc} [{level.default}]",
     )
     _add_sampling_flags(run, exclude="seed")  # the engine has it
     add_engine_settings(run)
@@ -82,26 +90,40 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     chat = commands.add_parser(
         "chat",
         help="chat with a running server",
+        usage="%(prog)s [TEXT] [flags]",
         epilog=_CHAT_EXAMPLES,
     )
-    _add_client_flags(chat, "Ask this one question (-: standard input) instead of chatting.")
-    chat.add_argument("--system-prompt", metavar="TEXT", help="System prompt of the chat.")
+    _add_client_flags(
+        chat, "Ask this one question (-: read it from standard input) instead of chatting."
+    )
+    chat.add_argument(
+        "--system-prompt", metavar="TEXT", help="Instructions that the model gets before the chat."
+    )
     chat.set_defaults(command=chat_with_server)
 
     complete = commands.add_parser(
-        "complete", help="continue texts with a running server", epilog=_COMPLETE_EXAMPLES
+        "complete",
+        help="continue a text with a running server",
+        usage="%(prog)s [TEXT] [flags]",
+        epilog=_COMPLETE_EXAMPLES,
     )
-    _add_client_flags(complete, "Continue this one text (-: standard input); default: ask for it.")
+    _add_client_flags(
+        complete, "Continue this text (-: read it from standard input); default: ask for texts."
+    )
     complete.set_defaults(command=complete_with_server)
 
     listing = commands.add_parser("list", help="list the models on this machine")
     listing.set_defaults(command=list_models)
 
-    pull = commands.add_parser("pull", help="download a model from the hub")
+    pull = commands.add_parser(
+        "pull", help="download a model from the Hugging Face hub", epilog=_PULL_EXAMPLE
+    )
     pull.add_argument("model", metavar="MODEL", help="Hub id of the model (org/name).")
     pull.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit on the hub.")
     pull.add_argument(
-        "--download-dir", metavar="DIR", help="Where to; default: the hub client's cache."
+        "--download-dir",
+        metavar="DIR",
+        help="Folder to download to; default: the hub client's cache.",
     )
     pull.set_defaults(command=pull_model)
     return [run, chat, complete, listing, pull]
@@ -125,7 +147,7 @@ def _add_client_flags(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("text", nargs="?", metavar="TEXT", help=text)
     parser.add_argument("-q", "--quick", metavar="TEXT", help="The same as TEXT.")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"Address of the API [{DEFAULT_URL}].")
-    parser.add_argument("--model", help="Model to ask; default: the server's first.")
+    parser.add_argument("--model", help="Model to use; default: the server's first.")
     parser.add_argument("--api-key", metavar="KEY", help=f"API key; default: {_KEYS}.")
     _add_sampling_flags(parser)
 
@@ -143,11 +165,9 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 def run_model(args: argparse.Namespace) -> int:
     """`octavo run`."""
     model, prompt = model_and_prompt(args.words, hasattr(args, "model"))
-    warn_of_variables()
-    known = {field.name for field in config_fields(EngineConfig)}
-    environment = {k: v for k, v in settings_from_environment().items() if k in known}
-    kwargs = environment | engine_kwargs(args, model)
-    config = EngineConfig.from_kwargs(**kwargs)  # wrong settings are told before torch is imported
+    kwargs = engine_kwargs(args, model)
+    # Wrong settings are told before torch is imported.
+    config = EngineConfig.from_kwargs(**engine_settings(kwargs))
     params = _sampling(args)
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
         prompt = read_all()
@@ -156,7 +176,8 @@ def run_model(args: argparse.Namespace) -> int:
     if "model" not in kwargs and _is_word(args.words):
         note(f"{config.model.model} continues {prompt!r}; for another model: octavo run MODEL TEXT")
 
-    setup_logging(args.log_level, "text")
+    level = settings_from_environment().get("log_level", "info")
+    setup_logging(getattr(args, "log_level", level), "text")
 
     from octavo.llm import LLM
 
@@ -191,8 +212,7 @@ def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str
     most = 1 if has_model else 2
     if len(words) > most:
         raise ConfigError(
-            f"There are {len(words)} arguments where at most {most} can be; put the prompt in "
-            "quotes."
+            f"There are {len(words)} arguments, at most {most} allowed; put the prompt in quotes."
         )
     if len(words) == 2:
         return words[0], words[1]
@@ -222,12 +242,6 @@ def _looks_like_model(word: str) -> bool:
 def _is_word(words: list[str]) -> bool:
     """Whether all that was said is one word, which may have been meant as a model."""
     return len(words) == 1 and re.fullmatch(r"[\w.-]+\w", words[0]) is not None
-
-
-def warn_of_variables() -> None:
-    """Says which variables of the environment are not read, in one line."""
-    if names := unknown_variables():
-        note(f"octavo: warning: without meaning here (see docs/vllm.md): {', '.join(names)}")
 
 
 def _answer(source: Source, prompt: str, params: dict[str, Any]) -> int:

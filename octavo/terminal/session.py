@@ -18,9 +18,9 @@ from octavo.terminal.lines import Reader, history_file
 from octavo.terminal.screen import note, print_error, write
 
 SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "Most tokens to generate; default: as many as fit."),
-    "temperature": (float, "Divides the logits; 0 is greedy."),
-    "top_p": (float, "Keep the most probable tokens that add up to this."),
+    "max_tokens": (int, "Maximum number of tokens to generate; default: as many as fit."),
+    "temperature": (float, "Randomness; 0: always the most probable token."),
+    "top_p": (float, "Keep the most probable tokens whose probabilities add up to this."),
     "top_k": (int, "Keep this many most probable tokens; 0: all."),
     "min_p": (float, "Drop tokens less probable than this share of the best one."),
     "repetition_penalty": (float, "Above 1: repeat less."),
@@ -86,7 +86,7 @@ class Session:
         command = _COMMANDS.get(name)
         if command is None:
             near = difflib.get_close_matches(name, _COMMANDS, n=1)
-            hint = f"did you mean /{near[0]}?" if near else "/help lists what there is."
+            hint = f"did you mean /{near[0]}?" if near else "/help lists the commands."
             raise ConfigError(
                 f"Unknown command /{name}; {hint} To say this to the model, begin with a space."
             )
@@ -127,7 +127,7 @@ class Session:
                 write(f"{known:20} {doc}\n")
             return
         if name not in SAMPLING:
-            raise ConfigError(f"There is no {name!r} to set; it may be {', '.join(SAMPLING)}.")
+            raise ConfigError(f"{name!r} cannot be set; choose one of {', '.join(SAMPLING)}.")
         kind = SAMPLING[name][0]
         params = {key: known for key, known in self.params.items() if key != name}
         if value.strip():
@@ -166,7 +166,7 @@ class Session:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path} holds no chat that /save has written: {error}.") from None
+            raise ConfigError(f"{path} is not a chat saved by /save: {error}.") from None
         unknown = saved.params.keys() - SAMPLING.keys()
         if unknown:
             raise ConfigError(f"{path} sets {sorted(unknown)[0]!r}, which cannot be set.")
@@ -182,11 +182,11 @@ class Session:
 
     def _clear(self, rest: str) -> None:
         self.messages = []
-        note("The conversation begins anew.")
+        note("The conversation starts afresh.")
 
     def _regen(self, rest: str) -> None:
         if not self.messages:
-            raise ConfigError("There is no answer yet that could be made again.")
+            raise ConfigError("There is no answer yet to regenerate.")
         before, params = self.messages, self.params
         question = before[-2]["content"]
         self.messages = before[:-2]
@@ -220,14 +220,14 @@ class _Command:
 _COMMANDS = {
     "help": _Command("", "Lists the commands.", Session._help),
     "set": _Command(
-        "[NAME [VALUE]]", "Sets a sampling parameter, or its default; lists all.", Session._set
+        "[NAME [VALUE]]", "Sets a sampling parameter or resets it; alone: lists all.", Session._set
     ),
     "show": _Command("", "Shows model, system prompt and what is set.", Session._show),
     "system": _Command("[TEXT]", "Sets the system prompt; without a text, none.", Session._system),
     "save": _Command("FILE", "Saves the conversation.", Session._save),
-    "load": _Command("FILE", "Goes on with a saved conversation.", Session._load),
+    "load": _Command("FILE", "Loads a saved conversation.", Session._load),
     "clear": _Command("", "Forgets the conversation.", Session._clear),
-    "regen": _Command("", "Makes the last answer again.", Session._regen),
+    "regen": _Command("", "Regenerates the last answer.", Session._regen),
     "bye": _Command("", "Leaves, as Ctrl-D does.", None),
 }
 

@@ -145,7 +145,7 @@ def test_failures_become_errors(script, message):
 
 def test_a_silent_server():
     record, _ = send(silent, timeout=0.05)
-    assert record.error == "No end of the answer within 0.05 s."
+    assert record.error == "The answer did not end within 0.05 s."
 
 
 def test_nobody_listens():

@@ -185,9 +185,9 @@ def test_sonnet(tmp_path):
         assert abs(len(request.prompt_token_ids) - 550) < 30
         assert set(request.prompt.splitlines()[1:]) <= set(SONNET.splitlines())
     assert len({r.prompt for r in requests}) == 5
-    with pytest.raises(ConfigError, match="do not go together"):
+    with pytest.raises(ConfigError, match="do not fit"):
         load("sonnet", "--dataset-path", path, "--sonnet-input-len", 40)
-    with pytest.raises(ConfigError, match="do not go together"):
+    with pytest.raises(ConfigError, match="do not fit"):
         load("sonnet", "--dataset-path", path, "--sonnet-prefix-len", 9000)
 
 

@@ -387,7 +387,7 @@ def test_plot(tmp_path, capsys):
         result = serve.run(parse(*flags, "--plot", path))
     assert len(result["ttfts"]) == 4
     assert path.read_text().startswith("<?xml")
-    assert f"Drawn in {path}" in capsys.readouterr().out
+    assert f"Plot saved in {path}" in capsys.readouterr().out
 
 
 def test_some_fail(tmp_path, capsys):

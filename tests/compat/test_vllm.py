@@ -14,6 +14,7 @@ import sys
 
 from helper import PROMPT
 from vllm import LLM, EngineArgs, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -29,6 +30,8 @@ if __name__ == "__main__":
     choice = StructuredOutputsParams(choice=["yes", "no"])
     for output in llm.generate([PROMPT, TokensPrompt(prompt_token_ids=[5])], params):
         print("tokens", len(output.outputs[0].token_ids))
+    del llm
+    cleanup_dist_env_and_memory()
     try:
         import vllm.model_executor
     except ImportError as error:

@@ -177,6 +177,12 @@ def test_text():
         texts = [sequence.text for sequence in output.sequences]
         assert len(set(texts)) == 3
         assert all("Once upon a time" in text for text in texts)
+        tokenizer = llm.get_tokenizer()
+        special = {"prompt_token_ids": [tokenizer.eos_token_id, *tokenizer.encode("Once")]}
+        for skip in (True, False):
+            params = BeamSearchParams(beam_width=1, max_tokens=1, skip_special_tokens=skip)
+            (output,) = llm.beam_search(special, params)
+            assert output.sequences[0].text.startswith("Once") == skip
 
 
 def test_over_http(hf, llm, expected, tmp_path):

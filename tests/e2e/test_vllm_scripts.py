@@ -118,6 +118,37 @@ def test_chat_takes_vllms_arguments_by_position(llm):
     assert went_on[0].prompt.endswith("Once")
 
 
+def test_tools_are_shown_to_the_model(llm):
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    (output,) = llm.chat(CHAT, GREEDY, tools=[tool], chat_template=template, use_tqdm=False)
+    assert output.prompt == "get_weather"
+
+
+def test_answers_with_logprobs(llm):
+    params = SamplingParams(n=2, temperature=0.8, seed=1, logprobs=3, prompt_logprobs=1)
+    (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert [answer.index for answer in output.outputs] == [0, 1]
+    for answer in output.outputs:
+        assert len(answer.logprobs) == len(answer.token_ids)
+        chosen = [row[token] for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        assert sum(entry.logprob for entry in chosen) == pytest.approx(answer.cumulative_logprob)
+        assert all(3 <= len(row) <= 4 for row in answer.logprobs)
+        assert all(entry.decoded_token for entry in chosen)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_a_prefix_is_computed_once(llm):
+    prefix = "You are an expert school principal, skilled in managing faculty and staff. "
+    first, again = (
+        llm.generate([prefix + prompt for prompt in PROMPTS], GREEDY, use_tqdm=False)
+        for _ in range(2)
+    )
+    assert texts(again) == texts(first)
+    assert min(output.num_cached_tokens for output in again) >= 16
+
+
 def test_enqueued_prompts_wait_for_completion(llm):
     expected = texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     first = llm.enqueue(PROMPTS[:2], GREEDY)
@@ -310,5 +341,18 @@ def test_an_async_engine_streams_and_ends(llm):
             await engine.shutdown()
 
     assert asyncio.run(run()) == expected
-    with pytest.raises(ConfigError, match="event loop"):
-        AsyncLLMEngine.from_engine_args(AsyncEngineArgs())
+
+
+def test_an_async_engine_that_is_made_before_the_event_loop(llm):
+    engine = AsyncLLMEngine.from_engine_args(
+        AsyncEngineArgs(max_model_len=512, kv_cache_memory_bytes="64M")
+    )
+
+    async def answer():
+        async for output in engine.generate(PROMPTS[0], GREEDY, "r"):
+            last = output
+        return last.outputs[0].text
+
+    assert [asyncio.run(answer())] == texts(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
+    engine.shutdown()
+    assert engine.errored

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from functools import cached_property
 from types import SimpleNamespace
 
 import msgspec
@@ -13,7 +14,8 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM, Health
 from octavo.engine.wire import CoreReady
-from octavo.errors import EngineDeadError, QueueFullError, RequestError
+from octavo.engine_args import AsyncEngineArgs
+from octavo.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
@@ -30,7 +32,6 @@ class Client:
 
     def __init__(self, process):
         self.process = process
-        self.ready = asyncio.get_running_loop().create_future()
         self.said = asyncio.Queue()
         self.sent, self.calls = [], []
         self.sleeps, self.sleep_answers = [], []
@@ -39,6 +40,10 @@ class Client:
         self.answers.set()
         self.failed = None
         self.num_shutdowns = 0
+
+    @cached_property
+    def ready(self):
+        return asyncio.get_running_loop().create_future()
 
     async def get_output(self):
         outputs = await self.said.get()
@@ -72,6 +77,9 @@ class Client:
             self.ready.exception()
 
     async def shutdown(self):
+        self.num_shutdowns += 1
+
+    def close(self):
         self.num_shutdowns += 1
 
 
@@ -457,3 +465,51 @@ def test_a_dead_engine_neither_sleeps_nor_wakes_up(monkeypatch):
         assert client.sleeps == []
 
     run(test, monkeypatch)
+
+
+class Sync(Process):
+    """A process that notes its end."""
+
+    num_shutdowns = 0
+
+    def shutdown(self):
+        self.num_shutdowns += 1
+
+
+def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
+    monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
+    monkeypatch.setattr(async_llm, "CoreProcess", Sync)
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
+    client = engine._client
+    process = client.process
+    assert process.settings["log_level"] == "warning"
+
+    async def ask():
+        engine._client.ready.set_result(READY)
+        await engine.wait_ready()
+        await engine.abort("r")
+
+    asyncio.run(ask())
+    for call in (engine.wait_ready, engine.reset_prefix_cache):
+        with pytest.raises(ConfigError, match="event loop"):
+            asyncio.run(call())
+    engine.shutdown()
+    assert process.num_shutdowns == client.num_shutdowns == 1
+    with pytest.raises(EngineDeadError, match="shut down"):
+        asyncio.run(engine.check_health())
+
+    async def end():
+        await engine.shutdown()
+
+    asyncio.run(end())
+    assert client.num_shutdowns == 2
+
+
+def test_an_engine_that_is_never_asked_ends(monkeypatch):
+    monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
+    monkeypatch.setattr(async_llm, "CoreProcess", Sync)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
+    assert engine._client.process.settings["log_level"] == "error"
+    engine.shutdown()
+    assert engine._client.process.num_shutdowns == engine._client.num_shutdowns == 1

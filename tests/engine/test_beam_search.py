@@ -201,6 +201,9 @@ def test_a_vocabulary_that_is_too_small_for_the_beams():
         ({"length_penalty": 1e9}, "length_penalty"),
         ({"early_stopping": "always"}, "early_stopping"),
         ({"ignore_eos": 1}, "ignore_eos"),
+        ({"skip_special_tokens": None}, "skip_special_tokens"),
+        ({"structured_outputs": 1}, "structured_outputs"),
+        ({"watermarking": True}, "watermarking"),
     ],
 )
 def test_bad_parameters_are_named(fields, name):

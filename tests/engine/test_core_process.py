@@ -24,6 +24,7 @@ from octavo.engine.core_launcher import CoreProcess
 from octavo.engine.core_process import _BusyLoop
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, CoreReady
+from octavo.engine_args import AsyncEngineArgs
 from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
 from octavo.messages import GrammarSpec, SchedulerStats
 from octavo.models.hub import resolve_model
@@ -583,3 +584,17 @@ def test_a_process_that_is_not_wanted_while_it_loads_ends_without_a_word(tmp_pat
     process.shutdown()
     assert process.describe_exit() == "the engine process ended with status 1"
     assert capfd.readouterr().err == ""
+
+
+def test_what_ended_an_engine_before_there_was_an_event_loop_is_said():
+    args = AsyncEngineArgs(**CONFIG, num_threads=1000)
+    engine = AsyncLLM.from_engine_args(args)
+    while engine._client.process.describe_exit() is None:
+        time.sleep(0.02)
+
+    async def ask():
+        with pytest.raises(EngineDeadError, match="num_threads=1000"):
+            await collect(engine, "a", max_tokens=2)
+
+    asyncio.run(ask())
+    engine.shutdown()

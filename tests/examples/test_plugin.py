@@ -94,7 +94,7 @@ except ConfigError as error:
     ("body", "message"),
     [
         ("raise ImportError('no driver')", "cannot be imported (ImportError: no driver)"),
-        ("PatientPlatform = 5", "octavo_plugin.platform:PatientPlatform is no subclass of"),
+        ("PatientPlatform = 5", "octavo_plugin.platform:PatientPlatform is not a subclass of"),
     ],
 )
 def test_a_platform_that_cannot_be_used_is_named(

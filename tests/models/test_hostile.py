@@ -132,7 +132,7 @@ def test_folders(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_no_file_of_a_folder_is_waited_for(name: str, folder: Path) -> None:
     fifo(folder / name)
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         resolve_model(str(folder))
 
 

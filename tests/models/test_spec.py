@@ -200,7 +200,7 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("MPTForCausalLM", {"attn_config": {"rope": True}}, r"attn_config: rope=True.*ALiBi"),
         ("MPTForCausalLM", {"norm_type": "rmsnorm"}, r"norm_type='rmsnorm'"),
         ("MptForCausalLM", {"num_attention_heads": 64}, r"64 heads do not divide hidden size 32"),
-        ("MptForCausalLM", {"attn_config": {"alibi_bias_max": -1e9}}, r"numbers do not go togeth"),
+        ("MptForCausalLM", {"attn_config": {"alibi_bias_max": -1e9}}, r"numbers do not fit togeth"),
         ("Qwen3ForCausalLM", {}, r"head_dim is missing"),
         ("OPTForCausalLM", {"layer_norm_elementwise_affine": False}, r"norms without weights"),
         ("GPT2LMHeadModel", {"add_cross_attention": True}, r"cross attention"),

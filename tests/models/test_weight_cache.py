@@ -275,7 +275,7 @@ def test_a_damaged_file_is_made_again(
     packs.clear()
     assert torch.equal(logits(folder, cache), first)
     assert packs
-    assert "is damaged; the weights are packed anew" in caplog.text
+    assert "is damaged; packing the weights again" in caplog.text
     assert file.read_bytes() == whole
 
 

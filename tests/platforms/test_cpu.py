@@ -58,3 +58,19 @@ def test_the_estimate_is_of_the_largest_step() -> None:
     assert budget.scratch is not None
     assert budget.activations == budget.scratch.activations + budget.scratch.kernels
     assert isinstance(CPUPlatform().make_ops(EngineConfig().device), NativeOps)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_threads": 100_000}, "num_threads=100000 is more than the .* Use .* or fewer"),
+        ({"numa_node": 100_000}, "numa_node=100000 does not exist"),
+    ],
+)
+def test_settings_that_do_not_fit_the_machine(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CPUPlatform().check_settings(setup(**settings).config.device)
+
+
+def test_settings_that_fit_the_machine() -> None:
+    CPUPlatform().check_settings(setup(num_threads=1).config.device)

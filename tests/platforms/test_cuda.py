@@ -87,8 +87,6 @@ def test_the_card(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_threads": 1}, "num_threads=1 is for device=cpu"),
-        ({"numa_node": 1}, "numa_node=1 is for device=cpu"),
         ({"gpu_memory_utilization": 1e-4}, "Card has 900 MiB free of 1,000 MiB"),
         ({"quantization": "int8"}, "quantization=int8 is not supported on CUDA"),
     ],
@@ -98,6 +96,12 @@ def test_settings_that_do_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_device(monkeypatch, Gpu((9, 0)), setup(**settings))
+
+
+@pytest.mark.parametrize("name", ["num_threads", "numa_node"])
+def test_settings_for_processors_only(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=1 is for device=cpu"):
+        CUDAPlatform().check_settings(setup(**{name: 1}).config.device)
 
 
 @pytest.mark.parametrize(

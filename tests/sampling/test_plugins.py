@@ -157,7 +157,7 @@ TEXT = FAULTY.replace('frozenset({"fail_in"})', '"fail_in"')
 UNUSABLE = {
     "raises": ("raise RuntimeError('no licence')", "X", "no licence"),
     "misses": ("", "Missing", "Missing"),
-    "other": ("class X: pass", "X", "no subclass of LogitsProcessor"),
+    "other": ("class X: pass", "X", "not a subclass of LogitsProcessor"),
     "nokeys": (NO_KEYS, "Faulty", "no frozenset of keys"),
     "text": (TEXT, "Faulty", "no frozenset of keys"),
     "abstract": (FAULTY.replace("def apply", "def applies"), "Faulty", "abstract method"),

@@ -82,7 +82,7 @@ def test_what_nobody_foresaw_tells_nothing_of_the_inside():
     answer = error_response(RuntimeError("secret path"))
     assert answer.status_code == 500
     assert json.loads(answer.body)["error"] == {
-        "message": "Something went wrong inside the server; its log says what.",
+        "message": "Internal server error; the server's log says more.",
         "type": "server_error",
         "param": None,
         "code": "internal_error",
@@ -128,20 +128,30 @@ def test_values_are_shown_in_short(value, shown):
             "GET",
             "/nowhere",
             404,
-            ("GET /nowhere: there is nothing here; GET / lists the addresses.", None, "not_found"),
+            ("GET /nowhere: no such route; GET / lists them.", None, "not_found"),
         ),
         (
             "GET",
             "/health/",
             404,
-            ("GET /health/: there is nothing here; GET / lists the addresses.", None, "not_found"),
+            ("GET /health/: no such route; GET / lists them.", None, "not_found"),
+        ),
+        (
+            "POST",
+            "/v1/responses/r1/cancel",
+            404,
+            (
+                "POST /v1/responses/r1/cancel: not available; use POST /v1/chat/completions.",
+                None,
+                "not_found",
+            ),
         ),
         (
             "GET",
             "/v1/completions",
             405,
             (
-                "GET /v1/completions: the method is not allowed here; use POST.",
+                "GET /v1/completions: method not allowed; use POST.",
                 None,
                 "method_not_allowed",
             ),
@@ -150,7 +160,7 @@ def test_values_are_shown_in_short(value, shown):
             "POST",
             "/health",
             405,
-            ("POST /health: the method is not allowed here; use GET.", None, "method_not_allowed"),
+            ("POST /health: method not allowed; use GET.", None, "method_not_allowed"),
         ),
         (
             "GET",

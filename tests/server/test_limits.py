@@ -312,7 +312,7 @@ def test_refusals_of_the_queue_in_full():
         await until(lambda: served.engine.num_unfinished_requests == 3)
         response = await served.complete(n=2)
         assert response.json()["error"] == {
-            "message": "3 answers are being made or waited for, the most this server takes is 4 "
+            "message": "The server already has 3 unfinished answers, and the limit is 4 "
             "(--max-num-queued-reqs); try again later.",
             "type": "rate_limit_error",
             "param": None,
@@ -427,7 +427,7 @@ def test_only_the_size_of_large_bodies_is_looked_at(monkeypatch):
         with pytest.raises(QueueFullError) as refused:
             state.check_bodies(65_537)
         assert refused.value.message == (
-            "The bodies of the requests being served have 100001 bytes, and all together may have "
+            "The requests being served already have 100001 bytes of bodies, and the limit is "
             "100000; try again later, or send less at once."
         )
         state.body_bytes = 0

@@ -355,6 +355,9 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
         (["--model", "no/such/folder"], 1, "There is no folder no/such/folder"),
         (["--tokenizer", "no/such/folder"], 1, "There is no folder no/such/folder"),
         (["--model", "org/no-such-model"], 1, "org/no-such-model"),
+        (["--max-model-len", "4k"], 2, "max_model_len=4000 is more than the 2048"),
+        (["--num-threads", "100000"], 2, "num_threads=100000"),
+        (["--numa-node", "100000"], 2, "numa_node=100000"),
     ],
 )
 def test_what_is_missing_is_found_before_anything_starts(
@@ -373,7 +376,7 @@ def test_a_start_says_where_to_go_on():
         server.wait_for(
             f"documentation: {server.url}/docs; chat: octavo chat --url {server.url}/v1"
         )
-        assert not any("everybody" in line for line in server.lines)
+        assert not any("anyone who can reach" in line for line in server.lines)
 
 
 @pytest.mark.parametrize(("key", "warned"), [(["--api-key", "k"], 0), ([], 1)])
@@ -387,4 +390,4 @@ def test_all_addresses_without_a_key_are_worth_one_warning(host, key, warned):
     with serving("ready", "--host", host, *key) as server:
         port = server.url.rpartition(":")[2]
         server.wait_for(f"documentation: http://localhost:{port}/docs")
-        assert len([line for line in server.lines if "everybody" in line]) == warned
+        assert len([line for line in server.lines if "anyone who can reach" in line]) == warned

@@ -63,7 +63,7 @@ WRONG = {
         ),
         (
             {"prompt": [1.5]},
-            "prompt[0]=1.5 is neither a string nor a token id nor a list of them.",
+            "prompt[0]=1.5 is not a string, a token id or a list of token ids.",
             "prompt",
             None,
         ),
@@ -115,7 +115,7 @@ WRONG = {
         ),
         (
             {"prompt": "a", "stop": ["a"] * 65},
-            "stop has 65 texts; at most 64 are allowed.",
+            "stop has 65 strings; at most 64 are allowed.",
             "stop",
             None,
         ),

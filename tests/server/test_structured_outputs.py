@@ -138,7 +138,7 @@ WRONG = [
     ),
     (
         {"response_format": {"type": "text", "triggers": []}},
-        "response_format.triggers does not go with type 'text'.",
+        "response_format.triggers cannot be used with type 'text'.",
         "response_format.triggers",
         None,
     ),
@@ -157,7 +157,7 @@ WRONG = [
     ),
     (
         wanted(),
-        "structured_outputs asks for nothing; give one of json, regex, choice, grammar, "
+        "structured_outputs is empty; give one of json, regex, choice, grammar, "
         "json_object, structural_tag.",
         "structured_outputs",
         None,
@@ -190,9 +190,9 @@ WRONG = [
     ),
     (
         {"guided_json": "{"},
-        "guided_json='{' is not allowed: it is no JSON (Expecting property name enclosed in double "
-        "quotes: line 1 column 2 (char 1)); it is a JSON schema, which is an object, true or "
-        "false, or its text (of a pydantic model: Model.model_json_schema()).",
+        "guided_json='{' is not allowed: it is not valid JSON (Expecting property name enclosed in "
+        "double quotes: line 1 column 2 (char 1)); it is a JSON schema, which is an object, true "
+        "or false, or its text (of a pydantic model: Model.model_json_schema()).",
         "guided_json",
         None,
     ),
@@ -223,7 +223,7 @@ WRONG = [
     ),
     (
         {"ebnf": ""},
-        "ebnf='' is not allowed; it is a text, and not empty.",
+        "ebnf='' is not allowed; it is a non-empty string.",
         "ebnf",
         None,
     ),

@@ -98,7 +98,7 @@ class Heads:
             if hidden_size % num_heads:
                 raise ModelError(
                     f"{config.where}: {num_heads} heads do not divide hidden size {hidden_size}; "
-                    "name head_dim, if the family has it."
+                    "set head_dim, if the family has it."
                 )
         if num_heads % num_kv_heads:
             raise config.error("num_key_value_heads", f"it must divide {num_heads} attention heads")
