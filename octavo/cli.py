@@ -48,6 +48,27 @@ _BENCHMARKS = {
     "tune": "search the engine settings for the most throughput within limits",
 }
 """Modules of octavo.bench with `add_arguments` and `run`."""
+_EXAMPLES = {
+    "latency": (
+        "--batch-size 8 --input-len 32 --output-len 128",
+        "--breakdown --num-iters 3 --plot roofline.png",
+    ),
+    "throughput": (
+        "--num-prompts 100 --random-input-len 200 --random-output-len 100",
+        "--model ./folder --dataset-name sharegpt --dataset-path chats.json",
+    ),
+    "serve": (
+        "--port 8000 --request-rate 4 --num-prompts 100 --goodput ttft:500 tpot:50",
+        "--base-url http://host:8000 --save-result --plot requests.png",
+    ),
+    "startup": ("--repeats 3 --server", "--model ./folder --output-json startup.json"),
+    "sweep": (
+        '--serve-cmd "octavo serve ./folder" --request-rates 1,2,4,8 --plot sweep.png',
+        '--serve-cmd "octavo serve ./folder" --find-max-rate --slo ttft_p99:500',
+    ),
+    "tune": ("./folder --slo e2el_p99:500", "./folder --slo ttft_p99:500,tpot:50 --num-configs 8"),
+}
+"""What follows `octavo bench NAME` in the examples of its help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +170,8 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
     )
     parsers: list[_Parser] = []
     for name, doc in _BENCHMARKS.items():
-        parser = commands.add_parser(name, help=doc)
+        examples = "".join(f"  octavo bench {name} {words}\n" for words in _EXAMPLES[name])
+        parser = commands.add_parser(name, help=doc, epilog=f"examples:\n{examples}")
         if name == named:
             module = importlib.import_module(f"octavo.bench.{name}")
             module.add_arguments(parser)

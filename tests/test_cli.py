@@ -1,3 +1,4 @@
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -123,6 +124,18 @@ def test_no_command_shows_the_help(capsys):
     text = capsys.readouterr().out
     for field in ALL_FIELDS:
         assert field.flag in text
+
+
+def examples():
+    for name in cli._BENCHMARKS:
+        for words in cli._EXAMPLES[name]:
+            yield ["bench", name, *shlex.split(words)]
+
+
+@pytest.mark.parametrize("argv", list(examples()), ids=" ".join)
+def test_examples_of_the_benchmarks(argv):
+    args, unknown = cli.build_parser(argv).parse_known_args(argv)
+    assert (args.command, unknown) == (cli._bench, [])
 
 
 def test_failures_are_one_line_and_status_1(monkeypatch, capsys):

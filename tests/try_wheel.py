@@ -67,10 +67,10 @@ def main() -> None:
 
         def run(*command: str | Path) -> str:
             done = subprocess.run(
-                command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True, check=False
+                command, cwd=folder, env=variables, capture_output=True, text=True, check=False
             )
             if done.returncode:
-                sys.exit(f"{done.stdout}\n{' '.join(map(str, command))} failed.")
+                sys.exit(f"{done.stdout}{done.stderr}\n{' '.join(map(str, command))} failed.")
             return done.stdout
 
         for package in (args.torch, wheel):

@@ -73,10 +73,11 @@ def check_writable(path: str | Path | None) -> None:
         return
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        tempfile.TemporaryFile(dir=path.parent).close()
+        # Folders that are missing are made when there is a result.
+        existing = next(folder for folder in path.absolute().parents if folder.exists())
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise BenchError(f"The result cannot be written to {path}: {error.strerror}.") from error
 
