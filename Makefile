@@ -14,6 +14,7 @@ demo:
 	@echo "Octavo's demo: sets up .venv (the first time: downloads PyTorch and compiles the kernels, a few minutes), then a small model writes stories for a few seconds."
 	@$(MAKE) --no-print-directory --silent install
 	@$(BIN)/python examples/demo.py
+	@echo "Next: $(BIN)/octavo run (a chat), $(BIN)/octavo serve (an OpenAI-compatible server), README.md."
 
 test: lint types unit
 

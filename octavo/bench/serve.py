@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_url(args: argparse.Namespace) -> str:
-    """Address of the server that the flags name, without the /v1 that OpenAI's clients have there."""
+    """Address of the server that the flags name, without the /v1 that OpenAI's clients have."""
     url: str = args.base_url or f"http://{_in_url(args.host)}:{args.port}"
     return url.rstrip("/").removesuffix("/v1")
 
