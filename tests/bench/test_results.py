@@ -100,5 +100,12 @@ def test_print_table():
     assert "[b]" in text
 
 
+def test_a_table_in_a_pipe_is_whole(capsys):
+    columns = [f"a_column_with_a_long_name_{i}" for i in range(10)]
+    results.print_table("Runs", columns, [range(10)])
+    out = capsys.readouterr().out
+    assert [column for column in columns if column not in out] == []
+
+
 def test_counted():
     assert [results.counted(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
