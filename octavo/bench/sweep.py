@@ -234,6 +234,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return {"interrupted": False, "runs": []}
     if args.plot is not None:
         plots.check(args.plot)
+    for file in (sweep.folder / SUMMARY, args.plot):
+        results.check_writable(file)
     interrupted = False
     try:
         sweep.measure()
@@ -470,7 +472,7 @@ class _Sweep:
         args = copy.copy(combination.args)
         args.request_rate = rate
         if combination.command is None:
-            note = empty_prefix_cache(args.base_url, args.api_key)
+            note = empty_prefix_cache(serve.server_url(args), args.api_key)
             if note is not None and note not in self.notes:
                 self.notes.append(note)
             result = serve.benchmark(args)

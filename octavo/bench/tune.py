@@ -223,6 +223,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         BenchError, ConfigError: a flag is wrong, or no server worked.
     """
     search = _Search(args)
+    results.check_writable(search.path)
     interrupted = False
     try:
         search.run()
@@ -246,7 +247,7 @@ class _Search:
         self.trials: list[Trial] = []
         self._args = args
         self._slos = parse_slos(args.slo)
-        self._path = Path(args.result_dir) / args.result_filename
+        self.path = Path(args.result_dir) / args.result_filename
         self._console = Console(highlight=False, soft_wrap=True)
         for flag, least in (("num_configs", 1), ("eta", 2)):
             if getattr(args, flag) < least:
@@ -317,7 +318,7 @@ class _Search:
             "keeps_slos": winner is not None and winner.score >= 0,
             "command": None if winner is None else self._shown_command(winner.config),
         }
-        results.save_json(self._path, result)
+        results.save_json(self.path, result)
         return result
 
     def report(self, result: Mapping[str, Any]) -> None:
@@ -336,7 +337,7 @@ class _Search:
         say = self._console.print
         for error in dict.fromkeys(t.error for t in self.trials if t.error):
             say(error, markup=False, style="yellow")
-        say(f"Saved in {self._path}", markup=False)
+        say(f"Saved in {self.path}", markup=False)
         if result["interrupted"]:
             say("Interrupted: the search is not complete.", style="yellow")
         if winner is None:
@@ -380,7 +381,7 @@ class _Search:
         port = free_port()
         command = [*_SERVE, *self._words(config), "--host", "127.0.0.1", "--port", str(port)]
         url = f"http://127.0.0.1:{port}"
-        log = self._path.with_suffix(".log")
+        log = self.path.with_suffix(".log")
         bench = copy.copy(self._bench)
         bench.base_url, bench.num_prompts = url, budget
         try:

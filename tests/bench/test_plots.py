@@ -124,6 +124,20 @@ def test_outliers_make_the_axis_logarithmic(figures, tmp_path):
     assert figures[0].axes[3].get_xlim()[0] == pytest.approx(1.0)
 
 
+def test_a_median_of_0_on_a_logarithmic_axis(figures, tmp_path):
+    itls = [[*[0.0] * 9, 0.002, 5.0]]
+    served = {"start_times": [0], "ttfts": [12.5], "itls": itls, "output_lens": [12]}
+    plots.requests(served, tmp_path / "a.png")
+    ttft, _, itl, _ = figures[0].axes[1:]
+    _, median, _ = itl.get_lines()
+    assert median.get_xdata()[0] == itl.get_xlim()[0] == pytest.approx(2.0)
+    assert [t.get_text() for t in ttft.get_legend().get_texts()] == [
+        "median 12,500 ms",
+        "p99 12,500 ms",
+    ]
+    assert figures[0].get_suptitle().endswith(": 1 request, all at once")
+
+
 def test_nothing_measured(tmp_path):
     nothing = {"start_times": [], "ttfts": [], "itls": [], "output_lens": []}
     plots.requests(nothing, tmp_path / "a.png")

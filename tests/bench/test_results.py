@@ -51,7 +51,7 @@ def test_unwritable_places_are_found_before_anything_is_measured(tmp_path):
     results.check_writable(tmp_path / "new" / "result.json")
     results.check_writable(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "old"
-    assert not list((tmp_path / "new").iterdir())
+    assert not (tmp_path / "new").exists()
 
 
 def test_metadata():
@@ -98,6 +98,13 @@ def test_print_table():
     assert "Runs" in text
     assert "1.235" in text
     assert "[b]" in text
+
+
+def test_a_table_in_a_pipe_is_whole(capsys):
+    columns = [f"a_column_with_a_long_name_{i}" for i in range(10)]
+    results.print_table("Runs", columns, [range(10)])
+    out = capsys.readouterr().out
+    assert [column for column in columns if column not in out] == []
 
 
 def test_counted():

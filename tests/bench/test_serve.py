@@ -327,6 +327,19 @@ def test_wrong_flags_are_told_before_a_server_is_asked(flags, message):
         serve.run(parse("--port", 1, *flags))
 
 
+@pytest.mark.parametrize("flags", [("--save-result", "--result-dir"), ("--plot",)])
+def test_a_result_that_cannot_be_written_is_told_before_a_server_is_asked(flags, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BenchError, match=r"cannot be written to .*: Not a directory"):
+        serve.run(parse("--port", 1, *flags, tmp_path / "file" / "a.png"))
+
+
+def test_an_address_as_openais_clients_have_it(tmp_path):
+    with fake_server(good()) as server:
+        result = serve.run(parse("--base-url", f"{server.url}/v1/", *workload(tmp_path)))
+    assert (result["base_url"], result["completed"]) == (server.url, 4)
+
+
 def test_no_server(tmp_path):
     with pytest.raises(
         BenchError, match=r"No answer from http://127.0.0.1:1/v1/models: .*octavo serve"

@@ -362,6 +362,13 @@ def test_failures_are_recorded_and_the_others_go_on(fakes, tmp_path, capsys):
     assert "no memory" in out
 
 
+def test_a_result_that_cannot_be_written_is_told_before_anything_runs(fakes, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BenchError, match=r"cannot be written to .*summary.json: Not a directory"):
+        sweep.run(parse("--serve-cmd", "x", "--result-dir", tmp_path / "file"))
+    assert not fakes.commands
+
+
 def test_all_fail(fakes, tmp_path):
     fakes.fail_start = lambda command: True
     with pytest.raises(
