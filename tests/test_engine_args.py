@@ -88,6 +88,8 @@ def test_variables_without_meaning_are_named_once(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     with caplog.at_level("WARNING", logger="octavo"):
         assert [heed_environment(), heed_environment()] == ["error", "error"]
-    assert [r.message for r in caplog.records] == [
+    # A record may be seen twice, where an earlier test has left a handler.
+    records = {id(record): record.message for record in caplog.records}
+    assert list(records.values()) == [
         "ignored environment variables (see docs/vllm.md): VLLM_FROBNICATE"
     ]

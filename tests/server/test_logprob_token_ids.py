@@ -49,7 +49,7 @@ def test_chats_do_too(stream):
     ("body", "says"),
     [
         ({"logprob_token_ids": [5]}, "needs logprobs"),
-        ({"logprob_token_ids": [258]}, "vocabulary of 258"),
+        ({"logprob_token_ids": [258]}, "out of vocabulary: this model has 258 tokens"),
         ({"logprob_token_ids": list(range(129))}, "at most 128"),
         ({"logprob_token_ids": [5], "use_beam_search": True, "n": 2}, "use_beam_search"),
     ],

@@ -230,7 +230,7 @@ def test_heads_that_do_not_fit_are_refused(eagle, eagle3, tmp_path):
                   tmp_path / "model.safetensors")  # fmt: skip
         with pytest.raises(ModelError, match=message):
             LLM(max_model_len=128, speculative_config=config(tmp_path))
-    with pytest.raises(ConfigError, match="device=cpu only"):
+    with pytest.raises(ConfigError, match="only on device=cpu"):
         LLM(max_model_len=128, attention_backend="triton",
             speculative_config=config(eagle.folder))  # fmt: skip
 
