@@ -353,7 +353,7 @@ class TestTurns:
         bench.a.behaviour = "hangs"
         results = bench.results()
         for _ in range(2):
-            bench.runner(results, silence=0.5).run([latency_group()], 1)
+            bench.runner(results, silence=2.0).run([latency_group()], 1)
         (failure,) = results.data["failures"]
         assert "no measurement for" in failure["reason"]
 
