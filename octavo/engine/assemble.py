@@ -106,9 +106,7 @@ def make_engine_core(
             "speculative_config: draft models run only on device=cpu and without Triton; use "
             "method ngram or suffix."
         )
-    if config.model.enable_prompt_embeds and (
-        estimate is None or config.device.attention_backend == "triton"
-    ):
+    if config.model.enable_prompt_embeds and not native:
         raise ConfigError(
             "enable_prompt_embeds: embeddings as prompts are supported on device=cpu only, without "
             "Triton; leave it out."
