@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
@@ -119,6 +120,8 @@ class AsyncLLM:
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
+        self._numbers = itertools.count()
+        """Of core requests."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         with contextlib.suppress(RuntimeError):  # there is no event loop yet
@@ -490,7 +493,10 @@ class AsyncLLM:
         if self._dead is not None:
             raise self._dead
         queue = RequestOutputCollector(params.output_kind)
-        self._output_processor.add_request(request, params, text, queue)
+        name = request.request_id
+        # What is on its way of an earlier request must not be taken for one of the same name.
+        request = msgspec.structs.replace(request, request_id=f"{name}#{next(self._numbers)}")
+        self._output_processor.add_request(request, params, text, queue, name)
         finished = False
         try:
             await self._client.add_request(request)
@@ -500,8 +506,8 @@ class AsyncLLM:
                 yield output
         finally:
             # Its id may belong to another request by now.
-            if not finished and self._output_processor.is_live(request.request_id, queue):
-                await self.abort(request.request_id)
+            if not finished and self._output_processor.is_live(name, queue):
+                await self.abort(name)
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)

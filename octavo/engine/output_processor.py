@@ -205,6 +205,7 @@ class OutputProcessor:
         params: SamplingParams,
         prompt_text: str | None = None,
         queue: RequestOutputCollector | None = None,
+        request_id: str | None = None,
     ) -> None:
         """Registers a request, with all its answers, before it is handed to the core.
 
@@ -213,11 +214,14 @@ class OutputProcessor:
             params: what it was made of.
             prompt_text: the prompt as text, if it came as text.
             queue: where outputs go; None: `process_outputs` returns them.
+            request_id: the caller's id; None: the core request's.
 
         Raises:
             RequestError: its id, or one of its answers', belongs to a live request.
         """
-        request_id, child_ids = request.request_id, request.child_ids
+        child_ids = request.child_ids
+        if request_id is None:
+            request_id = request.request_id
         if request_id in self._groups or not self._states.keys().isdisjoint(child_ids):
             raise RequestError(
                 f"A request with the id {request_id!r} is already running.", "request_id"

@@ -33,7 +33,7 @@ class Client:
     def __init__(self, process):
         self.process = process
         self.said = asyncio.Queue()
-        self.sent, self.calls = [], []
+        self.sent, self.calls, self.core_ids = [], [], {}
         self.sleeps, self.sleep_answers = [], []
         self.stats = SchedulerStats()
         self.answers = asyncio.Event()
@@ -49,14 +49,18 @@ class Client:
         outputs = await self.said.get()
         if isinstance(outputs, Exception):
             raise outputs
+        for output in outputs.outputs:
+            output.request_id = self.core_ids[output.request_id]
         return outputs
 
     async def add_request(self, request):
-        self.sent.append(("add", request.request_id))
+        name = request.request_id.partition("#")[0]
+        self.core_ids[name] = request.request_id
+        self.sent.append(("add", name))
 
     async def abort_requests(self, request_ids):
         if request_ids:
-            self.sent.append(("abort", request_ids))
+            self.sent.append(("abort", [i.partition("#")[0] for i in request_ids]))
 
     async def call_utility(self, method, *args):
         self.calls.append(method)
@@ -262,6 +266,31 @@ def test_outputs_reach_their_request_and_stops_the_core(monkeypatch):
         assert [item async for item in stream] == []
         assert engine.request_memory.used == engine.num_unfinished_requests == 0
         assert len(client.sent) == 2
+
+    run(test, monkeypatch)
+
+
+def test_a_name_may_be_used_again_at_once(monkeypatch):
+    """What is still said of the first request is nothing of the second one's."""
+    params = SamplingParams(stop=["b"], max_tokens=50)
+
+    async def test(engine, client):
+        client.ready.set_result(READY)
+        stop, late = (engine.tokenizer.encode(text, False)[-1] for text in "bx")
+        first = asyncio.ensure_future(anext(engine.generate([5], params, "a")))
+        while len(client.sent) < 1:
+            await asyncio.sleep(0.001)
+        old = client.core_ids["a"]
+        client.said.put_nowait(EngineCoreOutputs([EngineCoreOutput("a", [stop])], None, 1.0))
+        assert (await first).finished
+        second = asyncio.ensure_future(anext(engine.generate([5], params, "a")))
+        while len(client.sent) < 3:
+            await asyncio.sleep(0.001)
+        client.core_ids["old"] = old
+        outputs = [EngineCoreOutput("old", [late]), EngineCoreOutput("a", [stop])]
+        client.said.put_nowait(EngineCoreOutputs(outputs, None, 1.0))
+        assert (await second).outputs[0].token_ids == [stop]
+        assert (await second).request_id == "a"
 
     run(test, monkeypatch)
 
