@@ -7,38 +7,62 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from training.checkpoint import load_model
+from training.data import Document
 from training.evaluate import SAMPLES, accuracy, ask
+from training.heads import acceptance
 from training.loop import History, Loop, heldout_loss
 from training.model import Llama, num_parameters
 
+# What `heads.acceptance` gives, by temperature.
+Kept = Mapping[float, tuple[Sequence[float], Sequence[float]]]
+
 DATA = """\
 - [TinyStories](https://arxiv.org/abs/2305.07759) by Ronen Eldan and Yuanzhi Li (2023), licence
-  CDLA-Sharing-1.0: about 4,600 stories (1.0 M tokens). Half of them had lost their capitals; a
-  true-caser learnt from the other half put them back. Children's names are exchanged at random.
-  One story in a hundred is held out.
-- Children's books of Project Gutenberg, public domain, about a tenth of the tokens in the first
-  60 % of the run.
+  CDLA-Sharing-1.0: about 4,600 stories (1.0 M tokens), two fifths of the tokens. Half of them had
+  lost their capitals; a true-caser learnt from the other half put them back. Children's names are
+  exchanged at random. One story in a hundred is held out.
+- Stories that the tool writes itself (`training/own_stories.py`): a grammar of twelve plots whose
+  names, things, places and causes stay the same to the end. About a seventh of the tokens.
+- Children's books of Project Gutenberg, public domain, 7 % of the tokens in the first 60 % of the
+  run.
 - Conversations that the tool writes itself (`training/synthetic.py`): questions about colours,
-  animals, days, opposites and the like, small sums, JSON records, tool calls, and stories on
-  demand. Only what the assistant says counts in the loss.
+  animals, days, opposites and the like, small sums, lists, JSON records, tool calls, and stories
+  on demand; and lines of sums. Only what the assistant says, or a sum's result, counts in the
+  loss.
 """
 
 
 def write_card(
-    out: Path, model: Llama, tokenizer: Tokenizer, loop: Loop, rows: Sequence[Tensor]
+    out: Path,
+    model: Llama,
+    tokenizer: Tokenizer,
+    loop: Loop,
+    rows: Sequence[Tensor],
+    start: Path | None = None,
+    teacher: Llama | None = None,
+    judged: Mapping[float, Sequence[Document]] | None = None,
 ) -> None:
-    """Write ``out/README.md``; a preliminary one says how far the training is."""
+    """Write ``out/README.md``; a preliminary one says how far the training is.
+
+    ``start`` is the model that this one went on from: the card has its figures too. ``judged`` is
+    what the teacher of a draft model wrote, by temperature.
+    """
     if loop.progress < 1:
         (out / "README.md").write_text(
             f"# {out.name}\n\nPreliminary: {100 * loop.progress:.0f} % of the training is done.\n"
         )
         return
+    shipped = load_model(out).eval()  # what is measured and shown is what is shipped: bfloat16
+    before = load_model(start).eval() if start is not None else None
+    kept = {}
+    if teacher is not None and judged is not None:
+        kept = {t: acceptance(shipped, teacher, texts, 5) for t, texts in judged.items()}
     model.eval()
-    text = card_text(out.name, model, tokenizer, loop.history, loop.name, rows)
+    text = card_text(out.name, model, shipped, before, tokenizer, loop, rows, kept)
     (out / "README.md").write_text(text)
     model.train()
 
@@ -46,29 +70,30 @@ def write_card(
 def card_text(
     name: str,
     model: Llama,
+    shipped: Llama,
+    before: Llama | None,
     tokenizer: Tokenizer,
-    history: History,
-    kind: str,
+    loop: Loop,
     rows: Sequence[Tensor],
+    kept: Kept,
 ) -> str:
-    config = model.config
+    config, history, kind = model.config, loop.history, loop.name
     loss = heldout_loss(model, rows)
-    rounded = {n: p.data.clone() for n, p in model.named_parameters()}
-    with torch.no_grad():  # what is measured and shown is what is shipped: bfloat16 weights
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(torch.bfloat16))
-    shipped = heldout_loss(model, rows)
-    skills = accuracy(model, tokenizer)
-    samples = [(q, ask(model, tokenizer, q, 250)) for q in SAMPLES]
-    with torch.no_grad():
-        for n, parameter in model.named_parameters():
-            parameter.copy_(rounded[n])
+    measured = [m for m in (before, shipped) if m is not None]
+    perplexities = [f"{math.exp(heldout_loss(m, rows)):.2f}" for m in measured]
+    skills = [accuracy(m, tokenizer) for m in measured]
+    samples = [(q, ask(shipped, tokenizer, q, 300)) for q in SAMPLES]
     use = {
         "main": "The small model that comes with Octavo: it makes the examples and the tests run"
         " without a download.",
         "draft": "The draft model of `stories` for speculative decoding: the same tokenizer and"
         " the same data; half of its loss is the distance from the main model's distribution.",
     }[kind]
+    went_on = ""
+    if before is not None:
+        went_on = ' It went on from the weights of the release before, "before" in the tables.'
+    columns = "before | now" if before is not None else "now"
+    ruler = "| --- |" + " --- |" * len(measured)
     lines = [
         "---",
         "language: en",
@@ -96,27 +121,42 @@ def card_text(
         f"`python -m training.train {kind}`: {history.tokens / 1e6:.1f} M tokens in"
         f" {history.seconds / 60:.0f} minutes on 2 shared"
         f" {platform.machine()} cores ({history.tokens / history.seconds:,.0f} tokens/s), bfloat16"
-        " autocast, Muon for the matrices and AdamW for the rest, cosine schedule over the time"
-        " budget, rows of 512 tokens with a tenth of 1,024 and 2,048.",
+        " autocast, Muon for the matrices and AdamW for the rest, a rate that stays and comes down"
+        " in the last 30 % of the time, rows of 512 tokens with a tenth of 1,024 and 2,048."
+        f"{went_on}",
         "",
-        "| | |",
-        "| --- | --- |",
-        f"| training loss at the end (all kinds of text) | {history.losses[-1]:.3f} |",
-        f"| held-out stories, loss per token | {loss:.3f} |",
-        f"| held-out stories, perplexity | {math.exp(loss):.2f} |",
-        f"| the same with the shipped bfloat16 weights | {math.exp(shipped):.2f} |",
+        f"| | {columns} |",
+        ruler,
+        f"| held-out stories, perplexity | {' | '.join(perplexities)} |",
+        "",
+        f"Before it was rounded to bfloat16 it was {math.exp(loss):.2f}. The training loss at the"
+        f" end, over all kinds of text, was {history.losses[-1]:.3f}.",
         "",
         *_overfitting(history),
         "![training loss](loss.png)",
         "",
+    ]
+    if kept:
+        lines += [
+            "On what the main model writes to beginnings that no training saw, this model's first",
+            "choices are kept as follows (a draft is kept if it and those before it are the main",
+            "model's own tokens):",
+            "",
+            *_kept_table(kept),
+            "",
+        ]
+    lines += [
         "## What it can do",
         "",
         "Right greedy answers to 40 fresh questions of each kind (small ones were also seen in",
         "training, so this is skill and memory together):",
         "",
-        "| kind | right |",
-        "| --- | --- |",
-        *(f"| {skill} | {100 * share:.0f} % |" for skill, share in skills.items()),
+        f"| kind | {columns} |",
+        ruler,
+        *(
+            f"| {skill} | {' | '.join(f'{100 * shares[skill]:.0f} %' for shares in skills)} |"
+            for skill in skills[0]
+        ),
         "",
         "Greedy answers:",
         "",
@@ -127,8 +167,9 @@ def card_text(
         "## What it cannot do",
         "",
         "Nearly everything else. It knows a few hundred facts, the English of stories for small",
-        "children and the forms of question above; other questions get fluent nonsense. Its",
-        "stories lose the thread. Use it to try and to test the engine, for nothing that matters.",
+        "children and the forms of question above; other questions get fluent nonsense. A story",
+        "keeps its thread as far as it follows one of the plots that the tool writes; others lose",
+        "it. Use it to try and to test the engine, for nothing that matters.",
         "",
     ]
     return "\n".join(lines)
@@ -155,9 +196,9 @@ def write_head_card(
     base: str,
     history: History,
     parameters: int,
-    kept: Mapping[float, tuple[Sequence[float], Sequence[float]]],
+    kept: Kept,
 ) -> None:
-    """The card of heads; ``kept`` has what `heads.acceptance` gives, by temperature."""
+    """The card of heads."""
     what = {
         "eagle": f"An EAGLE head for `{base}`: one decoder layer that predicts the main model's"
         " next hidden state (after its final norm) from the present one and the next token's"
@@ -177,16 +218,20 @@ def write_head_card(
         " tokens):",
         "",
     ]
+    lines += _kept_table(kept)
+    _write(folder, lines)
+
+
+def _kept_table(kept: Kept) -> list[str]:
     count = len(next(iter(kept.values()))[0])
-    numbers = range(1, count + 1)
-    lines += ["| temperature | | " + " | ".join(f"{k} drafts" for k in numbers) + " |"]
+    lines = ["| temperature | | " + " | ".join(f"{k} drafts" for k in range(1, count + 1)) + " |"]
     lines += ["| --- | --- |" + " --- |" * count]
     for temperature, (rates, means) in kept.items():
         shares = " | ".join(f"{100 * rate:.0f} %" for rate in rates)
         lengths = " | ".join(f"{mean:.2f}" for mean in means)
         lines += [f"| {temperature:g} | the last one is right if those before are | {shares} |"]
         lines += [f"| {temperature:g} | kept on average | {lengths} |"]
-    _write(folder, lines)
+    return lines
 
 
 def write_lora_card(folder: Path, history: History, parameters: int) -> None:

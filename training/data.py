@@ -19,6 +19,7 @@ from torch import Tensor
 
 from training import synthetic
 from training.corpus import Corpus, find_topics, swap_names
+from training.own_stories import own_story
 from training.tokenizer import END_OF_TEXT, PAD_TOKEN_ID
 
 IGNORE = -100
@@ -27,13 +28,20 @@ _ANSWER = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTA
 
 @dataclass(frozen=True)
 class Recipe:
-    """How many documents of each kind one chunk has; about 65 % of its tokens are stories."""
+    """How many documents of each kind one chunk has.
 
-    stories: int = 430
-    requests: int = 110
-    continuations: int = 30
-    books: int = 45
-    chats: int = 1200
+    In tokens: near half TinyStories, an eighth stories of its own, a quarter conversations, a
+    tenth sums, and books.
+    """
+
+    stories: int = 600
+    requests: int = 15
+    continuations: int = 20
+    own_stories: int = 50
+    own_requests: int = 110
+    books: int = 40
+    chats: int = 1100
+    drills: int = 200
     # The books teach words early on; they are left out of the last part of the run.
     books_until: float = 0.6
     # Row lengths of successive chunks.
@@ -62,6 +70,18 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> Document:
         part = tokenizer.encode(piece).ids
         ids += part
         counts += [i % 2 == 1] * len(part)
+    return Document(ids, counts, whole=True)
+
+
+def encode_drill(tokenizer: Tokenizer, sums: Sequence[tuple[str, str]]) -> Document:
+    """Sums, a line for each; only the results count."""
+    ids: list[int] = []
+    counts: list[bool] = []
+    for given, result in sums:
+        for text, counted in ((given, False), (result, True), ("\n", False)):
+            part = tokenizer.encode(text).ids
+            ids += part
+            counts += [counted] * len(part)
     return Document(ids, counts, whole=True)
 
 
@@ -186,16 +206,26 @@ class Stream(ChunkStream):
             if kind >= recipe.stories + recipe.requests:
                 conversation = synthetic.story_continuation(story, rng)
             elif kind >= recipe.stories:
-                conversation = synthetic.story_request(story, self._topics[number], rng)
+                about = synthetic.story_about(story, self._topics[number], rng)
+                conversation = synthetic.story_request(story, about, rng)
             if conversation is None:
                 yield encode_prose(encode, story)
             else:
                 yield encode_chat(encode, synthetic.render(conversation))
+        for _ in range(recipe.own_stories):
+            yield encode_prose(encode, own_story(rng)[0])
+        for _ in range(recipe.own_requests):
+            story, about = own_story(rng)
+            about = about if rng.random() < 0.9 else ""
+            conversation = synthetic.story_request(story, about, rng)
+            yield encode_chat(encode, synthetic.render(conversation))
         if self.corpus.books and self.progress < recipe.books_until:
             for piece in rng.sample(self.corpus.books, min(recipe.books, len(self.corpus.books))):
                 yield encode_prose(encode, piece)
         for _ in range(recipe.chats):
             yield encode_chat(encode, synthetic.render(synthetic.conversation(rng)))
+        for _ in range(recipe.drills):
+            yield encode_drill(encode, synthetic.sums(rng))
 
 
 def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from training import synthetic
+from training import facts, synthetic
 from training.model import Llama
 from training.synthetic import Conversation
 from training.tokenizer import EOS_TOKEN_IDS
@@ -51,30 +52,55 @@ def prompt_of(conversation: Conversation) -> str:
     return synthetic.render(conversation) + "<|im_start|>assistant\n"
 
 
+def question_prompt(question: str) -> str:
+    return prompt_of({"messages": [{"role": "user", "content": question}]})
+
+
 def ask(model: Llama, tokenizer: Tokenizer, question: str, limit: int = 200) -> str:
-    messages = [{"role": "user", "content": question}]
-    return generate(model, tokenizer, prompt_of({"messages": messages}), limit)
+    return generate(model, tokenizer, question_prompt(question), limit)
 
 
-def _pair_test(maker: Callable[[random.Random], tuple[str, str]]) -> Callable[..., bool]:
-    def test(model: Llama, tokenizer: Tokenizer, rng: random.Random) -> bool:
+Judge = Callable[[str], bool]
+Case = tuple[str, Judge]
+
+
+def _pair_case(maker: Callable[[random.Random], tuple[str, str]]) -> Callable[..., Case]:
+    def case(rng: random.Random) -> Case:
         question, answer = maker(rng)
-        return ask(model, tokenizer, question, 80) == answer
+        return question_prompt(question), lambda said: said == answer
 
-    return test
+    return case
 
 
-def _json_test(model: Llama, tokenizer: Tokenizer, rng: random.Random) -> bool:
+def _list_case(rng: random.Random) -> Case:
+    """As many as were asked for, all of the kind and all different."""
+    question, example = synthetic.listing(rng)
+    # The longest name that fits: animals are in "farm animals" too.
+    words = facts.LISTS[max((name for name in facts.LISTS if name in question), key=len)]
+    count = len(re.findall(r"[a-z]+", example.replace(" and ", " "), re.IGNORECASE))
+
+    def judge(said: str) -> bool:
+        found = re.findall(r"[a-z]+", said.replace(" and ", " ").lower())
+        return len(found) == len(set(found)) == count and set(found) <= set(words)
+
+    return question_prompt(question), judge
+
+
+def _json_case(rng: random.Random) -> Case:
     """The record must parse and be the right one (a free invention must only parse)."""
     question, answer = synthetic.json_record(rng)
-    try:
-        said: Any = json.loads(ask(model, tokenizer, question, 80))
-    except ValueError:
-        return False
-    return said == json.loads(answer) or "Invent" in question or "a person" in question[-30:]
+
+    def judge(text: str) -> bool:
+        try:
+            said: Any = json.loads(text)
+        except ValueError:
+            return False
+        return said == json.loads(answer) or "Invent" in question or "a person" in question[-30:]
+
+    return question_prompt(question), judge
 
 
-def _tool_test(model: Llama, tokenizer: Tokenizer, rng: random.Random) -> bool:
+def _tool_case(rng: random.Random) -> Case:
     """The first call must be exactly the expected one."""
     while True:
         conversation = synthetic.tool_call(rng)
@@ -85,27 +111,31 @@ def _tool_test(model: Llama, tokenizer: Tokenizer, rng: random.Random) -> bool:
     tools = conversation["tools"]
     wanted = synthetic.render({"messages": messages[: first + 1], "tools": tools})
     prompt = prompt_of({"messages": messages[:first], "tools": tools})
-    return prompt + generate(model, tokenizer, prompt, 80) + "<|im_end|>\n" == wanted
+    return prompt, lambda said: prompt + said + "<|im_end|>\n" == wanted
 
 
-TESTS: dict[str, Callable[..., bool]] = {
-    "arithmetic": _pair_test(synthetic.arithmetic),
-    "word problems": _pair_test(synthetic.word_problem),
-    "colours": _pair_test(synthetic.colour),
-    "animals": _pair_test(synthetic.animal),
-    "facts": _pair_test(synthetic.fact),
-    "calendar": _pair_test(synthetic.calendar),
-    "counting": _pair_test(synthetic.counting),
-    "words": _pair_test(synthetic.words),
-    "JSON records": _json_test,
-    "tool calls": _tool_test,
+# Each makes a prompt, and what judges the answer.
+CASES: dict[str, Callable[[random.Random], Case]] = {
+    "arithmetic": _pair_case(synthetic.arithmetic),
+    "word problems": _pair_case(synthetic.word_problem),
+    "lists": _list_case,
+    "colours": _pair_case(synthetic.colour),
+    "animals": _pair_case(synthetic.animal),
+    "facts": _pair_case(synthetic.fact),
+    "calendar": _pair_case(synthetic.calendar),
+    "counting": _pair_case(synthetic.counting),
+    "words": _pair_case(synthetic.words),
+    "JSON records": _json_case,
+    "tool calls": _tool_case,
 }
 
 
 def accuracy(model: Llama, tokenizer: Tokenizer, trials: int = 40) -> dict[str, float]:
     """The share of right greedy answers of each skill."""
     result = {}
-    for name, test in TESTS.items():
+    for name, make in CASES.items():
         rng = random.Random(f"{SEED}/{name}")
-        result[name] = sum(test(model, tokenizer, rng) for _ in range(trials)) / trials
+        cases = [make(rng) for _ in range(trials)]
+        right = sum(judge(generate(model, tokenizer, prompt, 80)) for prompt, judge in cases)
+        result[name] = right / trials
     return result

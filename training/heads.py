@@ -235,9 +235,11 @@ def medusa_loss(heads: MedusaHeads, base: Llama) -> Callable[[Batch], Tensor]:
 
 
 def acceptance(
-    head: EagleHead | MedusaHeads, base: Llama, texts: Sequence[Document], steps: int
+    head: EagleHead | MedusaHeads | Llama, base: Llama, texts: Sequence[Document], steps: int
 ) -> tuple[list[float], list[float]]:
     """How good drafts are, from every token of what the main model wrote in ``texts``.
+
+    ``head`` is what drafts: heads of ``base``, or a draft model of its own.
 
     Returns: how often the k-th drafted token, the head's first choice, is the model's own token if
         those before it are; and how many of the first k drafts are accepted, on average.
@@ -254,6 +256,9 @@ def acceptance(
             if isinstance(head, EagleHead):
                 embedding = base.model.embed_tokens(tokens[None])
                 guesses = [base.logits(g)[0] for g in head.draft(embedding, hidden, steps)]
+            elif isinstance(head, Llama):
+                own = head(tokens[None])[0]
+                guesses = [own[k + 1 :] for k in range(steps)]
             else:
                 guesses = [g[0] for g in head(hidden[:, :count])]
             drafts = [g[first:count].argmax(-1) for g in guesses]

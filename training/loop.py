@@ -32,7 +32,9 @@ class Plan:
     matrix_rate: float = 0.02
     vector_rate: float = 3e-3
     weight_decay: float = 0.05
+    # Shares of the budget: the rate climbs at first, stays, and comes down in the last part.
     warmup: float = 0.015
+    decay: float = 0.3
     final_rate: float = 0.01
     clip: float = 1.0
     checkpoint_minutes: float = 3.0
@@ -55,10 +57,13 @@ class History:
 
 
 def rate_factor(progress: float, plan: Plan) -> float:
-    """Linear warm-up, then a cosine to ``final_rate``; ``progress`` is the share of the budget."""
+    """Linear warm-up, a plateau, then a cosine to ``final_rate``.
+
+    ``progress`` is the share of the budget.
+    """
     if progress < plan.warmup:
         return max(progress / plan.warmup, 0.02)
-    done = min((progress - plan.warmup) / (1 - plan.warmup), 1.0)
+    done = min(max(1 - (1 - progress) / plan.decay, 0.0), 1.0)
     return plan.final_rate + (1 - plan.final_rate) * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -74,10 +79,12 @@ def make_optimizers(module: nn.Module, plan: Plan) -> list[torch.optim.Optimizer
     decayed = [p for p in others if p.ndim >= 2]
     plain = [p for p in others if p.ndim < 2]
     optimizers: list[torch.optim.Optimizer] = []
-    if matrices:
-        optimizers.append(
-            torch.optim.Muon(matrices, lr=plan.matrix_rate, weight_decay=plan.weight_decay)
-        )
+    # A share of the matrices for each worker: all optimizers step side by side.
+    for share in (matrices[i :: plan.workers] for i in range(plan.workers)):
+        if share:
+            optimizers.append(
+                torch.optim.Muon(share, lr=plan.matrix_rate, weight_decay=plan.weight_decay)
+            )
     if others:
         groups = [
             {"params": decayed, "weight_decay": plan.weight_decay},
@@ -167,8 +174,8 @@ class Loop:
         norm = nn.utils.clip_grad_norm_(parameters, self.plan.clip)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"the gradient is not finite at step {self.step}")
+        list(self._pool.map(lambda optimizer: optimizer.step(), self.optimizers))
         for optimizer in self.optimizers:
-            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.history.tokens += batch[0].numel()
@@ -185,16 +192,16 @@ class Loop:
         parts = [(batch[0][a:b], batch[1][a:b]) for a, b in itertools.pairwise(cuts)]
         counts = [int((targets != IGNORE).sum()) for _, targets in parts]
 
-        def forward(part: Batch, count: int) -> Tensor:
+        # The sum of two gradients does not depend on which comes first, so two workers are still
+        # reproducible bit for bit.
+        def gradients(part: Batch, count: int) -> float:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.plan.bfloat16):
-                return self.loss(part) * (count / sum(counts))
+                loss = self.loss(part) * (count / sum(counts))
+            loss.backward()
+            return loss.item()
 
-        # Forward passes side by side, then backward passes; the sum of two gradients does not
-        # depend on which comes first, so two workers are still reproducible bit for bit.
         work = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
-        losses = list(self._pool.map(forward, *zip(*work, strict=True)))
-        list(self._pool.map(Tensor.backward, losses))
-        return sum(loss.item() for loss in losses)
+        return sum(self._pool.map(gradients, *zip(*work, strict=True)))
 
     def _measure(self) -> None:
         measured = self.history.heldout[-1][0] if self.history.heldout else None

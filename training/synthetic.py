@@ -274,7 +274,10 @@ def counting(rng: random.Random) -> Pair:
 def listing(rng: random.Random) -> Pair:
     name, words = rng.choice(list(facts.LISTS.items()))
     n = rng.choice([2, 3, 3, 3, 3, 4, 5])
-    chosen = rng.sample(words, n)
+    # In the table's order, the first of it most often: what follows a word is never said before,
+    # and a greedy answer has one that is likeliest at each place.
+    liked = sorted(words, key=lambda w: rng.random() ** (1 + words.index(w) / 2), reverse=True)
+    chosen = sorted(liked[:n], key=words.index)
     number = rng.choice([NUMBERS[n], str(n)])
     question = ["List {} {}.", "Name {} {}.", "Tell me {} {}.", "Give me {} {}.", "List {} {}"]
     answer = (
@@ -306,6 +309,24 @@ def arithmetic(rng: random.Random) -> Pair:
          f"Calculate {a} {sign} {b}."]
     )  # fmt: skip
     return question, f"{a} {sign} {b} = {result}"
+
+
+def sums(rng: random.Random, count: int = 16) -> list[tuple[str, str]]:
+    """Sums without questions, each what is given (``"23 + 9 = "``) and the result.
+
+    A third are drawn as in `arithmetic`; the others, of all numbers alike, have more to carry.
+    """
+    made = []
+    for _ in range(count):
+        if rng.random() < 0.33:
+            given, result = arithmetic(rng)[1].split("= ")
+            made.append((given + "= ", result))
+        else:
+            a, b = rng.randint(0, 50), rng.randint(0, 50)
+            plus = rng.random() < 0.6
+            a, b = (a, b) if plus else (max(a, b), min(a, b))
+            made.append((f"{a} {'+' if plus else '-'} {b} = ", str(a + b if plus else a - b)))
+    return made
 
 
 def word_problem(rng: random.Random) -> Pair:
@@ -429,19 +450,19 @@ def json_answer(rng: random.Random) -> Conversation:
 
 
 SKILLS: tuple[tuple[Callable[[random.Random], Pair], float], ...] = (
-    (greeting, 4),
-    (identity, 4),
+    (greeting, 3),
+    (identity, 3),
     (unknown, 1.5),
     (colour, 4),
     (animal, 6),
-    (fact, 9),
+    (fact, 13),
     (calendar, 3),
-    (counting, 5),
-    (listing, 5),
-    (arithmetic, 14),
+    (counting, 16),
+    (listing, 18),
+    (arithmetic, 8),
     (word_problem, 5),
-    (words, 4),
-    (json_record, 9),
+    (words, 12),
+    (json_record, 7),
 )
 
 
@@ -628,8 +649,21 @@ def tool_call(rng: random.Random) -> Conversation:
 # --- stories on demand ------------------------------------------------------------------------
 
 
-def story_request(story: str, topic: str, rng: random.Random) -> Conversation:
-    """A question that ``story`` answers."""
+def story_request(story: str, about: str, rng: random.Random) -> Conversation:
+    """A question that ``story`` answers; it is ``about`` something (``"a dog"``) or nothing."""
+    if about:
+        question = rng.choice(
+            ["Tell me a story about {}.", "Tell me a story about {}", "Write a story about {}.",
+             "Tell me a short story about {}.", "Please tell me a story about {}.",
+             "Can you tell me a story about {}?", "Write a short story about {}."]
+        ).format(about)  # fmt: skip
+    else:
+        question = rng.choice(["Tell me a story.", "Tell me a story!", "Write a short story."])
+    return {"messages": _system(rng) + _turns((question, story))}
+
+
+def story_about(story: str, topic: str, rng: random.Random) -> str:
+    """What to ask for to get ``story``, whose topic is ``topic`` (or ``""``)."""
     hero = next((w for w in GIRLS + BOYS if f" {w}" in story[:200]), "")
     if hero and (not topic or rng.random() < 0.25):
         child = "girl" if hero in GIRLS else "boy"
@@ -641,15 +675,7 @@ def story_request(story: str, topic: str, rng: random.Random) -> Conversation:
         about = topic if topic.endswith("s") else about
     else:
         about = ""
-    if about:
-        question = rng.choice(
-            ["Tell me a story about {}.", "Tell me a story about {}", "Write a story about {}.",
-             "Tell me a short story about {}.", "Please tell me a story about {}.",
-             "Can you tell me a story about {}?", "Write a short story about {}."]
-        ).format(about)  # fmt: skip
-    else:
-        question = rng.choice(["Tell me a story.", "Tell me a story!", "Write a short story."])
-    return {"messages": _system(rng) + _turns((question, story))}
+    return about
 
 
 def story_continuation(story: str, rng: random.Random) -> Conversation | None:
@@ -664,5 +690,5 @@ def story_continuation(story: str, rng: random.Random) -> Conversation | None:
 
 def conversation(rng: random.Random) -> Conversation:
     """Any conversation that needs no story."""
-    maker = rng.choices([chat, memory, tool_call, json_answer], [66, 10, 20, 4])[0]
+    maker = rng.choices([chat, memory, tool_call, json_answer], [72, 8, 16, 4])[0]
     return maker(rng)

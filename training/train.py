@@ -15,13 +15,14 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.card import write_card, write_head_card, write_lora_card
@@ -93,8 +94,19 @@ def distillation_loss(model: Llama, teacher: Llama) -> Callable[[Batch], Tensor]
     return loss
 
 
-def tokenizer_for(corpus: Corpus, folder: Path, seed: int, resume: bool) -> Tokenizer:
-    """The run's tokenizer: trained once, then read back on resume."""
+def go_on_from(start: Path, module: nn.Module, plan: Plan) -> Plan:
+    """Load the weights in ``start``; the plan for going on has a third of the rates."""
+    weights = load_file(start / "model.safetensors")
+    module.load_state_dict({name: w.float() for name, w in weights.items()})
+    return replace(plan, matrix_rate=plan.matrix_rate / 3, vector_rate=plan.vector_rate / 3)
+
+
+def tokenizer_for(
+    corpus: Corpus, folder: Path, seed: int, resume: bool, start: Path | None = None
+) -> Tokenizer:
+    """The tokenizer of ``start``, or the run's own: trained once, then read back on resume."""
+    if start is not None:
+        return load_tokenizer(start)
     if not (resume and (folder / "tokenizer.json").exists()):
         save_tokenizer(
             train_tokenizer(tokenizer_texts(corpus, seed)), folder, MAIN.max_position_embeddings
@@ -113,10 +125,18 @@ def language_model_loop(
     seed: int,
     teacher: Llama | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    start: Path | None = None,
+    judged: Mapping[float, Sequence[Document]] | None = None,
 ) -> Loop:
-    """The loop that trains ``main`` (no teacher) or ``draft`` and exports it to ``out``."""
+    """The loop that trains ``main`` (no teacher) or ``draft`` and exports it to ``out``.
+
+    ``start`` has the weights to go on from; ``judged`` is what the teacher wrote itself, by
+    temperature, to tell in the draft's card how often its drafts are kept.
+    """
     torch.manual_seed(seed)
     model = Llama(config)
+    if start is not None:
+        plan = go_on_from(start, model, plan)
     rows = heldout_rows(corpus, tokenizer)
     loss = next_token_loss(model) if teacher is None else distillation_loss(model, teacher)
 
@@ -124,7 +144,7 @@ def language_model_loop(
         export_model(model, tokenizer, out)
         if loop.history.losses:
             draw_losses(loop.history, out / "loss.png", f"{out.name}: training loss")
-        write_card(out, model, tokenizer, loop, rows)
+        write_card(out, model, tokenizer, loop, rows, start, teacher, judged)
 
     return Loop(
         model,
@@ -186,6 +206,7 @@ def head_loop(
     run: Path,
     seed: int,
     batch_tokens: int = 1024,
+    start: Path | None = None,
 ) -> Loop:
     """The loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``, on its own text."""
     torch.manual_seed(seed)
@@ -193,12 +214,15 @@ def head_loop(
     head: EagleHead | MedusaHeads
     if kind == "eagle":
         head = EagleHead(model.config)
-        fit_linear(head, model, text.train[:200])
+        if start is None:
+            fit_linear(head, model, text.train[:200])
         loss, steps = eagle_loss(head, model), 5
     else:
         head = MedusaHeads(model)
         loss, steps = medusa_loss(head, model), len(head.blocks)
         plan = replace(plan, vector_rate=1e-3)
+    if start is not None:
+        plan = go_on_from(start, head, plan)
 
     def export(loop: Loop) -> None:
         export_head(head, out)
@@ -248,6 +272,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--minutes", type=float, help="time budget (60, draft 10, heads 15, lora 3)"
     )
     parser.add_argument("--resume", action="store_true", help="go on from runs/<kind>")
+    parser.add_argument(
+        "--start", type=Path, help="folder of what to go on from: the same kind and shape"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the texts (*.txt)")
     parser.add_argument(
@@ -271,27 +298,42 @@ def main(argv: list[str] | None = None) -> None:
     plan = Plan(minutes=args.minutes)
     if args.kind == "main":
         corpus = load_corpus(args.data)
-        tokenizer = tokenizer_for(corpus, run, args.seed, args.resume)
-        loop = language_model_loop("main", MAIN, corpus, tokenizer, plan, args.out, run, args.seed)
+        tokenizer = tokenizer_for(corpus, run, args.seed, args.resume, args.start)
+        loop = language_model_loop(
+            "main",
+            MAIN,
+            corpus,
+            tokenizer,
+            plan,
+            args.out,
+            run,
+            args.seed,
+            start=args.start,
+        )
     elif args.kind == "draft":
-        teacher = load_model(args.base).eval().requires_grad_(False)
+        corpus = load_corpus(args.data)
+        text = own_text(args.base, corpus, RUNS / f"{args.base.name}-text.jsonl", args.seed)
         loop = language_model_loop(
             "draft",
             DRAFT,
-            load_corpus(args.data),
+            corpus,
             load_tokenizer(args.base),
             plan,
             args.out,
             run,
             args.seed,
-            teacher,
+            load_model(args.base).eval().requires_grad_(False),
+            start=args.start,
+            judged=text.heldout,
         )
     elif args.kind == "lora":
         loop = lora_loop(args.base, plan, args.out, run, args.seed)
     else:
         path = RUNS / f"{args.base.name}-text.jsonl"
         text = own_text(args.base, load_corpus(args.data), path, args.seed)
-        loop = head_loop(args.kind, args.base, text, plan, args.out, run, args.seed)
+        loop = head_loop(
+            args.kind, args.base, text, plan, args.out, run, args.seed, start=args.start
+        )
     if args.resume and loop.checkpoint.exists():
         loop.resume()
     history = loop.run()

@@ -6,11 +6,12 @@ import torch
 from tokenizers import Tokenizer
 
 from training.corpus import Corpus
-from training.data import IGNORE, Document, Recipe, Stream, encode_chat, pack
+from training.data import IGNORE, Document, Recipe, Stream, encode_chat, encode_drill, pack
 
 SMALL = Recipe(
-    stories=20, requests=6, continuations=2, books=1, chats=20, lengths=(64, 128), books_until=0.5
-)
+    stories=20, requests=6, continuations=2, own_stories=2, own_requests=2, books=1, chats=20,
+    drills=2, lengths=(64, 128), books_until=0.5,
+)  # fmt: skip
 
 
 def test_only_the_assistant_counts(tokenizer: Tokenizer) -> None:
@@ -24,6 +25,13 @@ def test_only_the_assistant_counts(tokenizer: Tokenizer) -> None:
     assert said == "Hello!<|im_end|>Goodbye!<|im_end|>"
     whole = tokenizer.decode(document.ids, skip_special_tokens=False)
     assert whole == text + "<|endoftext|>"
+
+
+def test_only_results_of_sums_count(tokenizer: Tokenizer) -> None:
+    document = encode_drill(tokenizer, [("12 + 9 = ", "21"), ("7 - 7 = ", "0")])
+    assert tokenizer.decode(document.ids) == "12 + 9 = 21\n7 - 7 = 0\n"
+    counted = [i for i, c in zip(document.ids, document.counts, strict=True) if c]
+    assert tokenizer.decode(counted) == "210"
 
 
 def test_pack_keeps_whole_documents_whole() -> None:

@@ -43,12 +43,20 @@ def test_tool_calls_parse_and_name_a_given_tool() -> None:
 
 def test_sums_are_right() -> None:
     rng = random.Random(0)
-    for _ in range(300):
-        left, right = synthetic.arithmetic(rng)[1].split("=")
+    drilled = [given + result for given, result in synthetic.sums(rng, 300)]
+    for said in [*(synthetic.arithmetic(rng)[1] for _ in range(300)), *drilled]:
+        left, right = said.split("=")
         a, sign, b = left.split()
         value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
         assert value == int(right)
         assert value >= 0
+
+
+def test_lists_have_no_word_twice() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        said = re.findall(r"[a-z]+", synthetic.listing(rng)[1].lower().replace(" and ", " "))
+        assert 2 <= len(said) == len(set(said)) <= 5
 
 
 @pytest.mark.parametrize("maker", [maker for maker, _ in synthetic.SKILLS])
@@ -72,11 +80,12 @@ def test_turns_alternate() -> None:
 def test_story_on_demand_names_what_it_is_about() -> None:
     rng = random.Random(0)
     story = "Once upon a time, there was a girl named Mia. She had a kite. The kite was red."
-    asked = {
-        synthetic.story_request(story, "kite", rng)["messages"][-2]["content"] for _ in range(60)
-    }
-    assert any("a kite" in q for q in asked)
-    assert any("Mia" in q for q in asked)
+    abouts = {synthetic.story_about(story, "kite", rng) for _ in range(60)}
+    assert any("a kite" in about for about in abouts)
+    assert any("Mia" in about for about in abouts)
+    asked = synthetic.story_request(story, "a kite", rng)["messages"]
+    assert "a kite" in asked[-2]["content"]
+    assert asked[-1]["content"] == story
     rest = synthetic.story_continuation(story, rng)
     assert rest is not None
     assert rest["messages"][-1]["content"].startswith("She had a kite.")

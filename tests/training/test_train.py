@@ -6,21 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch.nn import functional as F
 
 from training import train
 from training.checkpoint import export_model, load_checkpoint, load_model
 from training.corpus import Corpus
-from training.data import Recipe
+from training.data import Document, Recipe
 from training.evaluate import ask, generate
 from training.loop import Loop, Plan, rate_factor
-from training.model import DRAFT, MAIN, Llama, ModelConfig, num_parameters
+from training.model import DRAFT, MAIN, Llama, ModelConfig, causal_attention, num_parameters
 
 PLAN = Plan(steps=12, bfloat16=False)
-RECIPE = Recipe(stories=20, requests=6, continuations=2, books=1, chats=20, lengths=(64, 128))
+RECIPE = Recipe(
+    stories=20, requests=6, continuations=2, own_stories=2, own_requests=2, books=1, chats=20,
+    drills=2, lengths=(64, 128),
+)  # fmt: skip
 
 
 MakeLoop = Callable[..., Loop]
@@ -32,10 +37,16 @@ def make_loop(tiny: ModelConfig, corpus: Corpus, tokenizer: Tokenizer) -> MakeLo
 
 
 def _make_loop(
-    tiny: ModelConfig, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int = 12
+    tiny: ModelConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    steps: int = 12,
+    kind: str = "main",
+    **more: Any,
 ) -> Loop:
     loop = train.language_model_loop(
-        "main",
+        kind,
         tiny,
         corpus,
         tokenizer,
@@ -44,6 +55,7 @@ def _make_loop(
         folder / "run",
         seed=0,
         batch_tokens=256,
+        **more,
     )
     loop.stream.recipe = RECIPE
     loop.stream.lengths = RECIPE.lengths
@@ -98,6 +110,43 @@ def test_a_run_exports_and_writes_its_papers(make_loop: MakeLoop, tmp_path: Path
     assert log[-1]["step"] == 12
     assert log[-1]["heldout"][1] > 0
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["step"] == 12
+
+
+@pytest.mark.usefixtures("quick_card")
+def test_a_run_goes_on_from_another_model(
+    make_loop: MakeLoop, base_folder: Path, tmp_path: Path
+) -> None:
+    loop = make_loop(tmp_path, start=base_folder)
+    begun = load_model(base_folder).state_dict()
+    for name, weight in loop.module.state_dict().items():
+        assert torch.equal(weight, begun[name]), name
+    assert loop.plan.matrix_rate == PLAN.matrix_rate / 3
+    loop.run()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| kind | before | now |" in card
+    assert "| sums | 50 % | 50 % |" in card
+    assert "went on from the weights" in card
+
+
+@pytest.mark.usefixtures("quick_card")
+def test_a_draft_tells_how_often_it_is_kept(
+    make_loop: MakeLoop, tiny: ModelConfig, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    texts = [Document([1, 2, 3, *range(20)], [False] * 3 + [True] * 20, whole=False)]
+    loop = make_loop(tmp_path, kind="draft", teacher=Llama(tiny), judged={0.0: texts})
+    loop.run()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| 0 | the last one is right if those before are |" in card
+    assert "before" not in card.split("## What it can do")[1]
+
+
+def test_attention_by_blocks_is_the_whole_attention() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 70, 16) for _ in range(3))
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for block in (16, 70, 256):
+        torch.testing.assert_close(causal_attention(q, k, v, block), wanted)
 
 
 def test_exported_folder_gives_transformers_the_same_logits(
