@@ -1,4 +1,5 @@
 # The commands: `make demo`, `make test` and `make wheel`. Each does all its own set-up in .venv.
+# The demo needs the kernels for this machine only; `make dev` adds the others, for the tests.
 
 PYTHON ?= python3
 # PyTorch is installed first and by itself, so that nothing else chooses a build of it.
@@ -6,13 +7,15 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# Built with the tools in .venv, not with fresh ones each time, a build goes on from the one before.
+BUILD := --no-build-isolation --config-settings=cmake.define.OCTAVO_THIS_MACHINE
 
 .PHONY: demo test lint types unit wheel install dev clean
 
 demo:
-	@echo "Octavo's demo: sets up .venv (the first time: downloads PyTorch and compiles the kernels, a few minutes), then a small model writes stories for a few seconds."
-	@$(MAKE) --no-print-directory --silent install
+	@echo "Octavo's demo: sets up .venv (the first time, for a minute or two: downloads PyTorch and compiles the kernels), then a small model writes stories for a few seconds."
+	@$(MAKE) --no-print-directory --silent -j 2 install
 	@$(BIN)/python examples/demo.py
 	@echo "Next: $(BIN)/octavo run (a chat), $(BIN)/octavo serve (an OpenAI-compatible server), README.md."
 
@@ -45,19 +48,28 @@ wheel: .venv/.torch
 install: .venv/.installed
 dev: .venv/.dev
 
-.venv/.torch:
+.venv/.tools:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Octavo needs Python 3.11 or newer; set PYTHON=.")'
 	$(PYTHON) -m venv .venv
+	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])') cmake ninja
+	@touch $@
+
+.venv/.torch: .venv/.tools
 	$(PIP) $(TORCH)
 	@touch $@
 
-.venv/.installed: .venv/.torch $(NATIVE)
-	$(PIP) -e .
+# While PyTorch is downloaded: the wheel is not used, what was compiled for it is.
+.venv/.kernels: .venv/.tools $(NATIVE)
+	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps $(BUILD)=ON --wheel-dir build .
 	@touch $@
 
-.venv/.dev: .venv/.installed
-	$(PIP) -e '.[dev]' --config-settings=cmake.define.OCTAVO_EMULATED_TILES=ON
+.venv/.installed: .venv/.torch .venv/.kernels
+	$(PIP) $(BUILD)=ON -e .
 	@touch $@
+
+.venv/.dev: .venv/.torch $(NATIVE)
+	$(PIP) $(BUILD)=OFF --config-settings=cmake.define.OCTAVO_EMULATED_TILES=ON -e '.[dev]'
+	@touch .venv/.kernels .venv/.installed $@
 
 clean:
 	rm -rf .venv build dist

@@ -160,6 +160,7 @@ _HINTS: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": _ids,
     "allowed_token_ids": st.lists(st.integers(0, 400), min_size=1, max_size=5),
     "deadline_ms": st.integers(1, 10**6),
+    "max_ttft_ms": st.integers(1, 10**6),
     "request_id": st.sampled_from(("same", "other")),
     "priority": st.just(0),
     "response_format": st.one_of(
@@ -327,7 +328,7 @@ def check(request: Request, status: int, headers: dict[str, str], body: bytes) -
 
     if status >= 500:
         fail(f"status {status}")
-    operation = OPERATIONS[request.operation.replace("{model}", "{model:path}")]
+    operation = OPERATIONS[request.operation.replace("}", ":path}")]
     kind = headers.get("content-type", "").partition(";")[0]
     declared = {*operation.states, *operation.errors, 404, 405}
     if status not in declared:

@@ -63,11 +63,9 @@ namespace portable {
 extern const KernelTable table;
 }
 #endif
-#if defined(OCTAVO_EMULATED_TILES)
 namespace amx_emulated {
 extern const KernelTable table;
 }
-#endif
 
 #if defined(__x86_64__)
 // Whether this process may use AMX: the processor has its products of bfloat16 and of bytes with tiles
@@ -123,15 +121,28 @@ static std::vector<const KernelTable*> find_available() {
   // Every processor with bfloat16 products has byte products (VNNI), too.
   const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
                         __builtin_cpu_supports("avx512vnni");
+  // CMakeLists.txt says which variants are built.
+#if defined(OCTAVO_HAS_amx)
+  if (has_bf16 && may_use_tiles() && amx::tiles_work()) found.push_back(&amx::table);
+#endif
+#if defined(OCTAVO_HAS_avx512_bf16)
+  if (has_bf16) found.push_back(&avx512_bf16::table);
+#endif
+#if defined(OCTAVO_HAS_avx512_vnni)
   static const KernelTable bytes512 =
       with_bytes(avx512::table, "avx512_vnni", avx512_vnni::byte_product);
-  static const KernelTable bytes2 = with_bytes(avx2::table, "avx2_vnni", avx2_vnni::byte_product);
-  if (has_bf16 && may_use_tiles() && amx::tiles_work()) found.push_back(&amx::table);
-  if (has_bf16) found.push_back(&avx512_bf16::table);
   if (has_avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(&bytes512);
+#endif
+#if defined(OCTAVO_HAS_avx512)
   if (has_avx512) found.push_back(&avx512::table);
+#endif
+#if defined(OCTAVO_HAS_avx2_vnni)
+  static const KernelTable bytes2 = with_bytes(avx2::table, "avx2_vnni", avx2_vnni::byte_product);
   if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&bytes2);
+#endif
+#if defined(OCTAVO_HAS_avx2)
   if (has_avx2) found.push_back(&avx2::table);
+#endif
 #endif
 #if defined(__aarch64__)
 #if defined(__APPLE__)
@@ -150,10 +161,11 @@ static std::vector<const KernelTable*> find_available() {
   if (has_dotprod && has_bf16) found.push_back(&neon_bf16::table);
   if (has_dotprod) found.push_back(&neon_dotprod::table);
   found.push_back(&neon::table);
-#else
+#endif
+#if defined(OCTAVO_HAS_portable)
   found.push_back(&portable::table);
 #endif
-#if defined(OCTAVO_EMULATED_TILES)
+#if defined(OCTAVO_HAS_amx_emulated)
   found.push_back(&amx_emulated::table);
 #endif
   return found;
@@ -172,6 +184,10 @@ static const KernelTable* find(const std::string& name) {
 
 // At first the variant that OCTAVO_ISA names; without it, the best.
 static const KernelTable* first_choice() {
+  if (available().empty())
+    throw std::invalid_argument(
+        "The kernels were built for another machine only, and this processor cannot run them; build "
+        "Octavo again here (make install), or install its wheel, which has kernels for all.");
   const char* name = std::getenv("OCTAVO_ISA");
   if (!name || !*name) return available().front();
   if (const KernelTable* table = find(name)) return table;

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from octavo.arguments import shown_default
 from octavo.config import (
     BUILTIN_MODEL,
     ConfigField,
@@ -47,8 +48,8 @@ def settings() -> str:
         _NOTE,
         "Every setting is a flag of `octavo serve`, `octavo run` and the benchmarks, and an"
         " argument of `LLM(...)`; those of the HTTP server are flags of `octavo serve` only. Flags"
-        " may be written with underscores. A switch is turned off by `--no-...`. Sizes are bytes:"
-        " 4096, 512M, 1.5G.",
+        " may be written with underscores. A switch that is on (True in Python) is turned off by"
+        " `--no-...`. Sizes are bytes: 4096, 512M, 1.5G.",
     ]
     for name, section in get_type_hints(EngineConfig).items():
         parts += [f"## {name.capitalize()}", section.__doc__ or ""]
@@ -162,7 +163,7 @@ def openai_line(route: APIRoute) -> str:
     verb = "get" if "GET" in route.methods else "post"
     kind = "str" if operation.answer is None else "object"
     body = f", body={json.dumps(given)}" if given else ""
-    line = f'client.{verb}("{ADDRESS}{route.path}", cast_to={kind}{body})'
+    line = f'client.{verb}("{ADDRESS}{_address(route.path)}", cast_to={kind}{body})'
     if len(line) > 100:  # likewise
         inner = line[line.index("(") + 1 : -1].replace(", cast_to", ",\n    cast_to")
         line = f"client.{verb}(\n    {inner.replace(', body', f',{chr(10)}    body')},\n)"
@@ -223,9 +224,9 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _default(field: ConfigField) -> str:
-    if field.default is None or field.default == []:
+    if field.default in (None, [], {}, ""):
         return ""
-    return f"`{field.default}`"
+    return f"`{shown_default(field)}`"
 
 
 def _meaning(field: ConfigField) -> str:
@@ -247,7 +248,7 @@ def _attributes(kind: type) -> list[tuple[str, str]]:
 
 
 def _address(path: str) -> str:
-    return path.replace("{model:path}", BUILTIN_MODEL)
+    return path.replace("{model:path}", BUILTIN_MODEL).replace("{stream_id:path}", "cmpl-abc")
 
 
 def _shown(path: str) -> str:

@@ -49,6 +49,23 @@ metrics; `docs/make_vllm_table.py` writes it from the code.
 - JSON may be given in parts: `--speculative-config.method ngram`, `-sc.method=ngram`;
   `--flag.key+ a,b` adds to a list.
 - `--config FILE` reads a YAML file whose keys are the names of flags; flags win over it.
+
+## Scripts
+
+`python -m octavo.compat.vllm script.py` runs a script without a change. To make it Octavo's own,
+write `octavo` where it imports from `vllm`; modules inside of that become:
+
+| vLLM's module | Octavo's |
+| --- | --- |
+| `vllm.engine.arg_utils` | `octavo` |
+| `vllm.inputs` | `octavo` |
+| `vllm.v1.engine.async_llm` | `octavo` |
+| `vllm.v1.engine.llm_engine` | `octavo` |
+| `vllm.outputs` | `octavo.outputs` |
+| `vllm.sampling_params` | `octavo.sampling_params` |
+| `vllm.v1.metrics.reader` | `octavo.metrics_reader` |
+| `vllm.distributed` | `octavo.compat.vllm` |
+| `vllm.utils.argparse_utils` | `octavo.compat.vllm` |
 """
 
 

@@ -57,7 +57,7 @@ def add_settings(
     group = parser.add_argument_group(title, doc)
     for field in fields:
         plain, _ = optional_type(field.type)
-        shown = "" if field.default in (None, [], {}, "") else f" [{_shown_default(field)}]"
+        shown = "" if field.default in (None, [], {}, "") else f" [{shown_default(field)}]"
         kwargs: dict[str, Any] = {
             "action": StoreOnce,
             "default": argparse.SUPPRESS,
@@ -79,8 +79,8 @@ def add_settings(
         group.add_argument(*_names(field.name), **kwargs)
 
 
-def _shown_default(field: ConfigField) -> object:
-    """A default as one would type it: 8M, on, 30."""
+def shown_default(field: ConfigField) -> object:
+    """A default that is not None, as one would type it: 8M, on, 30."""
     value = field.default
     if isinstance(value, bool):
         return "on" if value else "off"

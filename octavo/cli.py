@@ -212,6 +212,26 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     add_engine_settings(batch)
     batch.set_defaults(command=_run_batch)
 
+    replay = commands.add_parser(
+        "replay",
+        help="run the requests of a recording again, and say what differs",
+        usage="%(prog)s FILE [flags]",
+        epilog=_REPLAY_EXAMPLES,
+    )
+    replay.add_argument("file", metavar="FILE", help="What octavo serve --record has written.")
+    replay.add_argument(
+        "--free",
+        action="store_true",
+        help="Send all requests at once, not each at the step at which it arrived.",
+    )
+    replay.add_argument(
+        "--allow-other-model",
+        action="store_true",
+        help="Replay even if the model is not the recorded one.",
+    )
+    add_engine_settings(replay)
+    replay.set_defaults(command=_replay)
+
     collect = commands.add_parser(
         "collect-env", help="print versions and hardware, for a bug report"
     )
@@ -223,7 +243,16 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
     benchmark = _add_benchmarks(bench, named)
 
-    for command in (serve, *terminal, batch, collect, bench, *benchmark):
+    simulate = commands.add_parser(
+        "simulate",
+        help="how the engine would serve a load, in virtual time",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog=_SIMULATE_EXAMPLES,
+    )
+    if arguments and arguments[0] == "simulate":
+        _add_module(simulate, "octavo.bench.simulate")
+
+    for command in (serve, *terminal, batch, replay, collect, bench, *benchmark, simulate):
         command.set_defaults(parser=command)
     _describe(commands)
     return parser
@@ -247,12 +276,17 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
         usage = _BENCHMARK_USAGE.get(name, "%(prog)s [flags]")
         parser = commands.add_parser(name, help=doc, usage=usage, epilog=examples)
         if name == named:
-            module = importlib.import_module(f"octavo.bench.{name}")
-            module.add_arguments(parser)
-            parser.set_defaults(command=_bench, run=module.run)
+            _add_module(parser, f"octavo.bench.{name}")
             parsers.append(parser)
     _describe(commands)
     return parsers
+
+
+def _add_module(parser: argparse.ArgumentParser, name: str) -> None:
+    """Has a command do what a module with `add_arguments` and `run` does."""
+    module = importlib.import_module(name)
+    module.add_arguments(parser)
+    parser.set_defaults(command=_bench, run=module.run)
 
 
 _BENCHMARK_USAGE = {"tune": "%(prog)s [MODEL] --slo NAME:MS,... [flags]"}
@@ -283,6 +317,28 @@ a line of the input:
   {"custom_id": "a", "method": "POST", "url": "/v1/completions",
    "body": {"prompt": "Once", "max_tokens": 5}}
   (url may also be /v1/chat/completions)
+"""
+
+_REPLAY_EXAMPLES = """\
+examples (record first: octavo serve --record run.rec):
+  octavo replay run.rec
+  octavo replay run.rec --max-num-batched-tokens 64 --no-enable-prefix-caching
+  octavo replay run.rec --free --dtype bfloat16
+
+The settings are the recorded ones; flags replace them. The status is 1 if any answer differs, and
+2 if the recording cannot be replayed.
+"""
+
+_SIMULATE_EXAMPLES = """\
+examples:
+  octavo simulate --request-rate 4 --num-prompts 1000 --save-step-times times.json
+  octavo simulate --step-times times.json --trace azure.csv --plot day.png
+  octavo simulate --step-times times.json --request-rate 2 --slo ttft_p99:2000,tpot_p99:100
+  octavo simulate --step-times run.rec --request-rate 2    with what octavo serve --record wrote
+  octavo simulate --request-rate 4 --num-prompts 100 --check
+
+Scheduler, KV-cache blocks and requests are real; the model is a function that says how long a
+step takes. Without --step-times it is measured first, on the model itself.
 """
 
 _MODEL_HELP = f"Folder or hub id of a model; default: the built-in one ({BUILTIN_MODEL})."
@@ -333,9 +389,15 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
 def _serve(args: argparse.Namespace) -> int:
     server_config, engine_config = _server_configs(args)
 
-    from octavo.server.run import run_server
+    from octavo.engine.core_launcher import CoreProcess
 
-    return run_server(server_config, engine_config)
+    process = CoreProcess(warm=True)  # it imports torch while the web framework is imported here
+    try:
+        from octavo.server.run import run_server
+
+        return run_server(server_config, engine_config, process)
+    finally:
+        process.shutdown(0.0)
 
 
 # run-batch
@@ -365,6 +427,23 @@ def _run_batch(args: argparse.Namespace) -> int:
     from octavo.server.run_batch import run_batch
 
     return run_batch(server_config, engine_config, args.input_file, args.output_file)
+
+
+# replay
+
+
+def _replay(args: argparse.Namespace) -> int:
+    given = engine_kwargs(args)
+
+    from octavo.replay import run_replay
+
+    try:
+        return run_replay(
+            args.file, given, free=args.free, allow_other_model=args.allow_other_model
+        )
+    except OctavoError as error:
+        print_error(str(error))
+        return 2  # 1 tells of differences
 
 
 # collect-env

@@ -7,9 +7,8 @@ import platform
 from importlib import metadata
 
 from octavo import __version__
-from octavo.bench.results import cpu_model
 from octavo.config import HIDDEN
-from octavo.device import cpu_memory, num_cpus, num_cuda_devices
+from octavo.device import cpu_memory, cpu_model, num_cpus, num_cuda_devices
 
 _PACKAGES = (
     "torch",

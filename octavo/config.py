@@ -273,6 +273,20 @@ class DeviceConfig(_Section, frozen=True):
     ] = None
 
 
+class ParallelConfig(_Section, frozen=True):
+    """Over how many engines and devices the work is spread."""
+
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            description="Engines, each with the whole model, among which requests are divided. They"
+            " share memory and cores; what is set of these (KV cache, threads) each of them has."
+            " device=cpu only.",
+            ge=1,
+        ),
+    ] = 1
+
+
 class ObservabilityConfig(_Section, frozen=True):
     """What can be seen of the engine at work."""
 
@@ -349,6 +363,15 @@ class ServerConfig(_Section, frozen=True):
     request_timeout: Annotated[
         float, Meta(description="Seconds a request may take; 0: no limit.", ge=0)
     ] = 0.0
+    resume_grace: Annotated[
+        float,
+        Meta(
+            description="Seconds for which a stream goes on without its client, which may come"
+            " back for what it missed and the rest; 0: the stream is cancelled at once.",
+            ge=0,
+            le=86400,
+        ),
+    ] = 0.0
     shutdown_timeout: Annotated[
         float,
         Meta(description="Seconds that requests in flight get to finish after SIGTERM.", ge=0),
@@ -356,11 +379,48 @@ class ServerConfig(_Section, frozen=True):
     progress_timeout: Annotated[
         float,
         Meta(
-            description="Seconds without a sign of life from the engine after which /health and "
-            "/ready fail; longer than any step takes.",
+            description="Seconds without a sign of life from the engine, busy or idle, after which"
+            " it is killed and another one takes over; a step may take as long.",
             gt=0,
         ),
     ] = 60.0
+    max_engine_restarts: Annotated[
+        int,
+        Meta(
+            description="Maximum number of times that a dead engine is replaced within ten"
+            " minutes; after these the server exits.",
+            ge=0,
+        ),
+    ] = 5
+    warm_spare: Annotated[
+        bool | None,
+        Meta(
+            description="Keep an interpreter ready for an engine that takes over (256 MiB);"
+            " default: on, unless the KV cache would be smaller for it."
+        ),
+    ] = None
+    record: Annotated[
+        str | None,
+        Meta(
+            description="File to record arrivals, decisions and tokens in, for octavo replay; it"
+            " holds all prompts and answers, see docs/reliability.md."
+        ),
+    ] = None
+    record_prompts: Annotated[
+        Literal["full", "hash"],
+        Meta(
+            description="Whether --record keeps prompts or only their hashes, which cannot be"
+            " replayed."
+        ),
+    ] = "full"
+    record_max_bytes: Annotated[
+        int,
+        Meta(
+            description="Maximum size of a recording (2G ...): the newest part of it is kept, in"
+            " FILE and, the older half, in FILE.1.",
+            ge=2**20,
+        ),
+    ] = 2**30
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Minimum log level.")
     ] = "info"
@@ -444,17 +504,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are drafted, and how drafts are verified. Names are vLLM's."""
 
     method: Literal["ngram", "suffix", "draft_model", "eagle", "medusa"] | None = None
-    """None: what `model` is."""
+    """ngram, suffix, draft_model, eagle or medusa; default: the kind of `model`."""
     model: Annotated[str, Meta(min_length=1)] | None = None
     """Folder or hub id of the draft model or of the heads."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] | None = None
-    """Most drafts of a request in a step; default: 5, or as many as there are Medusa heads."""
+    """Maximum drafts per request and step; default: 5, or the number of Medusa heads."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
-    """Longest sequence of last tokens that is looked for; default: `prompt_lookup_min`, or 5."""
+    """Longest sequence of last tokens to look for; default: `prompt_lookup_min`, or 5."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     """Shortest; default: `prompt_lookup_max`, or 5."""
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
-    """exact: a draft is kept if it is what would have been sampled without it."""
+    """exact: drafts do not change the answer; rejection, typical: docs/speculative_decoding.md."""
 
     @property
     def num_drafts(self) -> int:
@@ -518,6 +578,7 @@ class EngineConfig(_Section, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    parallel: ParallelConfig = ParallelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 

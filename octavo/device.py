@@ -43,6 +43,18 @@ def num_cpus() -> int:
     return cores
 
 
+def cpu_model() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
 def cpu_memory(numa_node: int | None = None) -> tuple[int, int]:
     """Memory of the machine, the cgroup or a NUMA node, the least: (total, available) in bytes.
 
@@ -87,8 +99,8 @@ def numa_cpus(node: int) -> set[int]:
     allowed = _parse_list(text) & os.sched_getaffinity(0)
     if not allowed:
         raise ConfigError(
-            f"numa_node={node}: its cores ({text or 'none'}) are none that this process may use "
-            "(affinity, container). Choose another node."
+            f"numa_node={node}: this process may not use any of its cores ({text or 'none'}); its "
+            "affinity or its container forbids them. Choose another node."
         )
     return allowed
 

@@ -15,7 +15,9 @@ The tree::
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
+    |   |-- UnmetDeadlineError              a deadline cannot be met; try again after `retry_after`
     |   `-- DeadlineError                   the request's own deadline passed
+    |       `-- FirstTokenError             it passed before the first token came
     |-- EngineDeadError                     the engine process is gone; says the root cause
     `-- BenchError                          a benchmark cannot be run; says what is missing
         `-- DatasetError (ValueError)       a data set is unusable; names file, line and field
@@ -142,6 +144,27 @@ class DeadlineError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "deadline_ms", "deadline_exceeded")
+
+
+class UnmetDeadlineError(RequestError):
+    """A deadline cannot be met; it might after `retry_after` seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(
+        self, message: str, param: str | None = "deadline_ms", retry_after: int = 1
+    ) -> None:
+        super().__init__(message, param, "deadline_unmet")
+        self.retry_after = retry_after
+
+
+class FirstTokenError(DeadlineError):
+    """The request did not get its first token as early as it asked for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.param = "max_ttft_ms"
 
 
 class EngineDeadError(OctavoError):

@@ -68,16 +68,6 @@ FOREIGN: dict[str, Foreign] = {
         _group(
             _ONE_DEVICE,
             pipeline_parallel_size=1,
-            data_parallel_size=1,
-            data_parallel_size_local=1,
-            data_parallel_rank=0,
-            data_parallel_start_rank=0,
-            data_parallel_address=None,
-            data_parallel_rpc_port=None,
-            data_parallel_backend="mp",
-            data_parallel_hybrid_lb=False,
-            data_parallel_external_lb=False,
-            data_parallel_multi_port_external_lb=False,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
             nnodes=1,
@@ -92,9 +82,22 @@ FOREIGN: dict[str, Foreign] = {
             enable_hc_sp=False,
             enable_batch_sharded_sampling=False,
             enable_fault_tolerance=False,
+        ),
+        _group(
+            "all engines of a server run on its machine so far, behind one front end "
+            "(data_parallel_size); for more machines start a server on each, and a load balancer",
+            data_parallel_size_local=1,
+            data_parallel_rank=0,
+            data_parallel_start_rank=0,
+            data_parallel_address=None,
+            data_parallel_rpc_port=None,
+            data_parallel_hybrid_lb=False,
+            data_parallel_external_lb=False,
+            data_parallel_multi_port_external_lb=False,
             headless=False,
             api_server_count=1,
         ),
+        _group("the server starts the engines itself, without Ray", data_parallel_backend="mp"),
         _group(
             "it tunes how devices share a model, and here one device has all of it",
             master_addr=ANY,
@@ -126,6 +129,10 @@ FOREIGN: dict[str, Foreign] = {
         _group(
             "there is no Ray here; the engine is one process that the server starts",
             ray_workers_use_nsight=False,
+        ),
+        _group(
+            "worker and scheduler are Octavo's own; LLM.collective_rpc also takes a function, which"
+            " gets the worker",
             worker_cls="auto",
             worker_extension_cls="",
             scheduler_cls=None,
@@ -548,6 +555,15 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a setting of vLLM's asks for what Octavo cannot do, or two contradict.
     """
+    kwargs = dict(kwargs)
+    local, size = (_typed(kwargs.get(f"data_parallel_size{end}")) for end in ("_local", ""))
+    if local is not None and local == size:  # all of them are here
+        del kwargs["data_parallel_size_local"]
+    elif local is not None and size is not None:
+        raise ConfigError(
+            f"data_parallel_size_local={local!r} is not supported with data_parallel_size={size!r}:"
+            f" {FOREIGN['data_parallel_size_local'].why}."
+        )
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
     devices = settings.get("tensor_parallel_size")
     if isinstance(devices, int) and devices > 1:

@@ -48,21 +48,29 @@ class LLM:
     Args:
         model: folder, hub id, or nothing for the built-in model.
         chat_template: a template, or its file, for `chat` instead of the model's own.
+        isolate: whether the engine runs in a process of its own. If that one dies, another takes
+            over, and every request goes on where it stood.
         **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name. What only vLLM has is
             accepted if it asks for nothing special, and refused with what to use otherwise.
 
     Raises:
         ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+        EngineDeadError: if an isolated engine cannot load the model.
 
     Use it as a context manager, or call `shutdown`, to give its memory back at once.
     """
 
     def __init__(
-        self, model: str = BUILTIN_MODEL, *, chat_template: str | Path | None = None, **kwargs: Any
+        self,
+        model: str = BUILTIN_MODEL,
+        *,
+        chat_template: str | Path | None = None,
+        isolate: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.config = EngineConfig.from_kwargs(**engine_settings({"model": model, **kwargs}))
         self.llm_engine = LLMEngine(
-            self.config, log_stats=not kwargs.get("disable_log_stats", True)
+            self.config, log_stats=not kwargs.get("disable_log_stats", True), isolate=isolate
         )
         """The engine by itself: vLLM's `LLMEngine`."""
         self._chat_template = None if chat_template is None else str(chat_template)

@@ -10,7 +10,9 @@ All are msgspec structs, so every one of them can cross a process border. Times 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -157,6 +159,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Prompt logprobs that it has already."""
     prompt_embeds: PromptEmbeds | None = None
     """In place of the first tokens of the prompt, whose ids are 0 and mean nothing."""
+    first_token_deadline: float | None = None
+    """When the request is ended with an error, unless it has its first token."""
+    tenant: str | None = None
+    """Who asks: tokens are shared fairly between tenants, see `scheduler/fairness.py`."""
+    answers: dict[int, list[int]] | None = None
+    """With n > 1, of a request that goes on: those of its answers that are still to be made, by
+    their index, with their `output_token_ids`. None: all, from the start."""
 
     @property
     def known_token_ids(self) -> list[int]:
@@ -166,11 +175,45 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
         return self.prompt_token_ids[self.prompt_embeds.num_tokens :]
 
     @property
+    def due(self) -> float:
+        """The earlier one of its deadlines; infinite if it has none."""
+        limits = (self.deadline, self.first_token_deadline)
+        return min((limit for limit in limits if limit is not None), default=math.inf)
+
+    @property
+    def indices(self) -> Iterable[int]:
+        """Of the answers that are to be made."""
+        return range(self.n) if self.answers is None else self.answers
+
+    @property
     def child_ids(self) -> list[str]:
-        """Ids of the core's requests, one for each answer: the request's own if it has one."""
+        """Ids of the core's requests, one for each answer to be made: its own if n is 1."""
+        return [self._child_id(index) for index in self.indices]
+
+    def _child_id(self, index: int) -> str:
+        return self.request_id if self.n == 1 else f"{index}_{self.request_id}"
+
+    def child(self, index: int) -> EngineCoreRequest:
+        """The request for one of the answers: itself if it has but one.
+
+        Child i of n > 1 has the seed `seed + i`, only the first one brings the prompt's logprobs,
+        and none has tokens yet.
+        """
         if self.n == 1:
-            return [self.request_id]
-        return [f"{i}_{self.request_id}" for i in range(self.n)]
+            return self
+        replace, params = msgspec.structs.replace, self.sampling_params
+        return replace(
+            self,
+            request_id=self._child_id(index),
+            sampling_params=replace(
+                params,
+                seed=(params.seed + index) % 2**64,
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            ),
+            n=1,
+            turn=self.turn + index,
+            answers=None,
+        )
 
 
 class LogprobsLists(msgspec.Struct, array_like=True):
@@ -261,6 +304,21 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_held_reqs: int = 0
     """Those of the waiting requests that wait for something else than their turn, such as their
     grammar."""
+
+    @staticmethod
+    def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+        """Those of several engines as if they were one."""
+        total = SchedulerStats()
+        for name in SchedulerStats.__struct_fields__:
+            values = [getattr(part, name) for part in parts]
+            if name == "num_accepted_tokens_per_pos":
+                columns = itertools.zip_longest(*values, fillvalue=0)
+                total.num_accepted_tokens_per_pos = [sum(column) for column in columns]
+            else:
+                setattr(total, name, sum(values))
+        if total.num_total_blocks:
+            total.kv_cache_usage = total.num_used_blocks / total.num_total_blocks
+        return total
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -5,7 +5,7 @@ All times are in seconds. Every metric has vLLM's labels `model_name` and `engin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -13,9 +13,11 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 from octavo.messages import FinishReason, SchedulerStats
 from octavo.outputs import RequestMetrics
@@ -36,6 +38,7 @@ _REQUEST_TIME_BUCKETS = (
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _ITERATION_BUCKETS = tuple(float(2**n) for n in range(15))
+_RECOVERY_BUCKETS = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
 _LABELS = ("model_name", "engine")
 _M = TypeVar("_M", Gauge, Counter, Histogram)
@@ -51,24 +54,39 @@ class EngineMetrics:
         max_model_len: upper end of the buckets that count a request's tokens.
         prefix: what the names begin with, without the colon.
         engine_index: value of the label `engine`.
+        others: those of other engines of the model, to be shown together with them.
     """
 
     def __init__(
-        self, model_name: str, max_model_len: int, prefix: str = "octavo", engine_index: int = 0
+        self,
+        model_name: str,
+        max_model_len: int,
+        prefix: str = "octavo",
+        engine_index: int = 0,
+        others: EngineMetrics | None = None,
     ) -> None:
         self._prefix = prefix
+        self._model_name, self._max_model_len = model_name, max_model_len
         self._labels = {"model_name": model_name, "engine": str(engine_index)}
-        self._registry = CollectorRegistry()
+        if others is None:
+            self._registry = CollectorRegistry()
+            self._families: dict[str, Any] = {}
+            self._engines: dict[int, EngineMetrics] = {}
+            self._processes = _Processes(self._registry)
+        else:
+            self._registry, self._families = others._registry, others._families
+            self._engines, self._processes = others._engines, others._processes
+        self._engines[engine_index] = self
         self._last_stats = SchedulerStats()
         tokens = _buckets_1_2_5(max_model_len)
 
         self._running = self._gauge("num_requests_running", "Requests that are being computed.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be computed.")
-        by_reason = Gauge(
-            f"{prefix}:num_requests_waiting_by_reason",
+        by_reason = self._family(
+            Gauge,
+            "num_requests_waiting_by_reason",
             "Requests that wait: for their turn (capacity), or for something else (deferred).",
             [*_LABELS, "reason"],
-            registry=self._registry,
         )
         self._waiting_capacity = by_reason.labels(**self._labels, reason="capacity")
         self._waiting_deferred = by_reason.labels(**self._labels, reason="deferred")
@@ -83,11 +101,11 @@ class EngineMetrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Times that tokens were drafted.")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
-        self._accepted_per_pos = Counter(
-            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+        self._accepted_per_pos = self._family(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were right, by their place in the draft.",
             [*_LABELS, "position"],
-            registry=self._registry,
         )
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total",
@@ -99,19 +117,19 @@ class EngineMetrics:
         self._prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens that the prefix cache had."
         )
-        by_source = Counter(
-            f"{prefix}:prompt_tokens_by_source",
+        by_source = self._family(
+            Counter,
+            "prompt_tokens_by_source",
             "Prompt tokens taken in: computed here, or found in the prefix cache.",
             [*_LABELS, "source"],
-            registry=self._registry,
         )
         self._prompt_tokens_computed = by_source.labels(**self._labels, source="local_compute")
         self._prompt_tokens_hit = by_source.labels(**self._labels, source="local_cache_hit")
-        self._hits_on_device = Counter(
-            f"{prefix}:prompt_tokens_cached_by_source",
+        self._hits_on_device = self._family(
+            Counter,
+            "prompt_tokens_cached_by_source",
             "Tokens found in the prefix cache, by where it is kept.",
             [*_LABELS, "source"],
-            registry=self._registry,
         ).labels(**self._labels, source="device")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._ttft = self._histogram(
@@ -163,11 +181,11 @@ class EngineMetrics:
         self._params_max_tokens = self._histogram(
             "request_params_max_tokens", "The parameter max_tokens.", tokens
         )
-        success = Counter(
-            f"{prefix}:request_success",
+        success = self._family(
+            Counter,
+            "request_success",
             "Requests that ended, by reason.",
             [*_LABELS, "finished_reason"],
-            registry=self._registry,
         )
         self._success = {
             reason: success.labels(**self._labels, finished_reason=str(reason))
@@ -176,23 +194,41 @@ class EngineMetrics:
         self._aborted = self._counter(
             "requests_aborted", "Requests that the client gave up or the server took back."
         )
-        sleep_state = Gauge(
-            f"{prefix}:engine_sleep_state",
+        sleep_state = self._family(
+            Gauge,
+            "engine_sleep_state",
             "Whether the engine is awake, sleeps at level 1 (weights_offloaded) or 2 (discard_all)",
             [*_LABELS, "sleep_state"],
-            registry=self._registry,
         )
         self._sleep_states = [
             sleep_state.labels(**self._labels, sleep_state=state)
             for state in ("awake", "weights_offloaded", "discard_all")
         ]
         self.record_sleep_state(None)
-        self._rejections = Counter(
-            f"{prefix}:admission_rejections",
+        self._restarts = self._counter("engine_restarts", "Engines that died and were replaced.")
+        self._recovered = self._counter(
+            "requests_recovered", "Requests that went on with another engine."
+        )
+        self._recovery_time = self._histogram(
+            "recovery_seconds",
+            "From an engine's death until another one took requests.",
+            _RECOVERY_BUCKETS,
+        )
+        self._resumed = self._counter(
+            "streams_resumed", "Times that somebody came back to a stream and went on reading it."
+        )
+        self._rejections = self._family(
+            Counter,
+            "admission_rejections",
             "Requests refused on arrival, by reason.",
             [*_LABELS, "reason"],
-            registry=self._registry,
         )
+
+    def for_engine(self, index: int) -> EngineMetrics:
+        """The metrics of another engine of the model, shown together with these."""
+        if index not in self._engines:
+            EngineMetrics(self._model_name, self._max_model_len, self._prefix, index, self)
+        return self._engines[index]
 
     def record_scheduler_stats(self, stats: SchedulerStats) -> None:
         """Takes in the scheduler's state after a step.
@@ -302,24 +338,38 @@ class EngineMetrics:
     def set_cache_config_info(self, info: Mapping[str, object]) -> None:
         """Shows the KV cache's settings as labels of `cache_config_info`; to be called once."""
         labels = self._labels | {name: str(value) for name, value in info.items()}
-        Gauge(
-            f"{self._prefix}:cache_config_info",
-            "Settings of the KV cache, as labels.",
-            list(labels),
-            registry=self._registry,
+        self._family(
+            Gauge, "cache_config_info", "Settings of the KV cache, as labels.", list(labels)
         ).labels(**labels).set(1)
 
-    def watch_process(self, pid: int) -> None:
+    def record_recovery(self, num_requests: int, seconds: float) -> None:
+        """An engine that died was replaced within so many seconds; so many requests go on."""
+        self._restarts.inc()
+        self._recovered.inc(num_requests)
+        self._recovery_time.observe(seconds)
+        self.record_scheduler_stats(SchedulerStats())  # the new one has done nothing yet
+
+    def record_resume(self) -> None:
+        """Somebody goes on reading a stream."""
+        self._resumed.inc()
+
+    def watch_process(self, get_pid: Callable[[], int]) -> None:
         """Shows memory and CPU time of the engine process; to be called once.
 
         Prometheus' usual names, such as `octavo_engine_process_resident_memory_bytes`, whatever
         the prefix: vLLM has none like them.
+
+        Args:
+            get_pid: its number, which changes when it is replaced.
         """
-        ProcessCollector(namespace="octavo_engine", pid=lambda: pid, registry=self._registry)
+        self._processes.add(self._labels["engine"], get_pid)
 
     def load(self) -> dict[str, float]:
-        """What a load balancer wants to know, by the metrics' names without their prefix."""
-        stats = self._last_stats
+        """What a load balancer wants to know, by the metrics' names without their prefix.
+
+        Of all engines: their requests are added up.
+        """
+        stats = SchedulerStats.join([engine._last_stats for engine in self._engines.values()])
         return {
             "kv_cache_usage_perc": stats.kv_cache_usage,
             "num_requests_waiting": float(stats.num_waiting_reqs),
@@ -339,8 +389,46 @@ class EngineMetrics:
         return self._metric(Histogram, name, doc, buckets=buckets)
 
     def _metric(self, kind: type[_M], name: str, doc: str, **settings: Any) -> _M:
-        metric = kind(f"{self._prefix}:{name}", doc, _LABELS, registry=self._registry, **settings)
-        return metric.labels(**self._labels)
+        return self._family(kind, name, doc, _LABELS, **settings).labels(**self._labels)
+
+    def _family(
+        self, kind: type[_M], name: str, doc: str, labels: Sequence[str], **settings: Any
+    ) -> _M:
+        """A metric with all its labels' values, which is made once for all engines."""
+        if name not in self._families:
+            self._families[name] = kind(
+                f"{self._prefix}:{name}", doc, labels, registry=self._registry, **settings
+            )
+        family: _M = self._families[name]
+        return family
+
+
+class _Processes(Collector):
+    """Memory and CPU time of engine processes, with the label `engine`.
+
+    Args:
+        registry: asks for them.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._processes: dict[str, ProcessCollector] = {}
+        registry.register(self)
+
+    def add(self, engine: str, get_pid: Callable[[], int]) -> None:
+        """Adds a process."""
+        self._processes[engine] = ProcessCollector("octavo_engine", get_pid, registry=None)
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        families: dict[str, Metric] = {}
+        for engine, process in self._processes.items():
+            for family in process.collect():
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    merged.add_sample(sample.name, {"engine": engine}, sample.value)
+        yield from families.values()
 
 
 def _buckets_1_2_5(highest: int) -> tuple[float, ...]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator
-
-import msgspec
 
 from octavo.messages import CoreSamplingParams, EngineCoreRequest, FinishReason
 
@@ -65,6 +64,45 @@ class Request:
             one is another.
     """
 
+    # Python finds the attributes of an object quickly if it has at most thirty, or these.
+    __slots__ = (
+        "__weakref__",
+        "_block_hasher",
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "cache_scope",
+        "competes",
+        "deadline",
+        "due",
+        "error",
+        "error_kind",
+        "first_scheduled_time",
+        "first_token_deadline",
+        "leader",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_charged",
+        "num_computed_tokens",
+        "num_forced",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_spec_in_flight",
+        "priority",
+        "prompt_embeds",
+        "queue_key",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "tenant",
+        "turn",
+    )
+
     def __init__(
         self,
         core_request: EngineCoreRequest,
@@ -79,7 +117,10 @@ class Request:
         self.arrival_time = core_request.arrival_time
         self.priority = params.priority
         self.turn = core_request.turn
+        self.tenant = core_request.tenant
         self.deadline = core_request.deadline
+        self.first_token_deadline = core_request.first_token_deadline
+        self.due = core_request.due
         self.cache_salt = core_request.cache_salt
         self.cache_scope = cache_scope
         self.leader = leader
@@ -106,6 +147,10 @@ class Request:
         """Prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
+        self.num_charged = self.num_prompt_tokens if core_request.output_token_ids else 0
+        """Prompt tokens up to which its tenant has been charged; one that goes on was, once."""
+        self.competes = False
+        """Whether it has not been computed up to its last token yet, not even once."""
 
         self.queue_key: QueueKey = (self.priority, self.turn, 0)
         """Order of service, best first; the scheduler sets it by its policy on arrival."""
@@ -128,6 +173,14 @@ class Request:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
+    def next_deadline(self) -> float:
+        """When the request is ended if nothing happens; infinite: never."""
+        first = self.first_token_deadline
+        if first is None or self.num_output_tokens:
+            return math.inf if self.deadline is None else self.deadline
+        return first if self.deadline is None else min(first, self.deadline)
+
+    @property
     def skip_reading_prefix_cache(self) -> bool:
         """Prompt logprobs need the prompt computed, not remembered."""
         return self.sampling_params.prompt_logprobs is not None
@@ -138,6 +191,12 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
 
+    def resume(self, token_ids: list[int]) -> None:
+        """Has a new request go on behind tokens that another engine made."""
+        if token_ids:
+            self.append_output_token_ids(token_ids)
+            self.num_charged = self.num_prompt_tokens
+
 
 def fan_out(
     core_request: EngineCoreRequest,
@@ -147,31 +206,21 @@ def fan_out(
 ) -> Iterator[Request]:
     """The n requests of a core request, which share all that is long.
 
-    Child i of n > 1 has the seed `seed + i`, and only the first one brings the prompt's logprobs.
     With prefix caching off a single request's blocks are not hashed; those of siblings are, in a
     scope of their own, so that they still share their prompt's blocks.
     """
     if core_request.n == 1:
         yield Request(core_request, block_hasher if enable_prefix_caching else None)
         return
-    replace, params = msgspec.structs.replace, core_request.sampling_params
     scope = None if enable_prefix_caching else core_request.request_id
     leader: Request | None = None
     hashes: list[bytes] = []
-    for i, request_id in enumerate(core_request.child_ids):
-        child = replace(
-            core_request,
-            request_id=request_id,
-            sampling_params=replace(
-                params,
-                seed=(params.seed + i) % 2**64,
-                prompt_logprobs=params.prompt_logprobs if i == 0 else None,
-            ),
-            n=1,
-            turn=core_request.turn + i,
-        )
+    for i in core_request.indices:
+        child = core_request.child(i)
         known = None if leader is None else hashes.copy()
         request = Request(child, block_hasher, known, scope, leader)
         if leader is None:
             leader, hashes = request, request.block_hashes.copy()
+        if core_request.answers is not None:
+            request.resume(core_request.answers[i])
         yield request

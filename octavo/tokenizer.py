@@ -13,7 +13,13 @@ from typing import Any
 
 import tokenizers
 
-from octavo.errors import ContextLengthError, ModelError, RequestError, reason_of
+from octavo.errors import (
+    ContextLengthError,
+    ModelError,
+    RequestError,
+    UnsupportedError,
+    reason_of,
+)
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -46,6 +52,30 @@ class BatchEncoding(dict[str, Any]):
     def attention_mask(self) -> Any:
         """Ones, as many as there are ids."""
         return self["attention_mask"]
+
+
+def _batch_encoding(
+    ids: list[list[int]], several: bool, return_tensors: str | None
+) -> BatchEncoding:
+    """Token ids with their mask: of one text or of several, as lists or as tensors."""
+    masks = [[1] * len(one) for one in ids]
+    if return_tensors is None:
+        if several:
+            return BatchEncoding(input_ids=ids, attention_mask=masks)
+        return BatchEncoding(input_ids=ids[0], attention_mask=masks[0])
+    if return_tensors != "pt":
+        raise RequestError(
+            f"return_tensors={return_tensors!r} is not supported; use 'pt'.", "return_tensors"
+        )
+    if len(set(map(len, ids))) > 1:
+        raise RequestError(
+            "return_tensors='pt' takes texts of one length, as nothing is padded here; give one at "
+            "a time.",
+            "return_tensors",
+        )
+    import torch  # which most tokenizers never need
+
+    return BatchEncoding(input_ids=torch.tensor(ids), attention_mask=torch.tensor(masks))
 
 
 class Tokenizer:
@@ -185,6 +215,7 @@ class Tokenizer:
         add_special_tokens: bool = True,
         truncation: bool = False,
         max_length: int | None = None,
+        return_tensors: str | None = None,
     ) -> BatchEncoding:
         """Turns a text or several into token ids, as transformers' tokenizers do; never pads.
 
@@ -193,17 +224,16 @@ class Tokenizer:
             add_special_tokens: as the tokenizer's files say.
             truncation: keep `max_length` ids at most: special ones, and the first of the others.
             max_length: see there.
+            return_tensors: "pt": tensors of int64, [texts, tokens], instead of lists.
 
         Raises:
-            RequestError: a text is not valid Unicode.
+            RequestError: a text is not valid Unicode, or tensors are wanted of texts of several
+                lengths.
         """
         keep = max_length if truncation else None
         texts = [text] if isinstance(text, str) else text
         ids = [self._encode_at_most(one, add_special_tokens, keep) for one in texts]
-        masks = [[1] * len(one) for one in ids]
-        if isinstance(text, str):
-            return BatchEncoding(input_ids=ids[0], attention_mask=masks[0])
-        return BatchEncoding(input_ids=ids, attention_mask=masks)
+        return _batch_encoding(ids, not isinstance(text, str), return_tensors)
 
     def _encode_at_most(self, text: str, special: bool, keep: int | None) -> list[int]:
         ids = self.encode(text, special)
@@ -227,6 +257,9 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = True,
+        *,
+        return_tensors: str | None = None,
+        return_dict: bool = False,
         **template_kwargs: Any,
     ) -> Any:
         """The prompt of a conversation, or of several, as transformers' tokenizers make it.
@@ -239,14 +272,21 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: end inside the last message.
             tokenize: return token ids instead of a text.
+            return_tensors: "pt": a tensor of int64, [conversations, tokens], instead of lists.
+            return_dict: return what calling the tokenizer returns.
             template_kwargs: further variables for the template.
 
         Returns:
             A text or a list of ids; of several conversations, a list of these.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them.
+            RequestError: the messages are malformed, or the template refuses them; or tensors are
+                wanted of conversations of several lengths.
+            UnsupportedError: they are to be padded or cut.
         """
+        for name in ("padding", "truncation", "max_length", "return_assistant_tokens_mask"):
+            if template_kwargs.pop(name, None):
+                raise UnsupportedError(f"{name} is not supported in apply_chat_template.", name)
         from octavo.chat_template import ChatTemplate  # which most tokenizers never need
 
         template = ChatTemplate.from_tokenizer(self, chat_template)
@@ -264,6 +304,9 @@ class Tokenizer:
             )
             # The template writes the special tokens itself.
             made.append(self.encode(text, add_special_tokens=False) if tokenize else text)
+        if tokenize and (return_dict or return_tensors is not None):
+            encoding = _batch_encoding(made, several, return_tensors)
+            return encoding if return_dict else encoding.input_ids
         return made if several else made[0]
 
     def encode(

@@ -9,7 +9,7 @@ or shared wrongly shows at once. Sampled tokens depend on nothing but the tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -57,15 +57,24 @@ def next_token(prefix: int, seed: int) -> int:
 
 
 def expected_output(
-    params: CoreSamplingParams, prompt: Sequence[int], max_model_len: int
+    params: CoreSamplingParams,
+    prompt: Sequence[int],
+    max_model_len: int,
+    allowed: Callable[[int], Sequence[int]] | None = None,
 ) -> list[int]:
-    """The output of a request that runs alone, computed without a scheduler."""
+    """The output of a request that runs alone, computed without a scheduler.
+
+    `allowed`: what its grammar allows at each place of the output.
+    """
     prefix = 0
     for token in prompt:
         prefix = extend_hash(prefix, token)
     output: list[int] = []
     while True:
         token = next_token(prefix, params.seed)
+        if allowed is not None:
+            choice = allowed(len(output))
+            token = choice[token % len(choice)]
         prefix = extend_hash(prefix, token)
         output.append(token)
         if token in params.all_stop_token_ids and len(output) > params.min_tokens:
@@ -82,7 +91,8 @@ def scheduled_tokens(work: SchedulerOutput) -> dict[str, int]:
 class _Row:
     def __init__(self, data: NewRequestData, block_ids: list[list[int]]) -> None:
         self.tokens = list(data.token_ids)
-        self.prefixes: list[int] = []
+        self.slots: list[list[int]] = [[] for _ in block_ids]
+        """For each group what belongs into the slots of its tokens, as far as it is worked out."""
         self.num_prompt_tokens = data.num_prompt_tokens
         self.params = data.sampling_params
         self.tables = [list(ids) for ids in block_ids]
@@ -90,13 +100,18 @@ class _Row:
 
     def prefix(self, position: int) -> int:
         """Hash of the tokens up to and including `position`."""
-        while len(self.prefixes) <= position:
-            at = len(self.prefixes)
-            self.prefixes.append(extend_hash(self.prefixes[-1] if at else 0, self.tokens[at]))
-        return self.prefixes[position]
+        prefixes = self.slots[0]
+        while len(prefixes) <= position:
+            at = len(prefixes)
+            prefix = extend_hash(prefixes[-1] if at else 0, self.tokens[at])
+            for group, slots in enumerate(self.slots):
+                slots.append(prefix + group)
+        return prefixes[position]
 
     def truncate(self, count: int) -> None:
-        del self.tokens[count:], self.prefixes[count:]
+        del self.tokens[count:]
+        for slots in self.slots:
+            del slots[count:]
 
 
 class FakeWorker:
@@ -115,10 +130,13 @@ class FakeWorker:
         self.num_drafts = num_drafts
         self.fail = set(fail)
         self.rows: dict[str, _Row] = {}
-        self.memory: dict[int, dict[int, tuple[int, int]]] = {}
-        """For each block the (group, prefix hash) in each slot."""
-        self.allowed: dict[str, list[int]] = {}
-        """What grammars allow in the current step; there are no drafts beside them."""
+        self.memory: dict[int, list[int | None]] = {}
+        """For each block what is in its slots: prefix hash + group."""
+        self.allowed: dict[str, list[list[int]]] = {}
+        """What grammars allow in the current step, at each position that is sampled."""
+        self._counts: dict[str, int] = {}
+        self._drafts: dict[str, list[int]] = {}
+        """Of the step that has begun: tokens to compute and drafts of each request."""
         self.num_copies = 0
         self.num_accepted = 0
         self.awake = True
@@ -136,7 +154,11 @@ class FakeWorker:
     def execute(
         self, work: SchedulerOutput, grammar: GrammarOutput | None = None
     ) -> ModelRunnerOutput:
-        self.allowed = {} if grammar is None else _unpack(grammar)
+        self.begin(work)
+        return self.finish(grammar)
+
+    def begin(self, work: SchedulerOutput) -> dict[str, list[int]]:
+        """The forward pass of a step; returns its drafts."""
         # Over the wire and back, so that nothing is shared with the scheduler.
         work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=SchedulerOutput)
         self._update_rows(work)
@@ -144,26 +166,29 @@ class FakeWorker:
         assert self.awake or not scheduled
         assert sum(r.num_tokens for r in scheduled) == work.total_num_scheduled_tokens
         assert len({r.req_id for r in scheduled}) == len(scheduled)
-        counts, drafts = {}, {}
+        self._counts, self._drafts = {}, {}
         for request in scheduled:
             row = self.rows[request.req_id]
             assert request.num_drafts <= self.num_drafts
             if request.num_drafts:
                 assert row.num_computed_tokens == len(row.tokens) - 1
                 assert request.num_tokens == 1 + request.num_drafts
-            drafts[request.req_id] = self._propose(row, request.num_drafts)
-            row.tokens += drafts[request.req_id]
-            counts[request.req_id] = (
-                request.num_tokens - request.num_drafts + len(drafts[request.req_id])
-            )
-        written: set[tuple[int, int]] = set()
-        for req_id, count in counts.items():
+            drafts = self._drafts[request.req_id] = self._propose(row, request.num_drafts)
+            row.tokens += drafts
+            self._counts[request.req_id] = request.num_tokens - request.num_drafts + len(drafts)
+        written: set[int] = set()
+        for req_id, count in self._counts.items():
             self._write(self.rows[req_id], count, written)
-        for req_id, count in counts.items():
+        for req_id, count in self._counts.items():
             self._attend(self.rows[req_id], count)
+        return {req_id: drafts for req_id, drafts in self._drafts.items() if drafts}
+
+    def finish(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+        """Samples what `begin` has computed."""
+        self.allowed = {} if grammar is None else _unpack(grammar, self._drafts)
         out = ModelRunnerOutput()
-        for req_id, count in counts.items():
-            self._sample(req_id, count, drafts[req_id], out)
+        for req_id, count in self._counts.items():
+            self._sample(req_id, count, self._drafts[req_id], out)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(out), type=ModelRunnerOutput)
 
     def _update_rows(self, work: SchedulerOutput) -> None:
@@ -172,7 +197,7 @@ class FakeWorker:
         copies = work.blocks_to_copy
         assert not {source for source, _ in copies} & {copy for _, copy in copies}
         for source, copy in copies:
-            self.memory[copy] = dict(self.memory.get(source, {}))
+            self.memory[copy] = self._block(source).copy()
             self.num_copies += 1
         for request in work.scheduled_reqs:
             new_blocks = request.new_block_ids or [[]] * len(self.config.groups)
@@ -184,57 +209,60 @@ class FakeWorker:
                 for table, ids in zip(row.tables, new_blocks, strict=True):
                     table += ids
 
-    def _slot(self, row: _Row, group: int, position: int) -> tuple[int, int]:
-        index, offset = divmod(position, self.config.block_size)
-        return row.tables[group][index], offset
+    def _block(self, block: int) -> list[int | None]:
+        return self.memory.setdefault(block, [None] * self.config.block_size)
 
-    def _write(self, row: _Row, count: int, written: set[tuple[int, int]]) -> None:
-        first = row.num_computed_tokens
+    def _write(self, row: _Row, count: int, written: set[int]) -> None:
+        first, size = row.num_computed_tokens, self.config.block_size
+        end = first + count
         assert count > 0
-        assert first + count <= len(row.tokens)
+        assert end <= len(row.tokens)
+        row.prefix(end - 1)
         for group, kind in enumerate(self.config.groups):
             if isinstance(kind.cache, StateCache):
                 self._update_state(row, group, count, kind.cache, written)
                 continue
-            for position in range(first, first + count):
-                block, offset = slot = self._slot(row, group, position)
+            for index in range(first // size, (end - 1) // size + 1):
+                block, start = row.tables[group][index], index * size
                 assert 0 < block < self.config.num_blocks
-                assert slot not in written, "two tokens share a slot"
-                written.add(slot)
-                self.memory.setdefault(block, {})[offset] = (group, row.prefix(position))
+                assert block not in written, "two of a step write to a block"
+                written.add(block)
+                low, high = max(first, start), min(end, start + size)
+                self._block(block)[low - start : high - start] = row.slots[group][low:high]
 
     def _update_state(
-        self, row: _Row, group: int, count: int, cache: StateCache, written: set[tuple[int, int]]
+        self, row: _Row, group: int, count: int, cache: StateCache, written: set[int]
     ) -> None:
         """Takes a request's state from its first to its last token of this step.
 
         Every slot of its blocks holds the hash of all tokens so far.
         """
-        first = row.num_computed_tokens
+        first, size = row.num_computed_tokens, self.config.block_size
+        slots = row.slots[group]
         assert len(row.tables[group]) == cache.num_blocks
         for block in row.tables[group]:
-            slots = {(block, offset) for offset in range(self.config.block_size)}
             assert block > 0
-            assert not slots & written, "two tokens share a slot"
-            written |= slots
+            assert block not in written, "two of a step write to a block"
+            written.add(block)
             if first:
-                before = dict.fromkeys(range(len(slots)), (group, row.prefix(first - 1)))
-                assert self.memory.get(block) == before
-            after = (group, row.prefix(first + count - 1))
-            self.memory[block] = dict.fromkeys(range(len(slots)), after)
+                assert self.memory.get(block) == [slots[first - 1]] * size
+            self.memory[block] = [slots[first + count - 1]] * size
 
     def _attend(self, row: _Row, count: int) -> None:
-        first = row.num_computed_tokens
+        first, size = row.num_computed_tokens, self.config.block_size
+        end = first + count
         for group_id, group in enumerate(self.config.groups):
             if not isinstance(group.cache, AttentionCache):
                 continue
             window = group.cache.sliding_window
             lowest = 0 if window is None else max(0, first - window + 1)
-            for position in range(lowest, first + count):
-                block, offset = self._slot(row, group_id, position)
+            slots, table = row.slots[group_id], row.tables[group_id]
+            for start in range(lowest - lowest % size, end, size):
+                block = table[start // size]
                 assert block > 0, "a token looks at the null block"
-                found = self.memory.get(block, {}).get(offset)
-                assert found == (group_id, row.prefix(position)), (block, position, found)
+                low, high = max(lowest, start), min(end, start + size)
+                found = self._block(block)[low - start : high - start]
+                assert found == slots[low:high], (block, low, found, slots[low:high])
 
     def _propose(self, row: _Row, most: int) -> list[int]:
         """Drafts, fewer than there are places for now and then."""
@@ -262,7 +290,8 @@ class FakeWorker:
         sampled: list[int] = []
         for i in range(len(drafts) + 1):
             token = next_token(row.prefix(known - 1 + i), seed)
-            if allowed := self.allowed.get(req_id):
+            if req_id in self.allowed:
+                allowed = self.allowed[req_id][i]
                 token = allowed[token % len(allowed)]
             sampled.append(token)
             if i < len(drafts) and sampled[-1] != drafts[i]:
@@ -282,7 +311,7 @@ class FakeWorker:
 
 
 class FakeExecutor(Executor):
-    """An `Executor` on a fake worker, which computes when a step is sampled.
+    """An `Executor` on a fake worker.
 
     Args:
         kv_cache: shape of the KV cache; None: `initialize_kv_cache` is told.
@@ -319,10 +348,12 @@ class FakeExecutor(Executor):
 
 class FakeStep:
     def __init__(self, executor: FakeExecutor, work: SchedulerOutput) -> None:
+        assert executor.worker is not None
         self._executor, self._work = executor, work
+        self._drafts = executor.worker.begin(work)
 
     def drafts(self) -> dict[str, list[int]]:
-        return {}
+        return self._drafts
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
         executor = self._executor
@@ -333,7 +364,7 @@ class FakeStep:
         with_grammar = {r.req_id for r in self._work.scheduled_reqs if r.has_grammar}
         assert (grammar is None) == (not with_grammar)
         assert grammar is None or with_grammar.issuperset(grammar.req_ids)
-        result = executor.worker.execute(self._work, grammar)
+        result = executor.worker.finish(grammar)
         if executor.failure is not None:
             future.set_exception(executor.failure)
         else:
@@ -353,14 +384,18 @@ class _InterruptedFuture(Future[ModelRunnerOutput]):
         return super().result(timeout)
 
 
-def _unpack(grammar: GrammarOutput) -> dict[str, list[int]]:
-    """What each request may get."""
+def _unpack(
+    grammar: GrammarOutput, drafts: Mapping[str, Sequence[int]]
+) -> dict[str, list[list[int]]]:
+    """What each request may get at each position that it samples."""
     rows = np.frombuffer(grammar.bitmask, np.uint8).reshape(-1, -(-VOCAB // 32) * 4)
-    bits = np.unpackbits(rows, axis=1, bitorder="little")
-    return {
-        req_id: np.flatnonzero(row).tolist()
-        for req_id, row in zip(grammar.req_ids, bits, strict=True)
-    }
+    bits = [np.flatnonzero(row).tolist() for row in np.unpackbits(rows, axis=1, bitorder="little")]
+    allowed, at = {}, 0
+    for req_id in grammar.req_ids:
+        count = 1 + len(drafts[req_id])
+        allowed[req_id], at = bits[at : at + count], at + count
+    assert at == len(bits)
+    return allowed
 
 
 def _logprobs(tokens: Sequence[int]) -> LogprobsLists:
@@ -415,6 +450,8 @@ class FakeEngine:
         *,
         turn: int = 0,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
+        tenant: str | None = None,
         salt: str | None = None,
         hashed: bool = True,
         stop: Sequence[int] = (),
@@ -438,6 +475,8 @@ class FakeEngine:
             deadline=deadline,
             turn=turn,
             output_token_ids=list(output),
+            first_token_deadline=first_token_deadline,
+            tenant=tenant,
         )
         hasher = make_block_hasher(self.kv_config.block_size) if scope else self.hasher
         request = Request(core, hasher if hashed else None, cache_scope=scope, leader=leader)

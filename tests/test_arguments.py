@@ -1,13 +1,11 @@
 """Flags as vLLM's users write them."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 
 from octavo import cli
 from octavo.arguments import expand_dotted
 from octavo.errors import ConfigError
+from tests.served import stand_in
 
 
 @pytest.fixture
@@ -16,10 +14,7 @@ def serve(monkeypatch):
 
     def run(*words):
         seen = {}
-        module = SimpleNamespace(
-            run_server=lambda server, engine: seen.update(server=server, engine=engine) or 0
-        )
-        monkeypatch.setitem(sys.modules, "octavo.server.run", module)
+        stand_in(monkeypatch, seen)
         lines = []
         monkeypatch.setattr(cli, "print_error", lines.append)
         status = cli.main(["serve", *words])

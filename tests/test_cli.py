@@ -1,7 +1,8 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -15,16 +16,32 @@ from octavo.config import (
     section_fields,
 )
 from octavo.errors import EngineDeadError
+from tests.served import stand_in
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet():
+    code = """
+import signal, sys
+class Interrupts:
+    def find_spec(self, name, *rest):
+        if name == "octavo.config":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from octavo.__main__ import main
+assert [name for name in sys.modules if "octavo." in name] == ["octavo.__main__"]
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert scripts["scripts"] == {"octavo": "octavo.__main__:main"}
 
 
 @pytest.fixture
 def served(monkeypatch):
     """What `octavo serve` would have served."""
     seen = {}
-    module = SimpleNamespace(
-        run_server=lambda server, engine: seen.update(server=server, engine=engine) or 0
-    )
-    monkeypatch.setitem(sys.modules, "octavo.server.run", module)
+    stand_in(monkeypatch, seen)
     return seen
 
 
@@ -33,6 +50,8 @@ def example(field):
     if field.choices is not None:
         other = [c for c in field.choices if c != field.default] or [field.default]
         return [str(other[0])], other[0]
+    if field.type == bool | None:
+        return ["yes"], True
     if field.type is bool:
         return (["no"] if field.default else []), not field.default
     if field.type == list[str]:
@@ -138,7 +157,7 @@ def test_failures_are_one_line_and_status_1(monkeypatch, capsys):
     def fail(server, engine):
         raise EngineDeadError("out of\nmemory")
 
-    monkeypatch.setitem(sys.modules, "octavo.server.run", SimpleNamespace(run_server=fail))
+    stand_in(monkeypatch, fail)
     assert cli.main(["serve"]) == 1
     assert capsys.readouterr().err == "octavo: error: out of memory\n"
 

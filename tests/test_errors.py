@@ -19,6 +19,8 @@ from octavo.errors import reason_of
         (errors.NotFoundError("m", code="other"), 404, "other", None),
         (errors.QueueFullError("m", retry_after=7), 429, "queue_full", None),
         (errors.DeadlineError("m"), 408, "deadline_exceeded", "deadline_ms"),
+        (errors.FirstTokenError("m"), 408, "deadline_exceeded", "max_ttft_ms"),
+        (errors.UnmetDeadlineError("m", retry_after=7), 429, "deadline_unmet", "deadline_ms"),
     ],
 )
 def test_request_errors(error, status, code, param):

@@ -52,6 +52,21 @@ def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
     assert "\n" not in str(error.value)
 
 
+def test_all_engines_are_on_this_machine():
+    config = EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_size_local="2")
+    assert config == EngineConfig.from_kwargs(data_parallel_size=2)
+    for size, local in ((4, 2), (4, 1), (2, "4")):
+        with pytest.raises(ConfigError, match="run on its machine so far"):
+            EngineConfig.from_kwargs(data_parallel_size=size, data_parallel_size_local=local)
+    with pytest.raises(ConfigError, match="run on its machine so far"):
+        EngineConfig.from_kwargs(data_parallel_size_local=2)
+    with pytest.raises(ConfigError, match="without Ray"):
+        EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_backend="ray")
+    for name in ("headless", "data_parallel_external_lb", "data_parallel_hybrid_lb"):
+        with pytest.raises(ConfigError, match="start a server on each"):
+            EngineConfig.from_kwargs(**{name: True})
+
+
 def test_a_token_is_not_shown():
     with pytest.raises(ConfigError, match="HF_TOKEN") as error:
         check_foreign("hf_token", "hf_secret")

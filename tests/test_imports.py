@@ -117,6 +117,8 @@ CONTROL_PLANE = [
     "octavo.bench.latency",
     "octavo.bench.throughput",
     "octavo.bench.startup",
+    "octavo.bench.simulate",
+    "octavo.bench.engine_probe",
 ]
 
 

@@ -48,6 +48,10 @@ NAMES = {
     "requests_aborted",
     "cache_config_info",
     "engine_sleep_state",
+    "engine_restarts",
+    "requests_recovered",
+    "recovery_seconds",
+    "streams_resumed",
 }
 
 # What the panels of vLLM's three published Grafana dashboards ask for, prefix left out: each
@@ -159,7 +163,7 @@ def test_the_prefix_changes_nothing_but_the_names():
     for metrics in (ours, theirs):
         metrics.set_cache_config_info({"block_size": 16})
         metrics.record_rejection("queue_full")
-        metrics.watch_process(os.getpid())
+        metrics.watch_process(os.getpid)
     renamed = {name.replace("octavo:", "vllm:"): labels for name, labels in samples(ours).items()}
     assert samples(theirs) == renamed
     assert not any(name.startswith("octavo:") for name in renamed)
@@ -325,8 +329,30 @@ def test_requests_without_preemptions_can_be_told(metrics):
     assert 'octavo:request_num_preemptions_bucket{engine="0",le="0.0"' in metrics.render().decode()
 
 
+def test_several_engines_are_shown_together(metrics):
+    other = metrics.for_engine(1)
+    assert other.for_engine(0) is metrics
+    assert metrics.for_engine(1) is other
+    used = {"num_total_blocks": 10, "kv_cache_usage": 0.5}
+    metrics.record_scheduler_stats(SchedulerStats(num_waiting_reqs=2, num_used_blocks=5, **used))
+    other.record_scheduler_stats(SchedulerStats(num_waiting_reqs=3, num_used_blocks=0, **used))
+    for engine in (metrics, other):
+        engine.set_cache_config_info({"block_size": 16})
+        engine.watch_process(os.getpid)
+    assert read(metrics, "num_requests_waiting") == 2
+    assert read(metrics, "num_requests_waiting", engine="1") == 3
+    assert read(metrics, "cache_config_info", engine="1", block_size="16") == 1
+    assert metrics.load() == {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 5.0}
+    families = list(text_string_to_metric_families(metrics.render().decode()))
+    assert len({f.name for f in families}) == len(families)
+    (process,) = (f for f in families if f.name == "octavo_engine_process_resident_memory_bytes")
+    assert [sample.labels for sample in process.samples] == [{"engine": "0"}, {"engine": "1"}]
+    other.record_recovery(2, 0.5)
+    assert read(metrics, "num_requests_waiting", engine="1") == 0
+
+
 def test_the_engine_process_is_watched(metrics):
-    metrics.watch_process(os.getpid())
+    metrics.watch_process(os.getpid)
     families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
     (sample,) = families["octavo_engine_process_resident_memory_bytes"].samples
     assert sample.value > 2**20
@@ -334,5 +360,5 @@ def test_the_engine_process_is_watched(metrics):
 
 
 def test_an_engine_process_that_is_gone_has_no_memory(metrics):
-    metrics.watch_process(2**22 + 1)  # beyond the largest process id
+    metrics.watch_process(lambda: 2**22 + 1)  # beyond the largest process id
     assert b"octavo_engine" not in metrics.render()

@@ -81,3 +81,27 @@ def test_one_that_has_output_already():
     assert request.all_token_ids[-4:] == [7, 8, 9, 7]
     assert len(request.block_hashes) == 3
     assert request.num_prompt_logprobs == 5
+
+
+def test_answers_that_go_on_share_what_new_ones_do():
+    params = core_params(max_tokens=50)
+    tokens = {1: [7] * 9, 3: []}
+    request = EngineCoreRequest("r", PROMPT, params, 1.5, n=4, answers=tokens, tenant="a")
+    packed = msgspec.msgpack.encode(request)
+    request = msgspec.msgpack.decode(packed, type=EngineCoreRequest)
+    assert request.child_ids == ["1_r", "3_r"]
+    for caching in (True, False):
+        new = list(fan_out(EngineCoreRequest("r", PROMPT, params, 1.5, n=4), HASHER))
+        scope = None if caching else "r"
+        resumed, fresh = fan_out(request, HASHER, enable_prefix_caching=caching)
+        assert [resumed.request_id, fresh.request_id] == request.child_ids
+        assert [resumed.sampling_params.seed, fresh.sampling_params.seed] == [
+            new[1].sampling_params.seed,
+            new[3].sampling_params.seed,
+        ]
+        assert (resumed.num_output_tokens, fresh.num_output_tokens) == (9, 0)
+        assert (resumed.num_charged, fresh.num_charged) == (20, 0)
+        assert fresh.leader is resumed
+        assert [len(r.block_hashes) for r in (resumed, fresh)] == [3, 2]
+        assert resumed.block_hashes[:2] == fresh.block_hashes
+        assert resumed.cache_scope == fresh.cache_scope == scope

@@ -1,11 +1,11 @@
 """A file of settings: `--config`."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from octavo import cli
+from tests.served import stand_in
 
 
 @pytest.fixture
@@ -16,10 +16,7 @@ def serve(monkeypatch, tmp_path):
         path = tmp_path / "settings.yaml"
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         seen, lines = {}, []
-        module = SimpleNamespace(
-            run_server=lambda server, engine: seen.update(server=server, engine=engine) or 0
-        )
-        monkeypatch.setitem(sys.modules, "octavo.server.run", module)
+        stand_in(monkeypatch, seen)
         monkeypatch.setattr(cli, "print_error", lines.append)
         status = cli.main(["serve", "--config", str(path), *words])
         assert (status == 0) == bool(seen)

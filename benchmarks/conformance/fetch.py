@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -59,7 +60,7 @@ def install_packages(folder: Path) -> None:
 
 
 def unpack_tests(sdist: Path, folder: Path) -> None:
-    """Takes the tests out of the source distribution: `folder/tests`.
+    """Takes the tests out of the source distribution, and the chat templates of its examples.
 
     Without the fixtures at their top and their server, in whose places `shim.py` steps.
 
@@ -70,7 +71,8 @@ def unpack_tests(sdist: Path, folder: Path) -> None:
         for member in archive:
             member.name = member.name.partition("/")[2]
             left_out = member.name in ("tests/conftest.py", "tests/utils.py")
-            if member.name.startswith("tests/") and not left_out:
+            template = re.fullmatch(r"examples/\w+\.jinja", member.name)
+            if template or (member.name.startswith("tests/") and not left_out):
                 archive.extract(member, folder, filter="data")
 
 

@@ -28,6 +28,9 @@ _SHAREGPT_MIN_LEN = 4
 _SHAREGPT_MAX_PROMPT = 1024
 _SHAREGPT_MAX_TOTAL = 2048
 _MOONCAKE_BLOCK = 512
+# Of a prompt that a trace asks for; no model has such a context.
+_MOST_TOKENS = 2**24
+_MOST_DIGITS = 100
 _SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
 
 
@@ -240,7 +243,7 @@ def _sharegpt(source: _Source) -> list[BenchRequest]:
         raise ConfigError(f"--sharegpt-output-len {fixed}: must be at least 1.")
     try:
         conversations = msgspec.json.decode(_read(path))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise DatasetError(f"{path} is not JSON: {error}") from None
     if not isinstance(conversations, list):
         raise DatasetError(f"{path} must hold a list of conversations, as ShareGPT has it.")
@@ -358,7 +361,7 @@ def _azure(source: _Source) -> list[BenchRequest]:
     if missing:
         raise DatasetError(f"{path}, line 1: there is no column {missing[0]}.")
     times, requests = [], []
-    for row in itertools.islice(rows, source.num_prompts):
+    for row in itertools.islice(_csv_rows(rows, path), source.num_prompts):
         where = f"{path}, line {rows.line_num}"
         try:
             times.append(datetime.fromisoformat(row["TIMESTAMP"] or "").timestamp())
@@ -367,6 +370,8 @@ def _azure(source: _Source) -> list[BenchRequest]:
                 f"{where}: TIMESTAMP is {row['TIMESTAMP']!r}, not a date and time."
             ) from None
         num_input, num_output = (_parse_whole(row, name, where) for name in columns[1:])
+        if num_input > _MOST_TOKENS:
+            raise DatasetError(f"{where}: ContextTokens is {num_input}, above {_MOST_TOKENS}.")
         requests.append(BenchRequest(source.tokens(num_input), None, num_output))
     return _timed(source, requests, times)
 
@@ -452,6 +457,13 @@ def _text(path: Path) -> str:
         raise DatasetError(f"{path} is not UTF-8 text: {error}") from None
 
 
+def _csv_rows(rows: csv.DictReader[str], path: Path) -> Iterator[dict[str, str | None]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise DatasetError(f"{path}, behind line {rows.line_num}: is not CSV: {error}") from None
+
+
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file with one in each line, and where each is; empty lines are skipped."""
     for number, line in enumerate(_read(path).splitlines(), 1):
@@ -460,7 +472,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{path}, line {number}"
         try:
             row = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DatasetError(f"{where}: is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise DatasetError(f"{where}: must be a JSON object.")
@@ -494,7 +506,8 @@ def _whole(row: dict[str, Any], name: str, where: str, least: int = 1) -> int:
 def _parse_whole(row: dict[str, str | None], name: str, where: str) -> int:
     """Like `_whole`, of a CSV file's text."""
     text = row[name]
-    value = int(text) if text is not None and text.strip().isdecimal() else text
+    is_number = text is not None and text.strip().isdecimal() and len(text) < _MOST_DIGITS
+    value = int(text) if text is not None and is_number else text
     return _whole({name: value}, name, where)
 
 

@@ -249,8 +249,8 @@ def _most_tokens_in_a_second(records: Sequence[RequestRecord]) -> float:
     if not times:
         return 0.0
     weights = [r.num_output_tokens / len(r.token_times) for r in records for _ in r.token_times]
-    seconds = np.floor(times).astype(np.int64)
-    return float(np.bincount(seconds - seconds.min(), weights).max())
+    _, second = np.unique(np.floor(times), return_inverse=True)  # there may be years between
+    return float(np.bincount(second, weights).max())
 
 
 def _most_at_once(records: Sequence[RequestRecord]) -> int:

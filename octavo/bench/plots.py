@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from octavo.bench import results
-from octavo.bench.metrics import LATENCIES
+from octavo.bench.metrics import LATENCIES, RequestRecord
 from octavo.errors import BenchError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.legend import Legend
+
+    from octavo.bench.simulation import Timeline
 
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, "#CC79A7", _RED, "#56B4E9", "#000000")
@@ -227,6 +229,50 @@ def roofline(
         columns = 1 if max(map(len, labels)) > _MOST_LABEL else 2
         figure.legend(loc="outside lower center", fontsize=8, ncols=columns)
     _save(figure, path)
+
+
+def simulation(timeline: Timeline, records: Sequence[RequestRecord], path: str | Path) -> None:
+    """Draws a simulated engine over time: requests, KV cache, and the TTFT of who came when.
+
+    Args:
+        timeline: of the engine.
+        records: of the requests.
+        path: file to write, PNG or SVG.
+
+    Raises:
+        BenchError: see `check`.
+    """
+    check(path)
+    figure = _new_figure(11, 8)
+    queue, cache, ttft = figure.subplots(3, 1, sharex=True)
+    unit, name = _time_unit(timeline.times[-1])
+    times = np.asarray(timeline.times) / unit
+    queue.step(times, timeline.waiting, where="post", color=_ORANGE, label="waiting")
+    queue.step(times, timeline.running, where="post", color=_BLUE, label="running")
+    queue.set(ylabel="Requests", title=f"{len(records):,} requests, simulated")
+    queue.legend(loc="upper right", fontsize=8)
+    cache.step(times, np.asarray(timeline.kv_usage) * 100, where="post", color=_GREEN)
+    cache.set(ylabel="KV blocks in use (%)", ylim=(0, 105))
+    good = [r for r in records if r.error is None]
+    ttft.plot(
+        [r.start_time / unit for r in good],
+        [_positive(r.ttft * 1000) for r in good],
+        ".",
+        color=_BLUE,
+        markersize=3,
+        rasterized=True,
+    )
+    ttft.set(ylabel="TTFT (ms)", xlabel=f"Time of arrival ({name})", yscale="log")
+    _plain_numbers(ttft.yaxis)
+    for ax in (queue, cache, ttft):
+        ax.grid(color="#e5e5e5")
+        ax.set_xlim(left=0)
+    _save(figure, path)
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """What to count a span in: seconds of it, and its name."""
+    return (1.0, "s") if seconds < 600 else (60.0, "min") if seconds < 36000 else (3600.0, "h")
 
 
 def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:

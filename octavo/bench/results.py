@@ -20,7 +20,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from octavo import __version__
-from octavo.device import num_cpus
+from octavo.device import cpu_model, num_cpus
 from octavo.errors import BenchError
 
 
@@ -98,18 +98,6 @@ def metadata(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "num_cpus": num_cpus(),
         "arguments": {k: _plain(v) for k, v in arguments.items() if _is_plain(v)},
     }
-
-
-def cpu_model() -> str:
-    """The processor's name as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def progress(

@@ -99,8 +99,8 @@ def parse_slos(text: str) -> Slos:
         match = _SLO.fullmatch(name)
         if match is None or not 0 <= float(match[2] or 0) <= 100:
             raise BenchError(
-                f"--slo {word!r}: must be NAME:MS, NAME one of {', '.join(LATENCIES)}, perhaps "
-                "with _mean, _median or _p and a percentile: ttft_p99:2000."
+                f"--slo {word!r}: must be NAME:MS, where NAME is one of {', '.join(LATENCIES)}, "
+                "optionally with _mean, _median or _p and a percentile, as in ttft_p99:2000."
             )
         kind = match[3] or f"p{float(match[2] or 99):g}"
         key = f"{kind}_{match[1]}_ms"

@@ -344,7 +344,7 @@ class _Search:
             return
         if winner.score < 0:
             say(
-                f"No configuration keeps {self._args.slo}. The nearest one breaks it by "
+                f"No configuration meets {self._args.slo}. The nearest one misses it by "
                 f"{-winner.score:.0%}: {_label(winner.config)}",
                 markup=False,
                 style="yellow",

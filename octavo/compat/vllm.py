@@ -114,12 +114,15 @@ _MODULES: dict[str, dict[str, Any]] = {
 def install() -> None:
     """Makes `import vllm` mean Octavo in this process, whether vLLM is installed or not.
 
+    The names of metrics begin with `vllm:` from now on, as scripts look for them.
+
     Raises:
         RuntimeError: vLLM itself has been imported already.
     """
     found = sys.modules.get("vllm")
     if found is not None and not getattr(found, "_is_octavo", False):
         raise RuntimeError("vLLM has been imported already; install octavo.compat.vllm before it.")
+    llm_engine.LLMEngine.metrics_prefix = "vllm"
     for name, attributes in _MODULES.items():
         module = ModuleType(name, "Octavo, under vLLM's name.")
         module.__path__ = []  # a package, with no files

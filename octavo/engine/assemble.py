@@ -35,6 +35,7 @@ from octavo.models.weight_cache import read_ahead
 from octavo.platforms.base import Platform
 from octavo.platforms.registry import get_platform
 from octavo.profiler import Profiler
+from octavo.recording import Step
 from octavo.scheduler import observer
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.base import GrammarBackend
@@ -53,7 +54,10 @@ def make_engine_core(
     *,
     default_batched_tokens: int,
     request_memory: int | None = None,
+    warm_spare: bool | None = False,
     engine_index: int = 0,
+    memory_limit: int | None = None,
+    record: Callable[[Step], None] | None = None,
     platform: Platform | None = None,
     make_executor: MakeExecutor | None = None,
 ) -> tuple[EngineCore, MemoryPlan]:
@@ -65,7 +69,10 @@ def make_engine_core(
         model_path: its folder.
         default_batched_tokens: token budget of a step where the config sets none.
         request_memory: bytes that a server's requests may take; None: there is no server.
+        warm_spare: whether there is room for a spare process; None: if it costs no KV cache.
         engine_index: see `EngineCoreOutputs`.
+        memory_limit: bytes that the engine may use; None: its share of what is free.
+        record: see `EngineCore`.
         platform: default: the config's.
         make_executor: default: a worker in this process.
 
@@ -92,7 +99,7 @@ def make_engine_core(
     platform = platform or get_platform(config.device.device)
     platform.check_settings(config.device)
     read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
-    make_executor = make_executor or _import_executor()
+    make_executor = make_executor or import_executor()
     estimate = platform.estimate_memory(setup)
     # Kernels of others keep their memory in their own ways.
     native = estimate is not None and config.device.attention_backend != "triton"
@@ -118,6 +125,8 @@ def make_engine_core(
             estimate,
             max_num_batched_tokens=budget,
             request_memory=request_memory,
+            warm_spare=warm_spare,
+            limit=memory_limit,
             draft=None if draft is None else draft.spec,
         )
         _log_plan(plan, details)
@@ -129,7 +138,9 @@ def make_engine_core(
     executor = make_executor(setup, platform)
     if estimate is None:
         measured = executor.measure_memory()
-        plan, kv_cache = make_memory_plan(config, spec, measured, max_num_batched_tokens=budget)
+        plan, kv_cache = make_memory_plan(
+            config, spec, measured, max_num_batched_tokens=budget, warm_spare=warm_spare
+        )
         _log_plan(plan, details)
     executor.initialize_kv_cache(kv_cache)
     watched = observer.logger.isEnabledFor(logging.DEBUG)
@@ -155,6 +166,7 @@ def make_engine_core(
         profiler=profiler,
         engine_index=engine_index,
         enable_sleep_mode=config.model.enable_sleep_mode,
+        record=record,
     )
     logger.info("model ready in %.2f s", time.monotonic() - started)
     resident = resident_memory()
@@ -229,8 +241,8 @@ def _log_plan(plan: MemoryPlan, details: int) -> None:
         logger.log(details, "%s", line)
 
 
-def _import_executor() -> MakeExecutor:
-    """The executor, with torch.
+def import_executor() -> MakeExecutor:
+    """The executor, with torch: what takes longest of an engine's start.
 
     The import makes some 200,000 objects that stay: looking through them again and again for
     garbage would take a tenth of its time.

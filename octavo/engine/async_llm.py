@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -24,15 +25,25 @@ from octavo.engine.beam_search import (
     prompt_params,
     run_beam_search,
 )
-from octavo.engine.core_launcher import CoreProcess
+from octavo.engine.core_launcher import CoreLauncher, CoreProcess
+from octavo.engine.data_parallel import DataParallelClient, share_cores
+from octavo.engine.forecast import Forecast
 from octavo.engine.input_processor import InputProcessor, Prompt, processing_time
-from octavo.engine.memory_plan import resolve_max_model_len
-from octavo.engine.mp_client import AsyncMPClient
+from octavo.engine.memory_plan import resolve_max_model_len, resolve_max_num_batched_tokens
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.engine.record import make_recorder
 from octavo.engine.request_memory import RequestMemory, request_nbytes
+from octavo.engine.supervisor import Recovery, Supervisor
 from octavo.engine.vllm_arguments import heed_environment, refuse_adapter, require_tokenizer
 from octavo.engine_args import AsyncEngineArgs
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    FirstTokenError,
+    StepFailedError,
+    UnmetDeadlineError,
+)
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
@@ -40,14 +51,15 @@ from octavo.models.registry import read_spec
 from octavo.offload import offload
 from octavo.outputs import RequestOutput
 from octavo.platforms.registry import get_platform
+from octavo.recording import Died, Recorder, RecordSettings
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_REQUEST_MEMORY = 2**30
-# Seconds from the answer to a heartbeat to the next heartbeat.
-_HEARTBEAT_INTERVAL = 1.0
+# How often an engine is looked at, whether it has anything to do, in seconds.
+_TRIM_INTERVAL = 1.0
 # Seconds between two questions whether the last requests have finished before a sleep.
 _SLEEP_POLL = 0.02
 
@@ -60,8 +72,16 @@ class Health:
     reason: str
 
 
+class _Watch(TypedDict):
+    """How an engine is watched, see `Supervisor`."""
+
+    max_restarts: int
+    progress_timeout: float
+    on_recovery: Callable[[Recovery], None]
+
+
 class AsyncLLM:
-    """One model behind an asyncio interface; the engine core runs in its own process.
+    """One model behind an asyncio interface; each engine core runs in a process of its own.
 
     Made by `start`. All methods belong to the event loop that `start` ran in; of `from_engine_args`
     outside of one, to the first in which something is asked.
@@ -74,13 +94,23 @@ class AsyncLLM:
         tokenizer_path: Path,
         *,
         progress_timeout: float,
+        max_engine_restarts: int,
+        warm_spare: bool | None,
+        process: CoreProcess | None,
         request_memory: int,
         served_name: str | None,
         metrics_prefix: str,
         log_level: str,
         log_format: str,
+        record: RecordSettings | None = None,
     ) -> None:
-        model = config.model
+        model, size = config.model, config.parallel.data_parallel_size
+        if size > 1 and record is not None:
+            raise ConfigError(
+                f"record={record.path!r} is not supported with data_parallel_size={size}: a "
+                "recording is of one engine; leave out one of them."
+            )
+        engine_config = share_cores(config)
         self.config = config
         self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
@@ -88,35 +118,23 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        # Last, so that nothing that fails here leaves a process behind.
-        self._client = AsyncMPClient(
-            CoreProcess(
-                config,
-                path,
-                default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
-                request_memory=request_memory,
-                log_level=log_level,
-                log_format=log_format,
-            )
-        )
         self.metrics = EngineMetrics(served_name or model.model, self.max_model_len, metrics_prefix)
-        self.metrics.watch_process(self._client.process.pid)
         self.stats = SchedulerStats()
-        self.ready = False
         self._input_processor = self._make_input_processor()
-        self._output_processor = OutputProcessor(self.tokenizer, self.metrics)
+        self._recorder: Recorder | None = None
+        if record is not None:
+            self._recorder = make_recorder(record, config, path, tokenizer_path)
+        self._output_processor = OutputProcessor(
+            self.tokenizer,
+            self.metrics,
+            None if self._recorder is None else self._recorder.put,
+        )
         self.request_memory = RequestMemory(request_memory)
         """What unfinished requests, and answers on their way to a client, take."""
-        self._progress_timeout = progress_timeout
-        self._heartbeat_sent: float | None = None
-        """Second of `time.monotonic` of the heartbeat that waits for its answer."""
-        self._stalled_since: float | None = None
-        """When the first answer came that found requests, and no step since the one before."""
-        self.asleep = False
-        """Whether it was put to sleep and is not awake again."""
+        self._sleep_level: int | None = None
+        """At which level it was put to sleep, if it is not awake again."""
+        self._falling_asleep: asyncio.Task[None] | None = None
         self._sleep_lock = asyncio.Lock()
-        self._changes_sleep = False
-        """Whether the engine process is falling asleep or waking up: it says nothing meanwhile."""
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
@@ -124,6 +142,41 @@ class AsyncLLM:
         """Of core requests."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        default_batched_tokens = get_platform(config.device.device).server_batched_tokens
+        budget = resolve_max_num_batched_tokens(
+            config, default_batched_tokens, self.spec.max_model_len
+        )
+        heeds_priority = config.scheduler.scheduling_policy == "priority"
+        self._forecasts = [Forecast(budget, heeds_priority=heeds_priority) for _ in range(size)]
+        launcher = CoreLauncher(
+            engine_config,
+            path,
+            default_batched_tokens=default_batched_tokens,
+            request_memory=request_memory,
+            warm_spare=warm_spare,
+            process=process,
+            log_level=log_level,
+            log_format=log_format,
+            record=None if record is None else record.path,
+        )
+        # Last, so that nothing that fails here leaves a process behind.
+        settings = _Watch(
+            max_restarts=max_engine_restarts,
+            progress_timeout=progress_timeout,
+            on_recovery=self._note_recovery,
+        )
+        unfinished = self._output_processor.unfinished
+        self._client: Supervisor | DataParallelClient
+        if size == 1:
+            self._client = only = Supervisor(launcher, unfinished, **settings)
+            self.metrics.watch_process(lambda: only.pid)
+        else:
+            self._client = several = DataParallelClient(
+                launcher, unfinished, config=config, **settings
+            )
+            for index in range(size):
+                pid_of = partial(several.pid_of, index)
+                self.metrics.for_engine(index).watch_process(pid_of)
         with contextlib.suppress(RuntimeError):  # there is no event loop yet
             self._attach()
 
@@ -139,7 +192,7 @@ class AsyncLLM:
             self._loop = loop
             self._tasks = [
                 loop.create_task(self._handle_outputs()),
-                loop.create_task(self._send_heartbeats()),
+                loop.create_task(self._trim_when_idle()),
             ]
         elif self._loop is not loop:
             raise ConfigError(
@@ -153,11 +206,15 @@ class AsyncLLM:
         config: EngineConfig,
         *,
         progress_timeout: float = 60.0,
+        max_engine_restarts: int = 5,
+        warm_spare: bool | None = None,
+        process: CoreProcess | None = None,
         request_memory: int = DEFAULT_REQUEST_MEMORY,
         served_name: str | None = None,
         metrics_prefix: str = "octavo",
         log_level: str = "info",
         log_format: str = "text",
+        record: RecordSettings | None = None,
     ) -> AsyncLLM:
         """Starts the engine process and returns while the model still loads.
 
@@ -165,13 +222,17 @@ class AsyncLLM:
 
         Args:
             config: the engine's settings.
-            progress_timeout: seconds after which `health` fails if the engine, busy or idle, has
-                not answered a heartbeat; a step may take as long.
+            progress_timeout: seconds without a sign of life from the engine, busy or idle, after
+                which it is replaced; a step may take as long.
+            max_engine_restarts: how often an engine that died is replaced within ten minutes.
+            warm_spare: whether an interpreter stands ready for that; None: if memory allows.
+            process: the first engine process, not started yet; None: it is made.
             request_memory: bytes that unfinished requests may take, here and in the engine.
             served_name: the model's name in the metrics; default: the config's.
             metrics_prefix: what the metrics' names begin with.
             log_level: minimum level that the engine process logs.
             log_format: "text" or "json".
+            record: what is recorded, and where.
 
         Raises:
             ConfigError, ModelError, HubError: if config, model folder or download are bad.
@@ -182,11 +243,15 @@ class AsyncLLM:
             config,
             *folders,
             progress_timeout=progress_timeout,
+            max_engine_restarts=max_engine_restarts,
+            warm_spare=warm_spare,
+            process=process,
             request_memory=request_memory,
             served_name=served_name,
             metrics_prefix=metrics_prefix,
             log_level=log_level,
             log_format=log_format,
+            record=record,
         )
 
     @classmethod
@@ -204,6 +269,9 @@ class AsyncLLM:
             config,
             *resolve_folders(config),
             progress_timeout=60.0,
+            max_engine_restarts=5,
+            warm_spare=None,
+            process=None,
             request_memory=DEFAULT_REQUEST_MEMORY,
             served_name=None,
             metrics_prefix="octavo",
@@ -225,22 +293,26 @@ class AsyncLLM:
         """Live requests; the n answers of a request count n times."""
         return self._output_processor.num_unfinished_requests
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is an engine that takes requests now."""
+        return self._dead is None and self._client.up
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model is not there yet; what becomes of an engine after that is mended."""
+        return not self._client.ready.done()
+
     def health(self) -> Health:
-        """Whether the engine makes progress, not just whether its process lives."""
+        """Whether there is an engine or, for a while, one to be; see `Supervisor`."""
         if self._dead is not None:
             return Health(False, f"the engine is dead: {self._dead}")
         if not self.ready:
-            return Health(True, "loading the model")
-        if self._changes_sleep:
-            return Health(True, "falling asleep or waking up")
-        if self._heartbeat_sent is not None:
-            silent = time.monotonic() - self._heartbeat_sent
-            if silent > self._progress_timeout:
-                return Health(False, f"the engine has not answered for {silent:.0f} s")
-        if self._stalled_since is not None:
-            stalled = time.monotonic() - self._stalled_since
-            if stalled > self._progress_timeout:
-                return Health(False, f"no step for {stalled:.0f} s although requests are waiting")
+            reason = "loading the model" if self.loading else "starting the engine again"
+            return Health(True, reason)
+        if isinstance(self._client, DataParallelClient) and (down := self._client.down):
+            engines = ", ".join(f"engine {index} {why}" for index, why in down.items())
+            return Health(True, f"{engines}; the others serve")
         return Health(True, "ok")
 
     async def generate(
@@ -251,6 +323,8 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
+        tenant: str | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
         lora_request: None = None,
@@ -264,6 +338,8 @@ class AsyncLLM:
             request_id: unique among the live requests.
             cache_salt: scope of the prefix cache.
             deadline: second of `time.monotonic` after which the request fails.
+            first_token_deadline: that after which it fails if it has no token yet.
+            tenant: who asks: tokens and memory are shared fairly between tenants.
             add_special_tokens: whether the tokenizer adds its special tokens to a text.
             turn: how many prompts came before it in the same call: those behind let others pass.
             lora_request: adapters are not supported.
@@ -272,6 +348,7 @@ class AsyncLLM:
         Raises:
             RequestError: if the request is bad or fails, or its id is in use.
             QueueFullError: if there is no memory for it now.
+            UnmetDeadlineError: if a deadline cannot be met.
             EngineDeadError: if the engine is gone.
         """
         refuse_adapter(lora_request)
@@ -283,11 +360,13 @@ class AsyncLLM:
             request_id,
             cache_salt=cache_salt,
             deadline=deadline,
+            first_token_deadline=first_token_deadline,
+            tenant=tenant,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
         nbytes = request_nbytes(request, sampling_params, self.spec.vocab_size)
-        with self.request_memory.reserve(nbytes):
+        with self.request_memory.reserve(nbytes, tenant):
             async with aclosing(self._stream(request, sampling_params, text)) as outputs:
                 async for output in outputs:
                     yield output
@@ -300,6 +379,8 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
+        tenant: str | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
     ) -> RequestOutput:
@@ -319,12 +400,15 @@ class AsyncLLM:
             request_id,
             cache_salt=cache_salt,
             deadline=deadline,
+            first_token_deadline=first_token_deadline,
+            tenant=tenant,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
         vocab_size = self.spec.vocab_size
         search = make_beam_search(params, request, vocab_size)
-        with self.request_memory.reserve(beam_search_nbytes(request, search, vocab_size)):
+        nbytes = beam_search_nbytes(request, search, vocab_size)
+        with self.request_memory.reserve(nbytes, tenant):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
@@ -381,8 +465,8 @@ class AsyncLLM:
                 except asyncio.CancelledError:  # nobody will ask again
                     await self._change_sleep("wake_up", None)
                     raise
-            self.asleep = True
-            self.metrics.record_sleep_state(level)
+            self._sleep_level = level
+            self._record_sleep_state(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         """Takes memory up again, and goes on; whether the engine is awake.
@@ -392,9 +476,14 @@ class AsyncLLM:
         async with self._sleep_lock:
             awake = await self._change_sleep("wake_up", tags)
             if awake:
-                self.asleep = False
-                self.metrics.record_sleep_state(None)
+                self._sleep_level = None
+                self._record_sleep_state(None)
             return awake
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it was put to sleep and is not awake again."""
+        return self._sleep_level is not None
 
     async def is_sleeping(self) -> bool:
         """Whether it sleeps, at any level, or is about to."""
@@ -402,16 +491,14 @@ class AsyncLLM:
         self._attach()
         return bool(await self._client.call_utility("is_sleeping"))
 
+    def _record_sleep_state(self, level: int | None) -> None:
+        for index in range(len(self._forecasts)):
+            self.metrics.for_engine(index).record_sleep_state(level)
+
     async def _change_sleep(self, method: str, *args: Any) -> bool:
         await self.check_health()
         self._attach()
-        self._changes_sleep = True
-        try:
-            return bool(await self._client.call_utility(method, *args))
-        finally:
-            self._changes_sleep = False
-            if self._heartbeat_sent is not None:  # its answer comes next
-                self._heartbeat_sent = time.monotonic()
+        return bool(await self._client.call_utility(method, *args))
 
     async def start_profile(self) -> None:
         """Has the engine process record spans of its steps and kernels; needs `profiler_dir`.
@@ -444,8 +531,8 @@ class AsyncLLM:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            self._client.process.shutdown()
             self._client.close()
+            self._end_recording()
             return _Done()
         self._shutdown = loop.create_task(self._end_process())
         return self._shutdown
@@ -456,6 +543,11 @@ class AsyncLLM:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # the event loop, too, may be about to end
             await self._client.shutdown()
+            self._end_recording()
+
+    def _end_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
 
     async def _process(
         self,
@@ -465,6 +557,8 @@ class AsyncLLM:
         *,
         cache_salt: str | None,
         deadline: float | None,
+        first_token_deadline: float | None,
+        tenant: str | None,
         add_special_tokens: bool,
         turn: int,
     ) -> tuple[EngineCoreRequest, str | None]:
@@ -473,7 +567,7 @@ class AsyncLLM:
             raise self._dead
         self._attach()
         arrival_time = clock.now()
-        return await offload(
+        request, text = await offload(
             processing_time(prompt, params),
             self._input_processor.process,
             request_id,
@@ -481,10 +575,41 @@ class AsyncLLM:
             params,
             arrival_time=arrival_time,
             cache_salt=cache_salt,
-            deadline=None if deadline is None else clock.from_monotonic(deadline),
+            deadline=_from_monotonic(deadline),
+            first_token_deadline=_from_monotonic(first_token_deadline),
+            tenant=tenant,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
+        if request.due < math.inf:
+            self._check_deadlines(request, params)
+        return request, text
+
+    def _check_deadlines(self, request: EngineCoreRequest, params: SamplingParams) -> None:
+        core = request.sampling_params
+        # A stop text or token may come at once.
+        stops = core.all_stop_token_ids or params.stop or core.grammar is not None
+        num_tokens = max(1, core.min_tokens) if stops else core.max_tokens
+        waiting = list(self._output_processor.waiting())
+        num_running = self.num_unfinished_requests - sum(r.n for r in waiting)
+        client, refusals = self._client, []
+        for index, forecast in enumerate(self._forecasts):
+            others = waiting
+            if isinstance(client, DataParallelClient):
+                others = [r for r in waiting if client.engine_of(r.child_ids[0]) == index]
+            try:
+                forecast.check(
+                    request,
+                    others,
+                    num_running=num_running // len(self._forecasts),
+                    num_tokens=num_tokens,
+                    now=clock.now(),
+                )
+            except UnmetDeadlineError as error:
+                refusals.append(error)
+        if len(refusals) == len(self._forecasts):  # no engine can meet them
+            self.metrics.record_rejection("deadline_unmet")
+            raise refusals[0]
 
     async def _stream(
         self, request: EngineCoreRequest, params: SamplingParams, text: str | None = None
@@ -497,17 +622,41 @@ class AsyncLLM:
         # What is on its way of an earlier request must not be taken for one of the same name.
         request = msgspec.structs.replace(request, request_id=f"{name}#{next(self._numbers)}")
         self._output_processor.add_request(request, params, text, queue, name)
-        finished = False
+        finished, timed = False, request.due < math.inf
         try:
             await self._client.add_request(request)
             while not finished:
-                output = queue.get_nowait() or await queue.get()
+                output = queue.get_nowait()
+                if output is None:
+                    output = await (self._wait(request, name, queue) if timed else queue.get())
                 finished = output.finished
                 yield output
         finally:
             # Its id may belong to another request by now.
             if not finished and self._output_processor.is_live(name, queue):
                 await self.abort(name)
+
+    async def _wait(
+        self, request: EngineCoreRequest, name: str, queue: RequestOutputCollector
+    ) -> RequestOutput:
+        """The next output of a request with deadlines, which hold though no engine sees to them.
+
+        Raises:
+            DeadlineError: one of the deadlines has passed.
+        """
+        while True:
+            due: float | None = request.due
+            if self._output_processor.has_first_tokens(name):
+                due = request.deadline
+            if due is None:
+                return await queue.get()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, due - clock.now())):
+                    return await queue.get()
+            if request.deadline is not None and request.deadline <= clock.now():
+                raise DeadlineError("The deadline passed.")
+            if not self._output_processor.has_first_tokens(name):
+                raise FirstTokenError("The first token did not come in time.")
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)
@@ -517,70 +666,75 @@ class AsyncLLM:
         try:
             while True:
                 outputs = await self._client.get_output()
+                index = outputs.engine_index
                 processed = self._output_processor.process_outputs(
-                    outputs.outputs, outputs.timestamp
+                    outputs.outputs, outputs.timestamp, index
                 )
                 await self._client.abort_requests(processed.reqs_to_abort)
                 if outputs.stats is not None:
                     self.stats = outputs.stats
-                    self.metrics.record_scheduler_stats(outputs.stats)
+                    self._forecasts[index].record(outputs.stats, outputs.timestamp)
+                    self.metrics.for_engine(index).record_scheduler_stats(outputs.stats)
         except EngineDeadError as error:
+            self._note_death(str(error))
             self._die(error)
         except Exception as error:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {error!r}"))
 
-    async def _send_heartbeats(self) -> None:
-        """Asks the core's busy loop again and again how far it is; `health` looks at the answers.
-
-        The first time that nothing runs any more, memory is given back to the system.
-        """
-        trimmed, num_scheduled = True, -1
-        interval = min(_HEARTBEAT_INTERVAL, self._progress_timeout / 4)
+    async def _trim_when_idle(self) -> None:
+        """Gives memory back to the system, the first time that nothing runs any more."""
+        trimmed = True
         with contextlib.suppress(EngineDeadError):
             await self.wait_ready()
             while True:
-                self._heartbeat_sent = time.monotonic()
-                answer = await self._client.call_utility("stats")
-                stats = msgspec.convert(answer, SchedulerStats)
-                num_waiting = stats.num_waiting_reqs - stats.num_held_reqs
-                has_requests = stats.num_running_reqs + num_waiting > 0
-                if not has_requests or stats.num_scheduled_tokens != num_scheduled:
-                    self._stalled_since = None
-                elif self._stalled_since is None:
-                    self._stalled_since = time.monotonic()
-                num_scheduled = stats.num_scheduled_tokens
+                await asyncio.sleep(_TRIM_INTERVAL)
                 idle = not self.request_memory.used
                 if idle and not trimmed:
-                    await self._client.call_utility("trim_memory")
+                    with contextlib.suppress(StepFailedError):
+                        await self._client.call_utility("trim_memory")
                     await asyncio.to_thread(trim_memory)
                 trimmed = idle
-                self._heartbeat_sent = None
-                await asyncio.sleep(interval)
+
+    def _note_death(self, reason: str) -> None:
+        if self._recorder is not None:
+            self._recorder.put(Died(clock.now(), reason))
+
+    def _note_recovery(self, recovery: Recovery) -> None:
+        self._note_death(recovery.reason)
+        self.metrics.for_engine(recovery.engine_index).record_recovery(
+            recovery.num_requests, recovery.seconds
+        )
+        if self._sleep_level is not None:  # whoever put it to sleep counts on its memory
+            self._falling_asleep = asyncio.create_task(self.sleep(self._sleep_level, "keep"))
 
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:
         if ready.cancelled() or ready.exception() is not None:
             return
-        info = ready.result()
-        self.ready = True
-        self.metrics.set_cache_config_info(
-            {
-                **msgspec.structs.asdict(self.config.cache),
-                "num_gpu_blocks": info.num_blocks,
-                "kv_cache_size_tokens": int(info.max_concurrency * info.max_model_len),
-                "kv_cache_max_concurrency": round(info.max_concurrency, 2),
-            }
-        )
-        if info.max_model_len != self.max_model_len:
-            self.max_model_len = info.max_model_len
+        plan = ready.result().plan
+        if self._recorder is not None:
+            self._recorder.put_plan(plan.num_blocks, plan.max_model_len)
+        info = {
+            **msgspec.structs.asdict(self.config.cache),
+            "num_gpu_blocks": plan.num_blocks,
+            "kv_cache_size_tokens": int(plan.max_concurrency * plan.max_model_len),
+            "kv_cache_max_concurrency": round(plan.max_concurrency, 2),
+        }
+        for index in range(len(self._forecasts)):  # one plan for all engines
+            self.metrics.for_engine(index).set_cache_config_info(info)
+        if plan.max_model_len != self.max_model_len:
+            self.max_model_len = plan.max_model_len
             self._input_processor = self._make_input_processor()
 
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error
-        self.ready = False
         if self._loop is not None and not self._loop.is_closed():
             self._client.fail_calls(error)
         self._output_processor.propagate_error(error)
+
+
+def _from_monotonic(time: float | None) -> float | None:
+    return None if time is None else clock.from_monotonic(time)
 
 
 class _Done:

@@ -187,6 +187,7 @@ def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[Engine
             prompt_token_ids=request.prompt_token_ids + beam.token_ids,
             sampling_params=params,
             turn=request.turn + i,
+            first_token_deadline=None if step else request.first_token_deadline,
         )
         for i, beam in enumerate(search.live)
     ]

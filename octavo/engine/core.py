@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -35,6 +36,7 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.profiler import Profiler, span
+from octavo.recording import Step, StepEnd, StepRequest
 from octavo.request import Request, RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.manager import StructuredOutputManager
@@ -71,6 +73,12 @@ class _StepInFlight:
     handle: StepHandle
     result: Future[ModelRunnerOutput] | None = None
     """None: it is not to be sampled yet, as it waits for what grammars allow."""
+    begun: float = 0.0
+    """When it was handed in, in seconds of `time.perf_counter`."""
+    seconds: float | None = None
+    """How long it took; None: it has not ended."""
+    host_seconds: float | None = None
+    """See `StepEnd`."""
 
 
 class EngineCore:
@@ -84,6 +92,7 @@ class EngineCore:
         profiler: records profiles; None: there are none.
         engine_index: see `EngineCoreOutputs`.
         enable_sleep_mode: whether `sleep` may give memory back.
+        record: is told what was scheduled, before it is computed.
     """
 
     def __init__(
@@ -96,6 +105,7 @@ class EngineCore:
         profiler: Profiler | None = None,
         engine_index: int = 0,
         enable_sleep_mode: bool = False,
+        record: Callable[[Step], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -115,9 +125,20 @@ class EngineCore:
         """Whether those that wake up must be those that fell asleep."""
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that have not been handed out."""
+        self._record = record
+        self._added: list[str] = []
+        self._aborted: list[str] = []
+        self._taken: list[_StepInFlight] = []
+        """What is not recorded yet."""
+        self._last_end = 0.0
+        """When a step ended last, by `time.perf_counter`."""
+        self._last_taken: float | None = None
+        """When a result was taken in last; None: nothing was to be done since."""
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
         """Queues the n requests of a core request; what can never be served gets an error."""
+        if self._record is not None:
+            self._added.append(core_request.request_id)
         requests = fan_out(
             core_request, self._block_hasher, enable_prefix_caching=self.scheduler.enable_caching
         )
@@ -137,6 +158,9 @@ class EngineCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests, in whatever state they are; unknown ones are ignored."""
+        if self._record is not None:
+            request_ids = list(request_ids)
+            self._aborted += request_ids
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def _add_request(self, request: Request) -> None:
@@ -207,7 +231,7 @@ class EngineCore:
                 while len(self._in_flight) > 1:
                     self._take_result()
                     took = True
-                newest.result = newest.handle.sample(self._ask_grammars(newest))
+                self._sample(newest, self._ask_grammars(newest))
             free = len(self._in_flight) < self.executor.max_in_flight
             if took or not free or not self.scheduler.has_requests():
                 break
@@ -215,6 +239,8 @@ class EngineCore:
         if self._in_flight and not took:
             self._take_result()
         outputs, self._outputs = self._outputs, []
+        if self._record is not None and not self.has_work():
+            self._last_taken = None
         return EngineCoreOutputs(
             outputs=outputs,
             stats=self.scheduler.make_stats(),
@@ -232,10 +258,54 @@ class EngineCore:
                 requests=len(work.scheduled_reqs),
                 tokens=work.total_num_scheduled_tokens,
             )
-        step = _StepInFlight(self._num_scheduled, work, self.executor.execute(work))
+        if self._record is not None:
+            self._record(self._describe(work))
+        begun = time.perf_counter()
+        step = _StepInFlight(self._num_scheduled, work, self.executor.execute(work), begun=begun)
         if not any(request.has_grammar for request in work.scheduled_reqs):
-            step.result = step.handle.sample()
+            self._sample(step, None)
         self._in_flight.append(step)
+
+    def _sample(self, step: _StepInFlight, grammar: GrammarOutput | None) -> None:
+        """Has a step sampled; when it has been, its time is noted if it is to be recorded."""
+        step.result = step.handle.sample(grammar)
+        if self._record is not None:
+            step.result.add_done_callback(lambda _: self._note_end(step))
+
+    def _note_end(self, step: _StepInFlight) -> None:
+        """A step has just ended. Called by the thread that computes, in the order of steps."""
+        end = time.perf_counter()
+        step.seconds, self._last_end = end - max(step.begun, self._last_end), end
+
+    def _describe(self, work: SchedulerOutput) -> Step:
+        """A step as it is recorded."""
+        added, self._added = self._added, []
+        aborted, self._aborted = self._aborted, []
+        taken, self._taken = self._taken, []
+        ended = [
+            StepEnd(step.number, step.seconds, step.host_seconds)
+            for step in taken
+            if step.seconds is not None
+        ]
+        requests = [
+            StepRequest(
+                r.req_id,
+                r.num_tokens,
+                r.num_drafts,
+                None if r.new is None else r.new.num_computed_tokens,
+            )
+            for r in work.scheduled_reqs
+        ]
+        return Step(
+            self._num_scheduled,
+            self._clock(),
+            added,
+            aborted,
+            requests,
+            work.finished_req_ids,
+            work.blocks_to_copy,
+            ended,
+        )
 
     def _ask_grammars(self, step: _StepInFlight) -> GrammarOutput | None:
         """What the grammars of a step's requests allow, once all earlier results are known."""
@@ -266,12 +336,18 @@ class EngineCore:
         """Takes in the oldest step's result."""
         step = self._in_flight[0]
         assert step.result is not None
+        if self._last_taken is not None:
+            step.host_seconds = time.perf_counter() - self._last_taken
         try:
             with span("wait") as note:
                 note(step=step.number)
                 result = step.result.result()
-        except EngineDeadError:
-            raise
+            if self._record is not None:
+                self._last_taken = time.perf_counter()
+                if step.work.scheduled_reqs:
+                    self._taken.append(step)
+        except (EngineDeadError, MemoryError):
+            raise  # the second: what else lacks memory nobody knows
         except Exception as error:
             logger.exception("a step failed, and its requests with it")
             message = f"The step failed: {type(error).__name__}: {error}"
@@ -428,7 +504,7 @@ class EngineCore:
         while self._in_flight:
             step = self._in_flight[0]
             if step.result is None:  # the newest one: all results before it are known
-                step.result = step.handle.sample(self._ask_grammars(step))
+                self._sample(step, self._ask_grammars(step))
             self._take_result()
 
     def _get_profiler(self) -> Profiler:

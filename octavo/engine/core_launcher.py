@@ -1,8 +1,9 @@
-"""Starting and ending an engine-core process; talking to it is `mp_client.py`'s."""
+"""Starting and ending engine-core processes; talking to them is `mp_client.py`'s."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import signal
 import subprocess
@@ -12,20 +13,103 @@ from pathlib import Path
 
 import msgspec
 
+from octavo import clock
 from octavo.config import EngineConfig
-from octavo.engine.wire import CoreProcessSetup
+from octavo.engine.memory_plan import MemoryPlan
+from octavo.engine.wire import WARM, CoreProcessSetup, CoreReady
+from octavo.errors import reason_of
+
+logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """An engine-core process on this machine.
+    """An engine-core process on this machine: an interpreter that waits for its setup.
+
+    Args:
+        warm: whether it imports all it will need while it waits.
+    """
+
+    def __init__(self, *, warm: bool = False) -> None:
+        self.input_address, self.output_address = "", ""
+        """Where it takes requests, and where it sends outputs: it binds the first only."""
+        self._folder: str | None = None
+        """Of the sockets."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.engine.core_process", *([WARM] if warm else [])],
+            stdin=subprocess.PIPE,
+            process_group=0,  # a Ctrl-C in the terminal is for the parent, from the very start
+        )
+        self.pid = self._process.pid
+        self._killed_for: str | None = None
+
+    def start(self, setup: CoreProcessSetup) -> None:
+        """Has it load the model and compute. Once only."""
+        self._folder = tempfile.mkdtemp(prefix="octavo-")
+        self.input_address, self.output_address = (
+            f"ipc://{self._folder}/{name}" for name in ("input", "output")
+        )
+        setup = msgspec.structs.replace(
+            setup,
+            input_address=self.input_address,
+            output_address=self.output_address,
+            clock_epoch=clock.epoch(),
+        )
+        data = msgspec.msgpack.encode(setup)
+        assert self._process.stdin is not None
+        # The pipe stays open: its end tells the child that this process is gone. What a child says
+        # that has died already is found by who looks for its end.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(len(data).to_bytes(4, "little") + data)
+            self._process.stdin.flush()
+
+    def describe_exit(self) -> str | None:
+        """How the process ended, for people; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if self._killed_for is not None:
+            return f"{self._killed_for} and was killed"
+        if code < 0:
+            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+            return f"the engine process was killed by {_signal_name(-code)}{hint}"
+        return f"the engine process ended with status {code}"
+
+    def kill(self, reason: str) -> None:
+        """Ends the process at once; `describe_exit` will say why. What has ended stays as it is."""
+        if self._killed_for is None and self._process.poll() is None:
+            self._killed_for = reason
+            self._process.kill()
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Ends the process: asks it to, and after `timeout` seconds makes it.
+
+        May be called twice.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its setup may still lie there
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class CoreLauncher:
+    """Starts an engine's processes: the first one, and those that take its place.
 
     Args:
         config: the engine's settings.
         model_path: the model's folder.
         default_batched_tokens: see `make_engine_core`.
         request_memory: see there.
-        log_level: minimum level that the process logs.
+        warm_spare: see there.
+        process: the first one, not started yet; None: it is made.
+        log_level: minimum level that a process logs.
         log_format: "text" or "json".
+        record: the recording that the processes add to, if there is one.
     """
 
     def __init__(
@@ -34,61 +118,101 @@ class CoreProcess:
         model_path: Path,
         *,
         default_batched_tokens: int,
-        request_memory: int,
+        request_memory: int | None,
+        warm_spare: bool | None,
+        process: CoreProcess | None = None,
         log_level: str,
         log_format: str,
+        record: str | None = None,
     ) -> None:
-        self._folder = tempfile.mkdtemp(prefix="octavo-")
-        self.input_address, self.output_address = (
-            f"ipc://{self._folder}/{name}" for name in ("input", "output")
-        )
-        """Where it takes requests, and where it sends outputs: it binds the first only."""
-        setup = msgspec.msgpack.encode(
-            CoreProcessSetup(
-                config=config,
-                model_path=str(model_path),
-                default_batched_tokens=default_batched_tokens,
-                request_memory=request_memory,
-                input_address=self.input_address,
-                output_address=self.output_address,
-                log_level=log_level,
-                log_format=log_format,
-            )
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.engine.core_process"],
-            stdin=subprocess.PIPE,
-            process_group=0,  # a Ctrl-C in the terminal is for the parent, from the very start
-        )
-        self.pid = self._process.pid
-        assert self._process.stdin is not None
-        # The pipe stays open: its end tells the child that this process is gone. What a child says
-        # that has died already is found by who looks for its end.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(len(setup).to_bytes(4, "little") + setup)
-            self._process.stdin.flush()
+        self._config = config
+        self._model_path = model_path
+        self._default_batched_tokens = default_batched_tokens
+        self._request_memory = request_memory
+        self._warm_spare = warm_spare
+        self._log_level, self._log_format = log_level, log_format
+        self._record = record
+        self._spare = process
 
-    def describe_exit(self) -> str | None:
-        """How the process ended, for people; None while it runs."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return f"the engine process was killed by {name}{hint}"
-        return f"the engine process ended with status {code}"
+    def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
+        """Starts a process.
 
-    def shutdown(self, timeout: float = 5.0) -> None:
-        """Ends the process: asks it to, and after `timeout` seconds makes it.
+        Args:
+            ready: what the first one said, so that KV cache and context are the same however much
+                memory is free; None: this is the first one.
+            engine_index: the engine's number among several, see `EngineCoreOutputs`.
 
-        May be called twice.
+        Raises:
+            OSError: the system has no room for it.
         """
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        process, self._spare = self._spare, None
+        if process is not None and process.describe_exit() is not None:
+            process.shutdown()
+            process = None
+        process = process or CoreProcess()
+        config, warm_spare = self._config, self._warm_spare
+        memory_limit = None
+        if ready is not None:
+            config, warm_spare = with_kv_cache_of(config, ready.plan), ready.plan.warm_spare
+            if config.parallel.data_parallel_size > 1:  # what is free now is not for it alone
+                memory_limit = ready.plan.limit
+        setup = CoreProcessSetup(
+            config=config,
+            model_path=str(self._model_path),
+            default_batched_tokens=self._default_batched_tokens,
+            request_memory=self._request_memory,
+            warm_spare=warm_spare,
+            memory_limit=memory_limit,
+            engine_index=engine_index,
+            log_level=self._log_level,
+            log_format=self._log_format,
+            record=self._record,
+        )
         try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            process.start(setup)
+        except OSError:
+            process.shutdown(0.0)
+            raise
+        return process
+
+    def make_spare(self) -> None:
+        """Starts an interpreter that a later process need not wait for, unless there is one."""
+        if self._spare is not None:
+            if self._spare.describe_exit() is None:
+                return
+            self._spare.shutdown()
+            self._spare = None
+        try:
+            self._spare = CoreProcess(warm=True)
+        except OSError as error:
+            logger.warning("there is no warm spare: %s", reason_of(error))
+
+    def shutdown(self) -> None:
+        """Ends what waits to be used. May be called twice."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.shutdown(0.0)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have none
+        return f"signal {number}"
+
+
+def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
+    """The settings with the KV cache and the context that came out.
+
+    Args:
+        config: the settings.
+        plan: what came of them.
+    """
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=plan.max_model_len),
+        cache=replace(
+            config.cache, num_gpu_blocks_override=plan.num_blocks, kv_cache_memory_bytes=None
+        ),
+    )

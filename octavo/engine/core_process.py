@@ -23,8 +23,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from octavo import clock
 from octavo.device import SWITCH_INTERVAL
-from octavo.engine.assemble import make_engine_core
+from octavo.engine.assemble import import_executor, make_engine_core
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
     ABORT,
@@ -34,6 +35,7 @@ from octavo.engine.wire import (
     READY,
     RESULT,
     UTILITY,
+    WARM,
     CoreDead,
     CoreProcessSetup,
     CoreReady,
@@ -43,6 +45,7 @@ from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
 from octavo.profiler import span
+from octavo.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +58,13 @@ def main() -> None:
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    size = int.from_bytes(sys.stdin.buffer.read(4), "little")
+    if sys.argv[1:] == [WARM]:
+        import_executor()
+    if not (head := sys.stdin.buffer.read(4)):
+        return  # a spare that was not needed
+    size = int.from_bytes(head, "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
+    clock.set_epoch(setup.clock_epoch)
     inputs: queue.SimpleQueue[object] = queue.SimpleQueue()
     folder = Path(setup.input_address.removeprefix("ipc://")).parent
     loaded = threading.Event()
@@ -79,23 +87,28 @@ def main() -> None:
     try:
         path = Path(setup.model_path)
         spec = read_spec(path, trust_remote_code=setup.config.model.trust_remote_code)
+        recorder = None if setup.record is None else Recorder(Path(setup.record))
         core, plan = make_engine_core(
             setup.config,
             spec,
             path,
             default_batched_tokens=setup.default_batched_tokens,
             request_memory=setup.request_memory,
+            warm_spare=setup.warm_spare,
             engine_index=setup.engine_index,
+            memory_limit=setup.memory_limit,
+            record=None if recorder is None else recorder.put,
         )
         if core.structured_output is not None:
             core.structured_output.wake = lambda: inputs.put([])  # an empty abort
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()
         loaded.set()
-        ready = CoreReady(plan.max_model_len, plan.num_blocks, plan.max_concurrency)
-        output_queue.put((READY, ready))
+        output_queue.put((READY, CoreReady(plan)))
         _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
+        if recorder is not None:
+            recorder.close()
     except OctavoError as error:
         status = 1
         output_queue.put((DEAD, CoreDead(str(error))))

@@ -114,6 +114,8 @@ class InputProcessor:
         arrival_time: float,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        first_token_deadline: float | None = None,
+        tenant: str | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
     ) -> tuple[EngineCoreRequest, str | None]:
@@ -129,6 +131,8 @@ class InputProcessor:
             arrival_time: by `clock.now`.
             cache_salt: scope of the prefix cache; `params.cache_salt` divides it further.
             deadline: after which the request fails; likewise.
+            first_token_deadline: after which it fails without a first token; likewise.
+            tenant: who asks.
             add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
                 for a rendered chat template.
             turn: how many prompts came before it in the same call.
@@ -175,8 +179,43 @@ class InputProcessor:
             n=params.n,
             turn=turn,
             prompt_embeds=embeds,
+            first_token_deadline=first_token_deadline,
+            tenant=tenant,
         )
         return request, text
+
+    def renew(
+        self, request: EngineCoreRequest, params: SamplingParams, arrival_time: float
+    ) -> EngineCoreRequest:
+        """A request that was made for another engine, made for this one: without deadlines.
+
+        Args:
+            request: what `process` returned there; its seed and its `max_tokens` are kept.
+            params: what was asked.
+            arrival_time: by `clock.now`.
+
+        Raises:
+            RequestError: this model cannot do it.
+        """
+        core, embeds = request.sampling_params, request.prompt_embeds
+        params = msgspec.structs.replace(
+            params, seed=core.seed, max_tokens=core.max_tokens, truncate_prompt_tokens=None
+        )
+        made, _ = self.process(
+            request.request_id,
+            {"prompt_token_ids": request.prompt_token_ids},
+            params,
+            arrival_time=arrival_time,
+            tenant=request.tenant,
+            turn=request.turn,
+        )
+        if embeds is not None:
+            if not self._enable_prompt_embeds:
+                raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
+            check_embeds(embeds, self._spec.embed_size, self._max_model_len)
+            if embeds.num_tokens > len(made.prompt_token_ids):
+                raise RequestError("prompt_embeds holds more than the prompt.", "prompt_embeds")
+        return msgspec.structs.replace(made, cache_salt=request.cache_salt, prompt_embeds=embeds)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """The embeddings of a prompt, if it came as such."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from octavo.engine.assemble import make_engine_core
 from octavo.engine.core_client import InprocClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.interrupts import late_interrupts
+from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.vllm_arguments import (
     apply_tokenization,
@@ -23,16 +25,18 @@ from octavo.engine.vllm_arguments import (
     require_tokenizer,
 )
 from octavo.engine_args import EngineArgs
-from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
+from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.profiler import span
+from octavo.recording import Arrival, End, Outputs
 from octavo.sampling_params import SamplingParams
 from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from octavo.engine.isolated import IsolatedClient  # brings ZMQ, likewise
     from octavo.metrics_reader import Metric  # brings Prometheus, which most do without
 
 logger = logging.getLogger(__name__)
@@ -48,36 +52,61 @@ class LLMEngine:
     Args:
         config: the settings.
         log_stats: whether there are metrics.
+        isolate: whether the core runs in a process of its own, which is replaced if it dies.
+        record: see `OutputProcessor`.
 
     Raises:
         ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+        EngineDeadError: if an isolated engine cannot load the model.
     """
 
-    def __init__(self, config: EngineConfig, *, log_stats: bool = False) -> None:
+    metrics_prefix: ClassVar[str] = "octavo"
+    """What the names of `get_metrics` begin with, without the colon, in engines made from now on;
+    "vllm" under `octavo.compat.vllm`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_stats: bool = False,
+        isolate: bool = False,
+        record: Callable[[Arrival | Outputs | End], None] | None = None,
+    ) -> None:
         heed_environment()
         self.config = config
+        if (size := config.parallel.data_parallel_size) > 1:
+            raise ConfigError(
+                f"data_parallel_size={size} is not supported here: this is one engine. Start a "
+                "server with it, or make an AsyncLLM."
+            )
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
         self.spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
-        core, self.memory_plan = make_engine_core(
-            config, self.spec, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS
-        )
+        self._metrics = None
+        if log_stats:
+            from octavo.metrics import EngineMetrics
+
+            max_model_len = resolve_max_model_len(config, self.spec)
+            self._metrics = EngineMetrics(settings.model, max_model_len, self.metrics_prefix)
+        self._output_processor = OutputProcessor(self.tokenizer, self._metrics, record)
+        self.client: InprocClient | IsolatedClient
+        if isolate:
+            self.client = self._isolate(path)
+            self.memory_plan = self.client.memory_plan
+        else:
+            core, self.memory_plan = make_engine_core(
+                config, self.spec, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS
+            )
+            self.client = InprocClient(core)
         max_model_len = self.memory_plan.max_model_len
         self.model_config: ModelConfig = msgspec.structs.replace(
             settings, max_model_len=max_model_len
         )
         """The model's settings, with the `max_model_len` that came out."""
-        self.client = InprocClient(core)
         self.input_processor = InputProcessor(settings, self.spec, self.tokenizer, max_model_len)
-        self._metrics = None
-        if log_stats:
-            from octavo.metrics import EngineMetrics
-
-            self._metrics = EngineMetrics(settings.model, max_model_len)
-        self._output_processor = OutputProcessor(self.tokenizer, self._metrics)
         self._request_ids = itertools.count()
         self.inboxes: dict[str, list[RequestOutput | OctavoError]] = {}
         """What came for each live request of `start` and has not been taken yet."""
@@ -86,6 +115,23 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []
         """What came for these and has not been returned by `step` yet."""
         self._running = True
+
+    def _isolate(self, path: Path) -> IsolatedClient:
+        from octavo.engine.core_launcher import CoreLauncher
+        from octavo.engine.isolated import IsolatedClient
+
+        launcher = CoreLauncher(
+            self.config,
+            path,
+            default_batched_tokens=OFFLINE_BATCHED_TOKENS,
+            request_memory=None,
+            warm_spare=False,
+            log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
+            log_format="text",
+        )
+        return IsolatedClient(
+            launcher, self._output_processor.unfinished, max_restarts=5, progress_timeout=60.0
+        )
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
@@ -236,6 +282,10 @@ class LLMEngine:
             def call(worker: Any) -> Any:
                 return function(worker, *args, **(kwargs or {}))
 
+        if not isinstance(self.client, InprocClient):
+            raise UnsupportedError(
+                "The worker is in another process (isolate=True); leave isolate out to call it."
+            )
         return self.client.core.executor.collective_rpc(call, timeout)
 
     def apply_model(self, func: Callable[[Any], T]) -> list[T]:
@@ -394,7 +444,7 @@ class LLMEngine:
 
 
 def complete(call: Coroutine[None, None, T]) -> T:
-    """The result of an `InprocClient`'s call, which never waits for anything."""
+    """The result of a call of `InprocClient` or `IsolatedClient`, which never waits."""
     try:
         call.send(None)
     except StopIteration as done:

@@ -19,6 +19,8 @@ from octavo.worker.memory import MemoryBudget
 # The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
 # as objects.
 SERVER_NBYTES = 256 * 2**20
+# An interpreter with torch that waits to take the engine's place.
+SPARE_NBYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,16 @@ class MemoryPlan:
     """The other process of a server."""
     requests: int = 0
     """What requests and answers may take in both of them."""
+    spare: int = 0
+    """A spare process."""
+    warm_spare: bool = False
+    """Whether there may be one."""
 
     @property
     def total(self) -> int:
         """All of it, at the fullest moment."""
         loading = max(0, self.loading - self.activations - self.logits)
-        return self.steady + loading + self.server + self.requests
+        return self.steady + loading + self.server + self.requests + self.spare
 
     @property
     def steady(self) -> int:
@@ -92,6 +98,8 @@ class MemoryPlan:
                 f"  requests     {self.requests / mib:10,.1f} MiB in this process and the server's",
                 f"  server       {self.server / mib:10,.1f} MiB for its own process",
             ]
+        if self.spare:
+            lines.append(f"  warm spare   {self.spare / mib:10,.1f} MiB for a process that waits")
         return "\n".join(lines)
 
     def compare(self, resident: int) -> str:
@@ -179,6 +187,8 @@ def make_memory_plan(
     *,
     max_num_batched_tokens: int,
     request_memory: int | None = None,
+    warm_spare: bool | None = False,
+    limit: int | None = None,
     draft: ModelSpec | None = None,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
     """Plans the memory of an engine: the KV cache gets what is left.
@@ -190,6 +200,10 @@ def make_memory_plan(
         max_num_batched_tokens: token budget of a step.
         request_memory: bytes for a server's requests, if they come from the same memory; None:
             they do not, or there is no server.
+        warm_spare: whether there is room for a spare process, in the same memory as requests;
+            None: if it costs no KV cache.
+        limit: bytes that the engine may use; None: its share of what there is. What several engines
+            have together (server, requests, spare) counts for each of them in part.
         draft: the model that drafts. What it keeps of a token lies in a block of the same number.
 
     Raises:
@@ -207,22 +221,34 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    limit = int(budget.available * cache.gpu_memory_utilization)
-    server, requests = (0, 0) if request_memory is None else (SERVER_NBYTES, request_memory)
+    engines = config.parallel.data_parallel_size
+    if limit is None:
+        limit = int(budget.available * cache.gpu_memory_utilization) // engines
+    server = requests = of_spare = 0
+    if request_memory is not None:
+        server, requests, of_spare = (
+            nbytes // engines for nbytes in (SERVER_NBYTES, request_memory, SPARE_NBYTES)
+        )
     left = limit - budget.runtime - budget.weights - budget.rows - budget.draft
-    left -= server + requests
+    spare = of_spare if warm_spare else 0
+    left -= server + requests + spare
     left -= max(budget.activations + budget.logits, budget.loading)
     if left < 0:
+        shared = f", among {engines} engines" if engines > 1 else ""
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB without the KV cache, "
             f"but only {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
-            f"{budget.source}). Use a smaller model or dtype, or lower max_num_batched_tokens, "
-            "max_num_seqs or request_memory_bytes."
+            f"{budget.source}{shared}). Use a smaller model or dtype, or lower "
+            "max_num_batched_tokens, max_num_seqs or request_memory_bytes."
         )
     max_model_len = resolve_max_model_len(config, spec)
     useful = config.scheduler.max_num_seqs * blocks_for(max_model_len) + 1
-    num_blocks = _num_blocks(cache, block_nbytes, left, min(budget.most_kv_cache, left), useful)
+    most = min(budget.most_kv_cache // engines, left)
+    num_blocks = _num_blocks(cache, block_nbytes, left, most, useful)
     max_model_len = _fit_context(config, blocks_for, num_blocks, block_nbytes, max_model_len)
+    if warm_spare is None:
+        warm_spare = num_blocks * block_nbytes <= left - of_spare
+        spare = of_spare if warm_spare else 0
     plan = MemoryPlan(
         limit=limit,
         runtime=budget.runtime,
@@ -240,6 +266,8 @@ def make_memory_plan(
         blocks_per_request=blocks_for(max_model_len),
         server=server,
         requests=requests,
+        spare=spare,
+        warm_spare=warm_spare,
     )
     return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
 

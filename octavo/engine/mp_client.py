@@ -16,6 +16,9 @@ from octavo.engine.core_launcher import CoreProcess
 from octavo.errors import EngineDeadError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
+# How long the process' end may go unnoticed.
+_LOOK_MILLISECONDS = 100
+
 
 class AsyncMPClient:
     """See `EngineClient`: the core is in another process.
@@ -24,16 +27,23 @@ class AsyncMPClient:
 
     Args:
         process: that one.
+
+    Raises:
+        OSError: the system has no room for sockets.
     """
 
     def __init__(self, process: CoreProcess) -> None:
         self.process = process
         self._context = zmq.asyncio.Context()
-        self._input = self._context.socket(zmq.PUSH)
-        self._output = self._context.socket(zmq.PULL)
-        self._input.set_hwm(0)  # requests may queue up while the process starts
-        self._input.connect(process.input_address)
-        self._output.bind(process.output_address)
+        try:
+            self._input = self._context.socket(zmq.PUSH)
+            self._output = self._context.socket(zmq.PULL)
+            self._input.set_hwm(0)  # requests may queue up while the process starts
+            self._input.connect(process.input_address)
+            self._output.bind(process.output_address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -47,7 +57,7 @@ class AsyncMPClient:
     async def get_output(self) -> EngineCoreOutputs:
         """See `EngineClient`; with the process' end, waiting for outputs ends too."""
         while True:
-            if not await self._output.poll(timeout=500):
+            if not await self._output.poll(timeout=_LOOK_MILLISECONDS):
                 ended = self.process.describe_exit()
                 if ended is not None and not await self._output.poll(0):
                     raise EngineDeadError(ended)
@@ -85,12 +95,19 @@ class AsyncMPClient:
                 future.set_exception(error)
         self._calls.clear()
 
-    async def shutdown(self) -> None:
-        """See `EngineClient`."""
-        if self._context.closed:
-            return
-        await asyncio.to_thread(self.process.shutdown)
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed or shut down."""
+        return bool(self._context.closed)
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        """See `EngineClient`.
+
+        Args:
+            timeout: seconds that the process gets to end in order.
+        """
         self.close()
+        await asyncio.to_thread(self.process.shutdown, timeout)
 
     def close(self) -> None:
         """Closes the sockets. May be called twice."""

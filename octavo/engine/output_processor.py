@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from octavo import clock
 from octavo.engine.detokenizer import IncrementalDetokenizer
@@ -19,6 +21,7 @@ from octavo.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from octavo.recording import Arrival, End, Outputs
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.tokenizer import Tokenizer
 
@@ -78,9 +81,9 @@ class _Group:
     """What all answers to one prompt have in common; n = 1 is a group of one."""
 
     request_id: str
-    n: int
+    """The caller's."""
+    request: EngineCoreRequest
     prompt: str | None
-    prompt_token_ids: list[int]
     output_kind: RequestOutputKind
     queue: RequestOutputCollector | None
     prompt_logprobs: FlatLogprobs | None = None
@@ -97,12 +100,23 @@ class _Group:
     def finished(self) -> bool:
         return not self.live
 
+    def as_request(self) -> EngineCoreRequest:
+        """See `OutputProcessor.unfinished`."""
+        request, states = self.request, self.live.values()
+        tokens = {state.index: state.detokenizer.token_ids.tolist() for state in states}
+        given = next(iter(states)).num_prompt_logprobs  # the first answer's, if it lives
+        if request.n == 1:
+            return msgspec.structs.replace(
+                request, output_token_ids=tokens[0], num_prompt_logprobs=given
+            )
+        return msgspec.structs.replace(request, answers=tokens, num_prompt_logprobs=given)
+
     def make_output(self) -> RequestOutput | None:
         """The output to deliver after a step, if there is one."""
         if self.output_kind == RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         outputs = self.outputs
-        if self.n > 1:
+        if self.request.n > 1:
             completions = [outputs[index] for index in sorted(outputs)]
             times = _merge_times(list(self.times.values()))
         else:
@@ -115,7 +129,7 @@ class _Group:
         return RequestOutput(
             self.request_id,
             self.prompt,
-            self.prompt_token_ids,
+            self.request.prompt_token_ids,
             prompt_logprobs,
             completions,
             self.finished,
@@ -143,6 +157,16 @@ class _RequestState:
     """Tokens in earlier deltas."""
     num_cached_tokens: int = 0
     """Of its prompt, when its first token came."""
+    engine_index: int = 0
+    """The engine that brought something last."""
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Prompt logprobs that have come; where none are asked for it means nothing."""
+        if self.prompt_logprobs is not None:
+            return max(0, len(self.prompt_logprobs) - 1)
+        # With the first token the prompt is done.
+        return len(self.group.request.prompt_token_ids) - 1 if self.detokenizer.token_ids else 0
 
     def hand_over_prompt_logprobs(self) -> None:
         """The prompt is done: its logprobs go with the next output."""
@@ -181,11 +205,18 @@ class OutputProcessor:
     Args:
         tokenizer: None if no text is made (`skip_tokenizer_init`).
         metrics: gets the events of requests, if given.
+        record: is told what comes and what is answered.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, metrics: EngineMetrics | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        metrics: EngineMetrics | None = None,
+        record: Callable[[Arrival | Outputs | End], None] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._record = record
         self._states: dict[str, _RequestState] = {}
         self._groups: dict[str, _Group] = {}
 
@@ -193,6 +224,26 @@ class OutputProcessor:
     def num_unfinished_requests(self) -> int:
         """Live core requests; the n answers of a request count n times."""
         return len(self._states)
+
+    def unfinished(self) -> list[EngineCoreRequest]:
+        """The live requests, in order of arrival, with what they have already got.
+
+        As another engine is to get them, so that it goes on where these stand.
+        """
+        return [group.as_request() for group in self._groups.values()]
+
+    def waiting(self) -> Iterator[EngineCoreRequest]:
+        """The live requests without a token. O(live requests)."""
+        for group in self._groups.values():
+            if all(times.first_token_time is None for times in group.times.values()):
+                yield group.request
+
+    def has_first_tokens(self, request_id: str) -> bool:
+        """Whether no answer of a request waits for its first one; true of what has ended."""
+        group = self._groups.get(request_id)
+        return group is None or all(
+            times.first_token_time is not None for times in group.times.values()
+        )
 
     def is_live(self, request_id: str, queue: RequestOutputCollector) -> bool:
         """Whether the live request of that id is the one whose outputs go to `queue`."""
@@ -226,11 +277,12 @@ class OutputProcessor:
             raise RequestError(
                 f"A request with the id {request_id!r} is already running.", "request_id"
             )
+        if self._record is not None:
+            self._record(Arrival(request, params))
         group = self._groups[request_id] = _Group(
             request_id,
-            request.n,
+            request,
             prompt_text,
-            request.prompt_token_ids,
             params.output_kind,
             queue,
         )
@@ -260,14 +312,17 @@ class OutputProcessor:
             group.times[index] = times
 
     def process_outputs(
-        self, outputs: list[EngineCoreOutput], timestamp: float
+        self, outputs: list[EngineCoreOutput], timestamp: float, engine_index: int = 0
     ) -> ProcessedOutputs:
         """Takes in what a step brought.
 
         Args:
             outputs: of one `EngineCoreOutputs`; those of unknown (aborted) requests are skipped.
             timestamp: its `timestamp`.
+            engine_index: its `engine_index`.
         """
+        if self._record is not None and outputs:
+            self._record(Outputs(timestamp, outputs))
         timestamp = clock.to_monotonic(timestamp)
         result = ProcessedOutputs()
         touched: dict[str, _Group] = {}
@@ -277,6 +332,7 @@ class OutputProcessor:
             state = self._states.get(output.request_id)
             if state is None:
                 continue
+            state.engine_index = engine_index
             if output.finish_reason == FinishReason.ERROR:
                 touched.pop(state.group.request_id, None)
                 error = make_error(output.error_kind, output.error or "The request failed.")
@@ -289,8 +345,9 @@ class OutputProcessor:
         for group in touched.values():
             self._deliver(group, result.request_outputs)
         if self._metrics is not None and outputs:
-            self._metrics.record_inter_token_latencies(latencies)
-            self._metrics.record_generation_tokens(num_tokens)
+            metrics = self._metrics.for_engine(engine_index)
+            metrics.record_inter_token_latencies(latencies)
+            metrics.record_generation_tokens(num_tokens)
         return result
 
     def abort_requests(
@@ -347,7 +404,7 @@ class OutputProcessor:
         if output.num_preemptions:
             times.num_preemptions = output.num_preemptions
         # Of n answers, the first one: the others find what it has just computed.
-        if state.index == 0 and output.num_cached_tokens:
+        if state.index == 0 and output.num_cached_tokens and times.first_token_time is None:
             group.num_cached_tokens = output.num_cached_tokens
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
             rows = output.new_prompt_logprobs
@@ -364,9 +421,9 @@ class OutputProcessor:
                 state.num_cached_tokens = output.num_cached_tokens
                 state.hand_over_prompt_logprobs()
                 if self._metrics is not None:
-                    self._metrics.record_first_token(
+                    self._metrics.for_engine(state.engine_index).record_first_token(
                         timestamp - times.arrival_time,
-                        len(group.prompt_token_ids),
+                        len(group.request.prompt_token_ids),
                         output.num_cached_tokens,
                     )
             times.last_token_time = timestamp
@@ -403,6 +460,9 @@ class OutputProcessor:
         state.detokenizer.finish()
         state.times.finished_time = timestamp
         state.hand_over_prompt_logprobs()
+        if self._record is not None:
+            when, num_tokens = clock.from_monotonic(timestamp), len(state.detokenizer.token_ids)
+            self._record(End(when, state.request_id, reason, stop_reason, num_tokens))
         self._store(state, state.make_completion(reason, stop_reason))
         del self._states[state.request_id]
         del group.live[state.request_id]
@@ -411,16 +471,17 @@ class OutputProcessor:
         if self._metrics is not None:
             num_tokens = len(state.detokenizer.token_ids)
             group.max_num_generation_tokens = max(group.max_num_generation_tokens, num_tokens)
-            self._metrics.record_finished(
+            metrics = self._metrics.for_engine(state.engine_index)
+            metrics.record_finished(
                 reason,
                 state.times,
-                num_prompt_tokens=len(group.prompt_token_ids),
+                num_prompt_tokens=len(group.request.prompt_token_ids),
                 num_cached_tokens=state.num_cached_tokens,
                 num_generation_tokens=num_tokens,
                 max_tokens=state.max_tokens,
             )
             if group.finished:
-                self._metrics.record_all_finished(group.n, group.max_num_generation_tokens)
+                metrics.record_all_finished(group.request.n, group.max_num_generation_tokens)
 
     def _fail(
         self, state: _RequestState, error: OctavoError, timestamp: float, result: ProcessedOutputs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -79,6 +80,24 @@ def logprobs_nbytes(num_candidates: int, num_written: int) -> int:
     return num_candidates * _CANDIDATE + num_written * _WRITTEN_CANDIDATE
 
 
+# A tenant with more than so many times what is free gets no more.
+_LEFT = 8
+
+
+def leaves_room(held: int, more: int, free: int) -> bool:
+    """Whether a tenant may have more of what is limited, so that others find room, too.
+
+    The more it has, the more it has to leave: of two that want all, both have the same, and some
+    is free. Whoever has nothing may have what there is.
+
+    Args:
+        held: what it has.
+        more: what it asks for.
+        free: what nobody has.
+    """
+    return more <= free and (not held or held + more <= _LEFT * (free - more))
+
+
 class RequestMemory:
     """A budget for the bytes of all unfinished requests.
 
@@ -89,10 +108,17 @@ class RequestMemory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self.spare: Callable[[int], None] = lambda nbytes: None
+        """Gives up about so many bytes of what is kept for convenience only."""
+        self._of_tenants: Counter[str] = Counter()
 
     @contextmanager
-    def reserve(self, nbytes: int) -> Iterator[None]:
+    def reserve(self, nbytes: int, tenant: str | None = None) -> Iterator[None]:
         """Books what a request may take.
+
+        Args:
+            nbytes: bytes.
+            tenant: whose it is: each of several leaves room for the others.
 
         Raises:
             RequestError: it could never fit.
@@ -107,14 +133,36 @@ class RequestMemory:
                 "max_tokens",
                 "request_too_large",
             )
+        self.make_room(nbytes)
         if self.used + nbytes > self.limit:
             raise QueueFullError(
                 f"The request may take {nbytes / 2**20:,.1f} MiB, but {self.used / 2**20:,.1f} of "
                 f"the {self.limit / 2**20:,.0f} MiB for requests (--request-memory-bytes) are "
                 "in use; try again later, or lower n, max_tokens or logprobs."
             )
-        with self.hold(nbytes):
-            yield
+        if tenant is not None:
+            held = self._of_tenants[tenant]
+            if not leaves_room(held, nbytes, self.limit - self.used):
+                raise QueueFullError(
+                    f"The request may take {nbytes / 2**20:,.1f} MiB. Requests with this API key "
+                    f"have {held / 2**20:,.1f} of the {self.limit / 2**20:,.0f} MiB for requests "
+                    "(--request-memory-bytes), and the rest is for other keys; try again later."
+                )
+            self._of_tenants[tenant] += nbytes
+        try:
+            with self.hold(nbytes):
+                yield
+        finally:
+            if tenant is not None:
+                self._of_tenants[tenant] -= nbytes
+                if not self._of_tenants[tenant]:
+                    del self._of_tenants[tenant]
+
+    def make_room(self, nbytes: int = 0) -> None:
+        """Has what can be spared given up, as far as `nbytes` more do not fit beside it."""
+        excess = self.used + nbytes - self.limit
+        if excess > 0:
+            self.spare(excess)
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.engine.memory_plan import MemoryPlan
 
 # Kinds of message, sent as the first frame.
 ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
+
+
+# Argument of a process that is to be warm before its setup comes.
+WARM = "warm"
 
 
 class CoreProcessSetup(msgspec.Struct):
@@ -17,21 +22,26 @@ class CoreProcessSetup(msgspec.Struct):
     config: EngineConfig
     model_path: str
     default_batched_tokens: int
-    request_memory: int
-    input_address: str
-    output_address: str
+    request_memory: int | None
+    warm_spare: bool | None
     log_level: str
     log_format: str
+    record: str | None = None
+    """The recording that it adds to."""
+    input_address: str = ""
+    output_address: str = ""
+    """Where it takes requests, and where it sends outputs; the process that starts it knows."""
     engine_index: int = 0
+    memory_limit: int | None = None
+    """Bytes that it may use; None: its share of what is free."""
+    clock_epoch: float = 0.0
+    """`clock.epoch` of the process that starts it."""
 
 
 class CoreReady(msgspec.Struct):
     """Sent once the model is loaded."""
 
-    max_model_len: int
-    num_blocks: int
-    max_concurrency: float
-    """How many requests of the greatest length fit the KV cache."""
+    plan: MemoryPlan
 
 
 class CoreDead(msgspec.Struct):

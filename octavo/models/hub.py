@@ -52,8 +52,18 @@ def resolve_model(
         load_format: which weight files are wanted: auto, safetensors, pt or dummy (none).
 
     Raises:
-        ModelError: if a local path is no folder, or holds pipes or devices.
+        ModelError: if a local path is not a folder, or holds pipes or devices.
         HubError: if the download fails, with the reason and what to do.
+    """
+    path = local_folder(model)
+    return _download(model, revision, download_dir, load_format) if path is None else path
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of a model that is built in or named by its path; None: its name is a hub id.
+
+    Raises:
+        ModelError: if a local path is not a folder, or holds pipes or devices.
     """
     if model in _BUILTIN:
         if not (_BUILTIN[model] / "config.json").exists():
@@ -74,7 +84,7 @@ def resolve_model(
         )
     if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         raise ModelError(f"There is no folder {model}.")
-    return _download(model, revision, download_dir, load_format)
+    return None
 
 
 def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:

@@ -34,6 +34,8 @@ class Platform(ABC):
     """A server's token budget of a step where the config sets none."""
     records_kernels = False
     """Whether profiles have the calls of single kernels."""
+    shared = False
+    """Whether several engines may compute on it, each with a part of its memory."""
 
     @abstractmethod
     def is_available(self) -> bool:

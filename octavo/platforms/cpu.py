@@ -50,6 +50,7 @@ class CPUPlatform(Platform):
     # are as efficient with some hundred rows.
     server_batched_tokens = 512
     records_kernels = True
+    shared = True
 
     def is_available(self) -> bool:
         """Always."""
@@ -59,7 +60,8 @@ class CPUPlatform(Platform):
         """See `Platform`."""
 
     def check_settings(self, config: DeviceConfig) -> None:
-        """See `Platform`: the number of threads, and the NUMA node."""
+        """See `Platform`: the kernels, the number of threads, and the NUMA node."""
+        check_isa()
         check_num_threads(config.num_threads)
         if config.numa_node is not None:
             numa_cpus(config.numa_node)
@@ -70,7 +72,6 @@ class CPUPlatform(Platform):
 
         from octavo.worker.scratch import measure_scratch
 
-        check_isa()
         backend = self.make_attention_backend(setup, torch.device("cpu"))
         scratch, draft = measure_scratch(setup, backend), setup.draft
         draft_scratch = None

@@ -47,7 +47,7 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
                 raise TypeError("it is not a subclass of LogitsProcessor")
             if not (isinstance(kind.extra_args, frozenset) and kind.extra_args):
                 raise TypeError(
-                    "its extra_args is no frozenset of keys, so nobody could ask for it"
+                    "its extra_args is not a frozenset of keys, so no request could ask for it"
                 )
             for key in kind.extra_args:
                 if key in owners:

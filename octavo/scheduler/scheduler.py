@@ -38,8 +38,9 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.request import QueueKey, Request, RequestStatus
+from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
 from octavo.scheduler.observer import SchedulerObserver, WaitReason
-from octavo.scheduler.queue import Arrivals, RequestQueue
+from octavo.scheduler.queue import Arrivals, WaitingQueue
 from octavo.scheduler.speculation import DraftLengths
 from octavo.structured_output.base import MAX_FORCED
 
@@ -119,7 +120,10 @@ class Scheduler:
         """All unfinished requests."""
         self.running: list[Request] = []
         """Those for which the worker holds a row, in order of service."""
-        self.waiting = RequestQueue()
+        self._tenants = TenantCounters(CREDIT_STEPS * max_num_batched_tokens)
+        self._in_order = False
+        """Whether the next step looks at the order of service only, see `_share_prefill`."""
+        self.waiting = WaitingQueue(self._tenants)
         self._held: dict[str, Request] = {}
         self.paused = False
         """Whether requests that come are held until `resume`."""
@@ -155,8 +159,9 @@ class Scheduler:
         request.max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         request.queue_key = self._arrivals.next_key(request)
         self.requests[request.request_id] = request
-        if request.deadline is not None:
-            self._next_deadline = min(self._next_deadline, request.deadline)
+        self._next_deadline = min(self._next_deadline, request.next_deadline)
+        self._tenants.arrive(request.tenant)
+        request.competes = True
         if self.paused and request.status == RequestStatus.WAITING:
             request.status = RequestStatus.WAITING_FOR_WAKE_UP
         if request.status in _HELD:
@@ -260,7 +265,9 @@ class Scheduler:
             self.forced_per_request,
             now,
         )
-        self._schedule_running(step, now)
+        prefills = self._schedule_running(step, now)
+        if prefills:
+            self._share_prefill(step, now, prefills)
         if not step.preempted:
             while self.waiting and step.budget and self._admit(step, now, preempt=False):
                 pass
@@ -300,7 +307,7 @@ class Scheduler:
         )
         if self._draft_lengths.most:
             self._learn(step, model_runner_output)
-        any_finished = False
+        any_finished, charge = False, self._tenants.charge
         for request, start, num_sampled in step.entries:
             if request.status > RequestStatus.PREEMPTED:
                 continue  # it ended while the step was in flight
@@ -329,6 +336,7 @@ class Scheduler:
                     tokens = tokens[:count]
                     token_logprobs = token_logprobs and token_logprobs.select(0, count)
                 request.append_output_token_ids(tokens)
+                charge(request.tenant, OUTPUT_WEIGHT * len(tokens))
             new_prompt_logprobs = None
             if prompt_logprobs and req_id in prompt_logprobs:
                 new_prompt_logprobs = self._take_prompt_logprobs(
@@ -414,9 +422,7 @@ class Scheduler:
 
         All others are ended by a step.
         """
-        return min(
-            (r.deadline for r in self._held.values() if r.deadline is not None), default=math.inf
-        )
+        return min((r.next_deadline for r in self._held.values()), default=math.inf)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
@@ -514,9 +520,17 @@ class Scheduler:
                 "max_tokens",
             )
 
-    def _schedule_running(self, step: _ScheduledStep, now: float) -> None:
-        """Gives each running request its next tokens, in order of service."""
+    def _schedule_running(self, step: _ScheduledStep, now: float) -> list[Request]:
+        """Gives each running request its next tokens, in order of service.
+
+        Returns:
+            Where several tenants compete: those with more than one token to compute, which share
+            what is left with the waiting ones.
+        """
         running = self.running
+        share = self._tenants.several_compete and not self._in_order
+        self._in_order = False
+        prefills: list[Request] = []
         allocate_slots = self.kv_cache_manager.allocate_slots
         may_overtake = self.config.scheduling_policy == "priority"
         i = 0
@@ -535,6 +549,10 @@ class Scheduler:
             start, num_drafts = request.num_computed_tokens, 0
             num_new = total - start
             if num_new > 1:
+                if share:
+                    prefills.append(request)
+                    i += 1
+                    continue
                 num_new = min(self._cap(num_new), step.budget)
             else:
                 wanted = step.drafts_per_request
@@ -551,12 +569,44 @@ class Scheduler:
                 self._preempt(victim, request)
                 step.preempted = True
                 if victim is request:
-                    return
+                    return prefills
             scheduled = ScheduledRequest(
                 request.request_id, num_new + num_drafts, new or None, num_drafts
             )
             self._add_to_step(step, request, scheduled, start, total)
             i += 1
+        return prefills
+
+    def _share_prefill(self, step: _ScheduledStep, now: float, prefills: list[Request]) -> None:
+        """Gives the budget to prompts of several tenants, begun or waiting, by what these got.
+
+        Nobody is preempted for that. If blocks run out for one that is running, the next step goes
+        by the order of service alone, so that the first of the running requests is never held up
+        for longer than a step by what it could take from others.
+
+        Args:
+            step: the step being scheduled.
+            now: the time.
+            prefills: running requests that are not in the step; some may be preempted by now.
+        """
+        rank = self.waiting.rank
+        prefills = [request for request in prefills if request.status == RequestStatus.RUNNING]
+        may_admit = not step.preempted
+        while prefills and step.budget:
+            request = min(prefills, key=rank)
+            if may_admit and self.waiting and rank(self.waiting.peek()) < rank(request):
+                may_admit = self._admit(step, now, preempt=False)
+                continue
+            prefills.remove(request)
+            start = request.num_computed_tokens
+            total = request.num_tokens + request.num_output_placeholders
+            num_new = min(self._cap(total - start), step.budget)
+            new = self.kv_cache_manager.allocate_slots(request, num_new)
+            if new is None:
+                self._in_order = True
+                continue
+            scheduled = ScheduledRequest(request.request_id, num_new, new or None)
+            self._add_to_step(step, request, scheduled, start, total)
 
     def _admit(self, step: _ScheduledStep, now: float, *, preempt: bool) -> bool:
         """Starts the next waiting request, if there is room for it.
@@ -591,7 +641,7 @@ class Scheduler:
                 return self._note_wait(request, WaitReason.BLOCKS if has_seat else WaitReason.SEAT)
             self._preempt(self.running.pop(), request)
             step.preempted = True
-        self.waiting.remove(request)
+        self.waiting.start(request)
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=_queue_key)
         if request.first_scheduled_time is None:
@@ -629,9 +679,18 @@ class Scheduler:
         total: int,
     ) -> None:
         """Books a request's part from `start`; `total` tokens are known or in flight."""
-        request.num_computed_tokens = start + scheduled.num_tokens
+        request.num_computed_tokens = end = start + scheduled.num_tokens
         num_sampled = 0
+        if request.num_charged < request.num_prompt_tokens:
+            # What was cached costs nothing, what is computed again was charged before.
+            first, end = max(start, request.num_charged), min(end, request.num_prompt_tokens)
+            if first < end:
+                self._tenants.charge(request.tenant, PROMPT_WEIGHT * (end - first))
+                request.num_charged = end
         if request.num_computed_tokens >= total:
+            if request.competes:
+                request.competes = False
+                self._tenants.cease(request.tenant)
             num_sampled = scheduled.num_drafts + 1
             request.num_output_placeholders += num_sampled
             request.num_spec_in_flight += scheduled.num_drafts
@@ -715,16 +774,16 @@ class Scheduler:
 
     def _fail_expired(self, now: float) -> None:
         """Ends the requests whose deadline has passed; a scan only when one may have."""
-        expired = [
-            r for r in self.requests.values() if r.deadline is not None and r.deadline <= now
-        ]
-        for request in expired:
-            message = f"The deadline passed after {request.num_output_tokens} output tokens."
-            self._outputs.append(self._fail(request, message, "DeadlineError"))
+        for request in [r for r in self.requests.values() if r.next_deadline <= now]:
+            if request.deadline is None or request.deadline > now:
+                message, kind = "The first token did not come in time.", "FirstTokenError"
+            else:
+                message = f"The deadline passed after {request.num_output_tokens} output tokens."
+                kind = "DeadlineError"
+            self._outputs.append(self._fail(request, message, kind))
         self._drop_finished_from_running()
         self._next_deadline = min(
-            (r.deadline for r in self.requests.values() if r.deadline is not None),
-            default=math.inf,
+            (r.next_deadline for r in self.requests.values()), default=math.inf
         )
 
     def _fail(self, request: Request, message: str, error_kind: str) -> EngineCoreOutput:
@@ -746,6 +805,10 @@ class Scheduler:
         """Ends a request; the caller drops it from `running`."""
         req_id = request.request_id
         del self.requests[req_id]
+        if request.competes:
+            request.competes = False
+            self._tenants.cease(request.tenant)
+        self._tenants.leave(request.tenant)
         if request.status == RequestStatus.RUNNING:
             self.kv_cache_manager.free(request)
             self._finished_req_ids.append(req_id)

@@ -34,6 +34,7 @@ from octavo.server.errors import AdminError, RouteError, on_http_exception, show
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.openapi import OPERATIONS, document
+from octavo.server.resume import get_stream, resumable
 from octavo.server.state import ServerState, state_of
 from octavo.server.tokenize import detokenize, tokenize
 
@@ -95,9 +96,10 @@ def build_app(state: ServerState) -> FastAPI:
         ("/metrics", metrics, get),
         ("/v1/models", list_models, get),
         ("/v1/models/{model:path}", get_model, get),
-        ("/v1/completions", create_completion, post),
-        ("/v1/chat/completions", create_chat_completion, post),
-        ("/invocations", create_invocation, post),
+        ("/v1/completions", resumable(create_completion), post),
+        ("/v1/chat/completions", resumable(create_chat_completion), post),
+        ("/invocations", resumable(create_invocation), post),
+        ("/v1/streams/{stream_id:path}", get_stream, get),
         ("/tokenize", tokenize, post),
         ("/detokenize", detokenize, post),
         ("/tokenizer_info", tokenizer_info, get),
@@ -196,10 +198,10 @@ async def ready(request: Request) -> Response:
         reason = "asleep"
     elif state.failure is not None:
         reason = str(state.failure)
-    elif state.engine is None or not state.engine.ready:
+    elif state.engine is None:
         reason = "loading the model"
-    elif not (found := state.engine.health()).ok:
-        reason = found.reason
+    elif not state.engine.ready:
+        reason = state.engine.health().reason
     else:
         return _json({"status": "ready"})
     return _json({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})

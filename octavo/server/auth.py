@@ -1,4 +1,4 @@
-"""Who may ask: API keys and Host headers; whose prefix-cache blocks a request may share."""
+"""Who may ask: API keys and Host headers; whose cached blocks and tokens a request shares."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ApiKeys:
             raise ConfigError("api_key is empty, which anyone could guess; give a real key.")
         self._digests = [(hashlib.sha256(key.encode()).digest(), key) for key in keys]
 
-    def __bool__(self) -> bool:
-        """Whether any keys are in use."""
-        return bool(self._digests)
+    def __len__(self) -> int:
+        """How many there are; a key that was given twice is one."""
+        return len({digest for digest, _ in self._digests})
 
     def check(self, authorization: bytes | None) -> str | None:
         """Returns the key that an Authorization header carries; None if no keys are in use.
@@ -114,6 +114,13 @@ def _bare_host(host: str) -> str:
     name, colon, _ = host.partition(":")
     # Several colons: an IPv6 address without brackets, as --allowed-hosts and --host take it.
     return host if ":" in host[len(name) + 1 :] else (name if colon else host).rstrip(".")
+
+
+def tenant_of(api_key: str | None) -> str | None:
+    """Whose share a request takes, of tokens and of room; it does not betray the key."""
+    if api_key is None:
+        return None
+    return hmac.new(api_key.encode(), b"tenant", hashlib.sha256).hexdigest()
 
 
 def private_salt(api_key: str | None, cache_salt: str | None) -> str | None:

@@ -142,6 +142,11 @@ def error_json(error: BaseException) -> bytes:
     )
 
 
+def error_event(error: BaseException) -> bytes:
+    """The server-sent event of a stream that failed."""
+    return b"data: " + error_json(error) + b"\n\n"
+
+
 def error_response(error: BaseException) -> Response:
     """The answer to a request that failed before anything was sent."""
     headers: dict[str, str] = {}

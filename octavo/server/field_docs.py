@@ -49,7 +49,9 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "return_tokens_as_token_ids": "Show tokens in logprobs by their ids: token_id:N.",
         "return_token_ids": "Return the token ids of prompt and answer.",
         "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or generated.",
-        "deadline_ms": "Milliseconds after which the request fails with 408.",
+        "deadline_ms": "Milliseconds after which the request fails with 408; with 429, at once, "
+        "if they cannot be enough. Also as the header X-Deadline-Ms.",
+        "max_ttft_ms": "The same for the first token. Also as the header X-Max-TTFT-Ms.",
         "use_beam_search": "Find the most probable answers instead of sampling.",
         "length_penalty": "Beam search: above 1 favours long answers. Default 1.",
         "early_stopping": "Beam search: stop at n finished beams; never: when none can improve.",

@@ -22,11 +22,12 @@ from octavo.offload import offload
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
-from octavo.server.errors import ClientDisconnectError, error_json, log_unexpected
+from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
+from octavo.server.streams import DONE, Events, Stream
 from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ B = TypeVar("B", bound=GenerationBody)
 Prompt = str | list[int] | EmbedsPrompt
 IndexedOutput = tuple[int, RequestOutput]
 
-DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; this is what OpenAI sends for "impossible".
 MIN_LOGPROB = -9999.0
 # So many prompts are begun at once; then the event loop sees to other things.
@@ -55,6 +55,8 @@ class _Options(TypedDict):
 
     cache_salt: str | None
     deadline: float | None
+    first_token_deadline: float | None
+    tenant: str | None
     add_special_tokens: bool
     turn: int
 
@@ -75,7 +77,11 @@ class Generation(ABC, Generic[B]):
         if body.request_id is not None:
             self.context.request_id = body.request_id
         self.id = f"{self.id_prefix}-{self.context.request_id}"
-        self.deadline = self.state.deadline(self.context.arrival, body.deadline_ms)
+        deadline_ms = body.deadline_ms or self.context.deadline_ms
+        arrival = self.context.arrival
+        self.deadline = self.state.deadline(arrival, deadline_ms)
+        self._own_deadline = _after(arrival, deadline_ms)
+        self._first_token_deadline = _after(arrival, body.max_ttft_ms or self.context.max_ttft_ms)
         self.n = 1 if body.n is None else body.n
         self.usage = Usage(self.state.config.enable_prompt_tokens_details)
         self.tokenizer: Tokenizer | None = None
@@ -98,10 +104,26 @@ class Generation(ABC, Generic[B]):
         state.check_model(body.model)
         generation = cls(request, body)
         if body.stream:
-            return EventStream(state, generation.events(), generation.deadline)
+            return generation.stream()
         response = await state.run(request.receive, generation.answer(), generation.deadline)
         add_load_report(request, response, (await state.get_engine()).metrics)
         return response
+
+    def stream(self) -> Response:
+        """The answer as a stream; with --resume-grace one that outlives its connection."""
+        state, context = self.state, self.context
+        events = self.events()
+        stream = state.streams.open(self.id, context.api_key, events, self.deadline)
+        if stream is None:
+            return EventStream(state, events, self.deadline)
+        # The body lives as long as the stream is made, which may be longer than this connection.
+        nbytes, context.body_bytes = context.body_bytes, 0
+
+        def let_go(_: object) -> None:
+            state.body_bytes -= nbytes
+
+        stream.task.add_done_callback(let_go)
+        return reading(state, stream, 0)
 
     @property
     @abstractmethod
@@ -190,7 +212,7 @@ class Generation(ABC, Generic[B]):
         written = await offload(sum(map(_writing_time, in_order)), whole)
         return Response(written, media_type="application/json")
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> Events:
         """The server-sent events of the answer, without the last one ([DONE])."""
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -208,7 +230,7 @@ class Generation(ABC, Generic[B]):
                     for fields in self.opening(output):
                         if with_usage:
                             fields["usage"] = self.usage.to_dict(0) if always else None
-                        yield b"data: " + encode(self._envelope | fields) + b"\n\n"
+                        yield [b"data: " + encode(self._envelope | fields) + b"\n\n"]
                 # The first chunk may have the prompt in it.
                 length = _num_candidates(output) if index in begun else _writing_time(output)
                 begun.add(index)
@@ -217,14 +239,16 @@ class Generation(ABC, Generic[B]):
                     continue
                 if always:
                     tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
-                yield b"".join([head + choice + tail for choice in chunks])
+                yield [head + choice + tail for choice in chunks]
         if with_usage:
-            yield head + b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
+            yield [head + b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"]
 
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """The outputs of all prompts, as they come."""
+        count = self.num_prompts * max(1, self.num_answers)
+        tenant = self.state.tenant(self.context.api_key)
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
-        with self.state.admit(self.num_prompts * max(1, self.num_answers), blamed):
+        with self.state.admit(count, blamed, tenant):
             engine = await self.state.get_engine()
             self.tokenizer = engine.tokenizer
             try:
@@ -254,7 +278,10 @@ class Generation(ABC, Generic[B]):
                 request_id = f"{self.id}-{index}-{self.state.next_id()}"
                 options = _Options(
                     cache_salt=salt,
-                    deadline=self.deadline,
+                    # The server's own limit is its own affair: it makes nobody's request urgent.
+                    deadline=self._own_deadline,
+                    first_token_deadline=self._first_token_deadline,
+                    tenant=tenant,
                     add_special_tokens=add_special_tokens,
                     turn=index * params.n,
                 )
@@ -286,6 +313,10 @@ class Generation(ABC, Generic[B]):
         elif error.param == "structured_outputs" and (found := self.body.constraint()):
             error.param = found[0]
         return error
+
+
+def _after(arrival: float, milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else arrival + milliseconds / 1000
 
 
 class Usage:
@@ -330,10 +361,16 @@ class EventStream(Response):
 
     Nothing is sent before the first event is there, so what fails until then still becomes an
     ordinary error answer. What fails later becomes an event `{"error": ...}`.
+
+    Args:
+        state: the server.
+        events: closed when the client goes away.
+        deadline: when they have to be sent, second of `time.monotonic`.
+        last: what is sent behind them.
     """
 
     def __init__(
-        self, state: ServerState, events: AsyncGenerator[bytes, None], deadline: float | None
+        self, state: ServerState, events: Events, deadline: float | None, last: bytes = DONE
     ) -> None:
         super().__init__(
             media_type="text/event-stream",
@@ -343,6 +380,7 @@ class EventStream(Response):
         self._state = state
         self._events = events
         self._deadline = deadline
+        self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until they end, fail, or the client goes away."""
@@ -361,12 +399,13 @@ class EventStream(Response):
 
         async def pump() -> None:
             async with aclosing(self._events) as events:
-                async for event in events:
+                async for piece in events:
                     if not started:
                         await start()
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    body = b"".join(piece)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        last = DONE
+        last = self._last
         try:
             await self._state.run(receive, pump(), self._deadline)
         except ClientDisconnectError:
@@ -375,10 +414,15 @@ class EventStream(Response):
             if not started:
                 raise
             log_unexpected(error)
-            last = b"data: " + error_json(error) + b"\n\n" + DONE
+            last = error_event(error) + DONE
         if not started:
             await start()
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def reading(state: ServerState, stream: Stream, number: int) -> EventStream:
+    """An answer with a stream's events from `number` on."""
+    return EventStream(state, stream.read(number), None, last=b"")
 
 
 class LargeAnswer(Response):

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.errors import RequestError
 from octavo.logs import REQUEST_ID
 from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import (
@@ -19,6 +20,7 @@ from octavo.server.errors import (
     UnavailableError,
     error_response,
     log_unexpected,
+    show,
 )
 from octavo.server.state import ServerState
 
@@ -38,6 +40,9 @@ class RequestContext:
     api_key: str | None = field(default=None, repr=False)
     ignored_fields: list[str] = field(default_factory=list)
     """Fields of the body that nobody knows, or that mean nothing to this server."""
+    deadline_ms: int | None = None
+    max_ttft_ms: int | None = None
+    """Limits that came as headers; those of the body go before them."""
     body_bytes: int = 0
     """Of the body, as far as it has come."""
     status: int | None = None
@@ -91,6 +96,8 @@ class RequestMiddleware:
                 )
                 if self.state.draining:
                     raise UnavailableError("The server is shutting down; try another one.")
+                context.deadline_ms = _milliseconds(headers, "X-Deadline-Ms")
+                context.max_ttft_ms = _milliseconds(headers, "X-Max-TTFT-Ms")
             await self.app(scope, receive, send_with_id)
         except ClientDisconnectError:
             context.status = CLIENT_CLOSED_REQUEST
@@ -117,6 +124,24 @@ def _request_id(given: str | None) -> str:
     if given is not None and re.fullmatch(r"[!-~]{1,128}", given):
         return given
     return uuid.uuid4().hex
+
+
+def _milliseconds(headers: Headers, name: str) -> int | None:
+    """A header that limits the time of a request.
+
+    Raises:
+        RequestError: it is no such number.
+    """
+    given = headers.get(name)
+    if given is None:
+        return None
+    if not re.fullmatch(r"0*[1-9][0-9]{0,14}", given):
+        raise RequestError(
+            f"The header {name} is {show(given)}; give whole milliseconds, at least 1 and at most "
+            "15 digits.",
+            name,
+        )
+    return int(given)
 
 
 def _log_access(scope: Scope, context: RequestContext, quiet: bool) -> None:

@@ -5,6 +5,7 @@ Bodies are parsed by `octavo.server.body` and answers are written by hand, so Fa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -35,7 +36,7 @@ class Operation:
     """The documentation of one address."""
 
     answer: type[BaseModel] | None
-    """None: plain text."""
+    """None: plain text, or only `chunk`."""
     errors: Sequence[int]
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None
@@ -43,24 +44,29 @@ class Operation:
     states: Sequence[int] = (200,)
     """Statuses that come with `answer`."""
     query: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Parameters of the query, and the values of each, the default first."""
+    """Parameters of the query, and the values of each, the default first; with one: any number."""
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """The `responses` of FastAPI's route."""
-        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-        if self.answer is not None:
+        content: dict[str, Any] = {}
+        if self.answer is None and self.chunk is None:
+            content = {"text/plain": {"schema": {"type": "string"}}}
+        elif self.answer is not None:
             content = {"application/json": {"schema": _ref(self.answer)}}
         if self.chunk is not None:
             content["text/event-stream"] = {
                 "schema": {
                     "type": "string",
                     "description": "With stream=true: server-sent events. The data of each is "
-                    "JSON (x-event-schema); the last one is [DONE].",
+                    "JSON (x-event-schema); the last one is [DONE]. With --resume-grace each has "
+                    "an id, which the header Last-Event-ID of a later request takes.",
                     "x-event-schema": {"anyOf": [_ref(self.chunk), _ref(answers.ErrorAnswer)]},
                 }
             }
         error = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
         found: dict[int | str, dict[str, Any]] = {s: _response(s, content) for s in self.states}
+        if self.answer is None and self.chunk is not None:
+            found[204] = _response(204, {})
         return found | {s: _response(s, error) for s in sorted(self.errors)}
 
     def extra(self, path: str) -> dict[str, Any] | None:
@@ -69,11 +75,13 @@ class Operation:
         if self.body is not None:
             content = {"application/json": {"schema": _ref(self.body)}}
             extra["requestBody"] = {"required": True, "content": content}
-        if "{model" in path:
-            parameter = {"name": "model", "in": "path", "required": True}
+        for name in re.findall(r"{(\w+)", path):
+            parameter = {"name": name, "in": "path", "required": True}
             extra["parameters"] = [{**parameter, "schema": {"type": "string"}}]
         for name, values in self.query.items():
-            schema = {"type": "string", "enum": values, "default": values[0]}
+            schema: dict[str, Any] = {"type": "string", "enum": values, "default": values[0]}
+            if len(values) == 1:
+                schema = {"type": "integer", "minimum": 0, "default": int(values[0])}
             extra.setdefault("parameters", []).append(
                 {"name": name, "in": "query", "schema": schema}
             )
@@ -96,6 +104,12 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
     "/invocations": Operation(
         answers.InvocationAnswer, _WITH_BODY, InvocationBody, answers.InvocationChunk
+    ),
+    "/v1/streams/{stream_id:path}": Operation(
+        None,
+        (*_GUARDED, 404),
+        chunk=answers.InvocationChunk,
+        query={"from": ("0",)},
     ),
     "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
     "/detokenize": Operation(answers.Text, _WITH_BODY, DetokenizeBody),

@@ -23,12 +23,14 @@ from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.core_launcher import CoreProcess
 from octavo.engine.memory_plan import resolve_max_model_len
 from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.platforms.registry import get_platform
+from octavo.recording import RecordSettings
 from octavo.server.app import build_app
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
@@ -41,8 +43,13 @@ _DRAIN_POLL = 0.02
 _BACKLOG = 2048
 
 
-def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
+def run_server(config: ServerConfig, engine_config: EngineConfig, process: CoreProcess) -> int:
     """Serves until a signal ends it; returns the exit status.
+
+    Args:
+        config: the server's settings.
+        engine_config: the engine's.
+        process: the engine's first process, not started yet.
 
     Raises:
         OctavoError: the address cannot be used, or the engine failed, with the root cause.
@@ -70,7 +77,9 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
             "anyone who can reach this machine can use the server; --host 127.0.0.1 restricts it "
             "to this machine, --api-key requires a key"
         )
-    state = ServerState(config, engine_config, lambda: start_engine(config, engine_config), keys)
+    state = ServerState(
+        config, engine_config, lambda: start_engine(config, engine_config, process), keys
+    )
     gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
     with (
         _bind(config.host, config.port)
@@ -162,8 +171,8 @@ class _Shutdown:
 
     async def _drain_then_stop(self) -> None:
         engine = self._state.engine
-        # Nobody computes anything while the model loads, or sleeps.
-        idle = engine is None or not engine.ready or engine.asleep
+        # Nobody computes anything before the model is there, or while it sleeps.
+        idle = engine is None or engine.loading or engine.asleep
         timeout = 0.0 if idle else self._state.config.shutdown_timeout
         try:
             async with asyncio.timeout(timeout):
@@ -178,17 +187,25 @@ class _Shutdown:
         self.stop()
 
 
-async def start_engine(config: ServerConfig, engine_config: EngineConfig) -> AsyncLLM:
-    """Starts the engine of a server; returns while the model still loads."""
+async def start_engine(
+    config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None = None
+) -> AsyncLLM:
+    """Starts the engine of a server, in `process` if given; returns while the model still loads."""
     names = engine_config.model.served_model_name
     return await AsyncLLM.start(
         engine_config,
         progress_timeout=config.progress_timeout,
+        max_engine_restarts=config.max_engine_restarts,
+        warm_spare=config.warm_spare,
+        process=process,
         request_memory=config.request_memory_bytes,
         served_name=names[0] if names else None,
         metrics_prefix=config.metrics_prefix,
         log_level=config.log_level,
         log_format=config.log_format,
+        record=None
+        if config.record is None
+        else RecordSettings(config.record, config.record_prompts, config.record_max_bytes),
     )
 
 

@@ -54,6 +54,7 @@ def _read_float(value: object) -> object:
 
 
 Int: TypeAlias = Annotated[int, BeforeValidator(_read_int)]
+Milliseconds: TypeAlias = Annotated[int, Field(gt=0, le=2**53), BeforeValidator(_read_int)]
 Float: TypeAlias = Annotated[float, BeforeValidator(_read_float)]
 # One error is enough: without it pydantic makes one for each entry.
 Ints: TypeAlias = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_read_ints)]
@@ -321,7 +322,8 @@ class GenerationBody(StructuredOutputsBody):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: RequestId | None = None
-    deadline_ms: Annotated[int, Field(gt=0, le=2**53), BeforeValidator(_read_int)] | None = None
+    deadline_ms: Milliseconds | None = None
+    max_ttft_ms: Milliseconds | None = None
 
     use_beam_search: bool | None = None
     length_penalty: Float | None = None

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from starlette.types import Receive
 from octavo import __version__
 from octavo.chat_template import ChatTemplate
 from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.request_memory import leaves_room
 from octavo.errors import (
     DeadlineError,
     EngineDeadError,
@@ -28,8 +29,9 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
-from octavo.server.auth import AllowedHosts, ApiKeys
+from octavo.server.auth import AllowedHosts, ApiKeys, tenant_of
 from octavo.server.errors import ClientDisconnectError, UnavailableError, show
+from octavo.server.streams import StreamRegistry
 from octavo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -84,12 +86,15 @@ class ServerState:
         """HTTP requests being answered, probes not counted."""
         self.body_bytes = 0
         """Of these requests' bodies, as far as they have come."""
+        self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
         self._work: set[asyncio.Future[Any]] = set()
         self._cut = False
         self._num_admitted = 0
+        self._admitted: Counter[str | None] = Counter()
+        """Of these, by tenant."""
         self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
         self._counter = itertools.count()
         self._warned_of_priority = False
@@ -104,6 +109,7 @@ class ServerState:
 
     async def _begin(self) -> AsyncLLM:
         self.engine = await self._start_engine()
+        self.streams.memory = self.engine.request_memory
         return self.engine
 
     async def _load(self) -> None:
@@ -115,7 +121,7 @@ class ServerState:
                 await self.chat_template(engine.tokenizer)  # a wrong one is told at once
             await engine.wait_ready()
             logger.info("ready", extra={"model": self.model_names[0]})
-            while engine.ready:
+            while engine.is_running:
                 await asyncio.sleep(_WATCH_INTERVAL)
             self.fail(EngineDeadError(engine.health().reason))
         except OctavoError as error:
@@ -152,6 +158,7 @@ class ServerState:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.streams.close()
         if self.engine is not None:
             await self.engine.shutdown()
 
@@ -160,6 +167,7 @@ class ServerState:
     def begin_drain(self) -> None:
         """From now on new requests are refused; those in flight go on."""
         self.draining = True
+        self.streams.drain()
 
     def cut(self) -> None:
         """Ends all requests in flight with an error."""
@@ -196,6 +204,10 @@ class ServerState:
                 self._retry_after(1),
             )
 
+    def tenant(self, api_key: str | None) -> str | None:
+        """Whose share a request takes; None where there is nobody to share with."""
+        return tenant_of(api_key) if len(self.api_keys) > 1 else None
+
     def next_id(self) -> int:
         """A number that no other engine request of this server has."""
         return next(self._counter)
@@ -213,8 +225,13 @@ class ServerState:
         return arrival + min(limits) if limits else None
 
     @contextmanager
-    def admit(self, count: int, param: str) -> Iterator[None]:
+    def admit(self, count: int, param: str, tenant: str | None = None) -> Iterator[None]:
         """Holds a place for `count` answers while they are made.
+
+        Args:
+            count: how many.
+            param: the field that asks for so many.
+            tenant: whose they are: each of several leaves room for the others.
 
         Raises:
             QueueFullError: too many are being made; with an estimate of when there is room.
@@ -227,19 +244,25 @@ class ServerState:
                 f"{limit} unfinished ones (--max-num-queued-reqs); split it.",
                 param,
             )
-        if limit and self._num_admitted + count > limit:
+        free, held = limit - self._num_admitted, self._admitted[tenant]
+        shares = tenant is None or leaves_room(held, count, free)
+        if limit and (count > free or not shares):
             if self.engine is not None:
                 self.engine.metrics.record_rejection("queue_full")
+            who = f"The server already has {self._num_admitted} unfinished answers"
+            if count <= free:
+                who = f"This API key already has {held} unfinished answers, others need room"
             raise QueueFullError(
-                f"The server already has {self._num_admitted} unfinished answers, and the limit is "
-                f"{limit} (--max-num-queued-reqs); try again later.",
-                self._retry_after(self._num_admitted + count - limit),
+                f"{who}, and the limit is {limit} (--max-num-queued-reqs); try again later.",
+                self._retry_after(max(1, count - free)),
             )
         self._num_admitted += count
+        self._admitted[tenant] += count
         try:
             yield
         finally:
             self._num_admitted -= count
+            self._admitted[tenant] -= count
         self._finish_times.extend([time.monotonic()] * min(count, _RECENT_ANSWERS))
 
     def _retry_after(self, places: int) -> int:

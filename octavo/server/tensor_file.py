@@ -84,9 +84,7 @@ def read_tensor_file(data: bytes) -> PromptEmbeds:
         reason = str(error)
     except Exception:  # a broken archive or program raises whatever it comes to
         reason = "it is broken"
-    raise RequestError(
-        f"{NAME} is no tensor that was saved with torch.save: {reason}.", NAME
-    ) from None
+    raise RequestError(f"{NAME} is not a tensor saved with torch.save: {reason}.", NAME) from None
 
 
 def _decode(text: str) -> Iterator[bytes]:
@@ -103,7 +101,7 @@ def _decode(text: str) -> Iterator[bytes]:
 
 def _read_archive(data: bytes) -> PromptEmbeds:
     if not data.startswith(b"PK\x03\x04"):
-        raise _NotATensorError("it is no zip archive")
+        raise _NotATensorError("it is not a zip archive")
     if data.count(_ENTRY) > _MAX_ENTRIES:
         raise _NotATensorError("it holds more than a tensor")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

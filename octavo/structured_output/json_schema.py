@@ -45,8 +45,8 @@ def parse_json(text: str) -> Any:
         raise _too_deep() from None
     except UnicodeEncodeError:
         raise GrammarError(
-            "The grammar has a string that is no valid Unicode: half of a surrogate pair (\\ud800 "
-            "and the like)."
+            "The grammar has a string that is not valid Unicode: it holds half of a surrogate "
+            "pair, such as \\ud800."
         ) from None
     except ValueError as error:
         raise GrammarError(f"The grammar is not valid JSON: {error}.") from None
@@ -64,7 +64,7 @@ def parse_choices(text: str) -> list[str]:
         raise GrammarError("choice must be a list with at least one text.")
     for choice in choices:
         if not isinstance(choice, str):
-            raise GrammarError(f"choice must be a list of texts; {choice!r:.80} is none.")
+            raise GrammarError(f"choice must be a list of texts; {choice!r:.80} is not a text.")
     return choices
 
 

@@ -238,7 +238,7 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
     names, additional = schema.get("propertyNames"), schema.get("additionalProperties")
     for key, value in (("properties", properties), ("patternProperties", patterns)):
         if not isinstance(value, dict):
-            raise _refusal(f"{key} that is no object")
+            raise _refusal(f"{key} that is not an object")
     required = schema.get("required", [])
     for name in required if isinstance(required, list) else []:
         if name not in properties:

@@ -170,6 +170,7 @@ def run_model(args: argparse.Namespace) -> int:
     config = EngineConfig.from_kwargs(**engine_settings(kwargs))
     params = _sampling(args)
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
+        _check_local(config)  # what is piped in may take long to come
         prompt = read_all()
     if prompt is not None and args.system_prompt is not None:
         raise ConfigError("--system-prompt is for a chat; a text to continue has none.")
@@ -197,6 +198,16 @@ def run_model(args: argparse.Namespace) -> int:
         return _answer(source, prompt, params)
     finally:
         llm.shutdown()
+
+
+def _check_local(config: EngineConfig) -> None:
+    """Raises ModelError if the model is a folder that does not exist, or not a supported model."""
+    from octavo.models.hub import local_folder
+    from octavo.models.registry import read_spec
+
+    path = local_folder(config.model.model)
+    if path is not None:
+        read_spec(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str | None]:

@@ -274,12 +274,14 @@ BLOCKS = {"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [0
         ("sharegpt", ['[{"id": 1}]'], "entry 0: conversations must be a list"),
         ("sharegpt", ['[{"conversations": [{"value": 1}]}]'], r"conversations\[0\]: value must"),
         ("sharegpt", ["[]"], "has no usable request"),
+        ("sharegpt", ["[" * 100_000], "is not JSON"),
         ("sonnet", ["\n\n"], "has no lines"),
         ("azure", ["TIMESTAMP,ContextTokens\n"], "line 1: there is no column GeneratedTokens"),
         ("mooncake", [BLOCKS | {"hash_ids": [0, 1]}], "line 1: hash_ids has 2 blocks of 512"),
         ("mooncake", [BLOCKS | {"hash_ids": ["a"]}], "line 1: hash_ids must be whole numbers"),
         ("mooncake", [BLOCKS, BLOCKS | {"timestamp": None}], "line 2: timestamp must be a number"),
         ("mooncake", [BLOCKS | {"output_length": 0}], "line 1: output_length must be"),
+        ("mooncake", ["[" * 100_000], "line 1: is not JSON"),
     ],
 )
 def test_malformed_files(name, lines, message, tmp_path):
@@ -295,6 +297,9 @@ def test_malformed_files(name, lines, message, tmp_path):
         ("2023-11-16 18:15:46,0,2", "line 3: ContextTokens must be"),
         ("2023-11-16 18:15:46,5,x", "line 3: GeneratedTokens must be .* not 'x'"),
         ("2023-11-16 18:15:46", "line 3: ContextTokens must be .* not None"),
+        ("2023-11-16 18:15:46,1000000000000,5", "line 3: ContextTokens is 10+, above 16777216"),
+        (f"2023-11-16 18:15:46,{'9' * 5000},5", r"line 3: ContextTokens must be .* not '9+\.\.\."),
+        (f"2023-11-16 18:15:46,5,'{'x' * 200_000}'", "behind line 2: is not CSV"),
     ],
 )
 def test_malformed_rows_of_azure(row, message, tmp_path):

@@ -139,3 +139,9 @@ def test_print_summary():
     assert "P99 ITL (ms):                               494.00" in lines
     assert not any("E2EL" in line or "concurrency:" in line for line in lines)
     assert {len(line) for line in lines} == {50}
+
+
+def test_years_between_two_tokens():
+    """A trace may say so, and takes no memory for them."""
+    summary = summarize([record(times=[1.0, 1.5]), record(times=[1e18])], 1.0)
+    assert summary["max_output_tokens_per_s"] == 2

@@ -240,7 +240,7 @@ def test_levels_that_nothing_keeps(fakes, tmp_path, capsys):
     assert result["winner"]["config"]["max_num_batched_tokens"] == 128
     assert result["winner"]["score"] == pytest.approx(-128 / 500)
     out = capsys.readouterr().out
-    assert "No configuration keeps e2el_p99:500. The nearest one breaks it by 26%" in out
+    assert "No configuration meets e2el_p99:500. The nearest one misses it by 26%" in out
     assert "Default: 2048 output_throughput, breaking the SLOs by 410%" in out
     assert "Best / default" not in out
 

@@ -1,13 +1,16 @@
 """An unchanged script for vLLM, run by `python -m octavo.compat.vllm`."""
 
 import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from octavo.compat import vllm
+from octavo.engine.llm_engine import LLMEngine
 
 SCRIPT = """
 import sys
@@ -26,10 +29,12 @@ if __name__ == "__main__":
     parser.add_argument("--answer-len", type=int, default=4)
     args = vars(parser.parse_args())
     params = SamplingParams(temperature=0, max_tokens=args.pop("answer_len"))
-    llm = LLM(**args)
+    llm = LLM(**{**args, "disable_log_stats": False})
     choice = StructuredOutputsParams(choice=["yes", "no"])
     for output in llm.generate([PROMPT, TokensPrompt(prompt_token_ids=[5])], params):
         print("tokens", len(output.outputs[0].token_ids))
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    print(metrics["vllm:generation_tokens"].value, "generated", len(metrics) > 20)
     del llm
     cleanup_dist_env_and_memory()
     try:
@@ -60,6 +65,7 @@ def test_a_script_runs_unchanged(tmp_path):
     assert done.stdout.splitlines() == [
         "tokens 3",
         "tokens 3",
+        "6 generated True",
         "No module named 'vllm.model_executor'",
     ]
 
@@ -74,10 +80,22 @@ def test_what_cannot_be_run_is_said(tmp_path, capsys, monkeypatch):
         vllm.install()
 
 
+def test_modules_are_where_the_document_says():
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    rows = re.findall(r"^\| `(vllm\.[\w.]+)` \| `(octavo[\w.]*)` \|$", text, re.M)
+    assert len(rows) == 9
+    for theirs, ours in rows:
+        module = importlib.import_module(ours)
+        for name, value in vllm._MODULES[theirs].items():
+            if name != "PromptType":  # for annotations only
+                assert getattr(module, name) is value
+
+
 def test_every_name_is_there(monkeypatch):
     for name in vllm._MODULES:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.setattr(LLMEngine, "metrics_prefix", "octavo")  # it is put back after the test
     vllm.install()
     vllm.install()
     for name, attributes in vllm._MODULES.items():

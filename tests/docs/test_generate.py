@@ -40,6 +40,17 @@ def test_every_setting_is_there():
         assert f"\n| `{field.flag}` |" in text
 
 
+def test_defaults_are_shown_as_they_are_typed():
+    text = generate.settings()
+    for row in (
+        "| `--enable-prefix-caching` | `enable_prefix_caching` | `on` |",
+        "| `--max-request-bytes` | `8M` |",
+        "| `--root-path` |  |",
+    ):
+        assert row in text
+    assert not re.search(r"\| `(True|False|None|\[.*|\{.*|)` \|", text)
+
+
 def test_every_route_and_every_field_is_there():
     text = generate.api()
     for path, operation in OPERATIONS.items():
@@ -78,8 +89,11 @@ def test_openapi_has_the_meanings():
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
-    flags = ("--enable-admin", "--enable-sleep-mode", "--enable-tokenizer-info-endpoint")
-    with serving("ready", *flags, "--profiler-dir", str(folder)) as process:
+    flags = ["--enable-admin", "--enable-sleep-mode", "--enable-tokenizer-info-endpoint"]
+    flags += ["--profiler-dir", str(folder), "--resume-grace", "600"]
+    with serving("ready", *flags) as process:
+        body = {"prompt": "Once", "stream": True, "request_id": "abc"}
+        httpx.post(f"{process.url}/v1/completions", json=body).raise_for_status()
         yield process.url
 
 

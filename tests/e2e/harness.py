@@ -46,8 +46,8 @@ class Server:
 
     def engine_process(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children()
-        (engine,) = (c for c in children if "octavo.engine.core_process" in c.cmdline())
-        return engine
+        engines = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
+        return min(engines, key=psutil.Process.create_time)  # a spare one is younger
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""/health and /ready of a server whose engine process is frozen: SIGSTOP, then SIGCONT."""
+"""/health and /ready of a server whose engine process is frozen by SIGSTOP."""
 
 import contextlib
 import signal
@@ -11,8 +11,8 @@ import pytest
 from tests.e2e.harness import Server, serve
 
 TIMEOUT = 1.0
-# Beside the timeout: a heartbeat's interval, and a busy machine.
-MARGIN = 6.0
+# Beside the timeout: a heartbeat's interval, a start, and a busy machine.
+MARGIN = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +23,16 @@ def server(tmp_path_factory):
         yield server
 
 
-def expect(server: Server, status: int, within: float) -> None:
-    """Both probes answer `status` in time."""
-    deadline = time.monotonic() + within
+def expect_ready(server: Server, ready: bool) -> str:
+    """/ready changes in time, and /health is fine all along; returns the reason."""
+    deadline = time.monotonic() + TIMEOUT + MARGIN
     while True:
-        found = [server.get(path).status_code for path in ("/health", "/ready")]
-        if found == [status, status]:
-            return
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+        assert server.get("/health").status_code == 200
+        found = server.get("/ready")
+        if (found.status_code == 200) == ready:
+            return found.json().get("reason", "")
+        assert time.monotonic() < deadline, found.text
+        time.sleep(0.02)
 
 
 def ask(server: Server, ending: threading.Event, **fields: object) -> None:
@@ -43,35 +44,38 @@ def ask(server: Server, ending: threading.Event, **fields: object) -> None:
 
 
 @pytest.mark.parametrize("load", ["idle", "loaded", "expiring"])
-def test_a_frozen_engine_is_unhealthy_until_it_goes_on(server, load):
+def test_a_frozen_engine_is_replaced(server, load):
     ending = threading.Event()
     fields = {"deadline_ms": 200} if load == "expiring" else {}
     clients = [
         threading.Thread(target=ask, args=(server, ending), kwargs=fields)
         for _ in range(0 if load == "idle" else 4)
     ]
-    expect(server, 200, MARGIN)
+    expect_ready(server, True)
     for client in clients:
         client.start()
-    engine = server.engine_process()
     try:
         time.sleep(0.3)
-        engine.send_signal(signal.SIGSTOP)
-        assert server.get("/health").status_code == 200  # not before the timeout
-        expect(server, 503, TIMEOUT + MARGIN)
-        for _ in range(20):
-            time.sleep(0.05)
-            assert server.get("/health").status_code == 503
-            answer = server.get("/ready")
-            assert answer.status_code == 503
-            assert "has not answered" in answer.json()["reason"]
-        engine.send_signal(signal.SIGCONT)
-        expect(server, 200, MARGIN)
+        frozen = server.engine_process()
+        frozen.send_signal(signal.SIGSTOP)
+        assert server.get("/ready").status_code == 200  # not before the timeout
+        reason = expect_ready(server, False)
+        assert reason == "starting the engine again"
+        expect_ready(server, True)
+        assert server.engine_process().pid != frozen.pid
+        assert server.get("/health").status_code == 200
+        body = {"model": "octavo/stories", "prompt": "The", "max_tokens": 5}
+        assert server.post("/v1/completions", body).status_code == 200
     finally:
-        engine.send_signal(signal.SIGCONT)
         ending.set()
         for client in clients:
             client.join()
+    restarts.append(load)
+    assert server.metric("octavo:engine_restarts_total") == len(restarts)
+    assert f"the engine has not answered for {TIMEOUT}" in server.log.read_text()
+
+
+restarts: list[str] = []
 
 
 def test_an_idle_engine_stays_healthy(server):

@@ -284,6 +284,20 @@ def test_the_tokenizer_does_what_transformers_does(llm):
     ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)
     assert tokenizer.apply_chat_template([CHAT, CHAT], add_generation_prompt=True) == [ids, ids]
     assert tokenizer(text, add_special_tokens=False).input_ids == ids
+    made = tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert made.input_ids.tolist() == [ids]
+    assert made.attention_mask.tolist() == [[1] * len(ids)]
+    called = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    assert called["input_ids"].tolist() == [ids]
+    plain = tokenizer.apply_chat_template(CHAT, return_dict=True)
+    assert plain.input_ids == tokenizer.apply_chat_template(CHAT)
+    for wrong in ({"return_tensors": "np"}, {"padding": True}, {"truncation": True}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            tokenizer.apply_chat_template(CHAT, **wrong)
+    with pytest.raises(RequestError, match="one length"):
+        tokenizer(["a", "a longer text"], return_tensors="pt")
 
 
 def test_engine_args_make_an_llm():

@@ -139,7 +139,7 @@ def test_the_import_leaves_garbage_collection_as_it_was(collecting):
     try:
         if not collecting:
             gc.disable()
-        assert assemble._import_executor() is UniProcExecutor
+        assert assemble.import_executor() is UniProcExecutor
         assert gc.isenabled() == collecting
     finally:
         gc.enable()

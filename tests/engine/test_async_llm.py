@@ -4,38 +4,42 @@ import asyncio
 import os
 import time
 from functools import cached_property
-from types import SimpleNamespace
 
-import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from octavo import device
-from octavo.config import EngineConfig, ServerConfig
+from octavo.config import EngineConfig, SchedulerConfig, ServerConfig
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM, Health
+from octavo.engine.supervisor import Recovery
 from octavo.engine.wire import CoreReady
 from octavo.engine_args import AsyncEngineArgs
-from octavo.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from octavo.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    FirstTokenError,
+    QueueFullError,
+    RequestError,
+    UnmetDeadlineError,
+)
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
+from octavo.recording import RecordSettings, read_records
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-
-
-class Process:
-    """An engine process that is not there."""
-
-    def __init__(self, config, path, **settings):
-        self.settings, self.pid = settings, os.getpid()
+from tests.engine.plans import make_plan
 
 
 class Client:
     """What the engine process is asked, and a hand for what it says."""
 
-    def __init__(self, process):
-        self.process = process
+    def __init__(self, launcher, unfinished, **settings):
+        self.launcher, self.unfinished, self.settings = launcher, unfinished, settings
+        self.pid = os.getpid()
+        self.up = False
         self.said = asyncio.Queue()
         self.sent, self.calls, self.core_ids = [], [], {}
         self.sleeps, self.sleep_answers = [], []
-        self.stats = SchedulerStats()
         self.answers = asyncio.Event()
         self.answers.set()
         self.failed = None
@@ -44,6 +48,10 @@ class Client:
     @cached_property
     def ready(self):
         return asyncio.get_running_loop().create_future()
+
+    def become_ready(self, ready):
+        self.up = True
+        self.ready.set_result(ready)
 
     async def get_output(self):
         outputs = await self.said.get()
@@ -69,7 +77,6 @@ class Client:
             self.sleeps.append((method, *args))
             return self.sleep_answers.pop(0) if self.sleep_answers else True
         return {
-            "stats": list(msgspec.structs.astuple(self.stats)),
             "reset_prefix_cache": 1,
             "stop_profile": "/x",
         }.get(method)
@@ -87,19 +94,11 @@ class Client:
         self.num_shutdowns += 1
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(async_llm, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
-
-
 def run(test, monkeypatch, config=None, **settings):
     """Runs a coroutine function with an engine whose process is a stand-in."""
-    monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
-    monkeypatch.setattr(async_llm, "CoreProcess", Process)
-    if settings.pop("quick", True):
-        monkeypatch.setattr(async_llm, "_HEARTBEAT_INTERVAL", 0.002)
+    monkeypatch.setattr(async_llm, "Supervisor", Client)
+    monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
+    monkeypatch.setattr(async_llm, "_TRIM_INTERVAL", 0.002)
 
     async def main():
         engine = await AsyncLLM.start(EngineConfig.from_kwargs(**(config or {})), **settings)
@@ -111,33 +110,41 @@ def run(test, monkeypatch, config=None, **settings):
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-async def heartbeats(client, count=3):
-    """Waits until so many more have been sent."""
-    seen = len(client.calls)
-    while client.calls[seen:].count("stats") < count:
-        await asyncio.sleep(0.001)
+async def looks(count=5):
+    """Time for so many looks at whether anything runs."""
+    await asyncio.sleep(0.002 * count + 0.02)
 
 
-READY = CoreReady(2048, 100, 0.75)
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+READY = CoreReady(make_plan(2048, 100))
 
 
 def test_what_the_process_is_started_with(monkeypatch):
     monkeypatch.setattr(device, "num_cuda_devices", lambda: 0)
 
     async def defaults(engine, client):
-        assert client.process.settings == {
+        assert client.launcher == {
             "default_batched_tokens": 512,
             "request_memory": 2**30,
+            "warm_spare": None,
+            "process": None,
             "log_level": "info",
             "log_format": "text",
+            "record": None,
         }
         assert engine.request_memory.limit == 2**30 == ServerConfig().request_memory_bytes
+        del client.settings["on_recovery"]
+        assert client.settings == {"max_restarts": 5, "progress_timeout": 60.0}
 
     run(defaults, monkeypatch)
 
     async def given(engine, client):
-        assert client.process.settings["request_memory"] == engine.request_memory.limit == 2**20
-        assert (client.process.settings["log_level"], client.process.settings["log_format"]) == (
+        assert client.launcher["request_memory"] == engine.request_memory.limit == 2**20
+        assert (client.launcher["log_level"], client.launcher["log_format"]) == (
             "debug",
             "json",
         )
@@ -153,67 +160,111 @@ def test_what_the_process_is_started_with(monkeypatch):
     )
 
 
-def test_health_is_the_answer_to_a_heartbeat(monkeypatch, clock):
+def test_health_and_readiness(monkeypatch):
     async def test(engine, client):
         await asyncio.sleep(0.01)
         assert engine.health() == Health(True, "loading the model")
         assert client.calls == []  # nobody is asked before it can answer
         assert not engine.ready
-        client.ready.set_result(READY)
+        assert engine.loading
+        client.become_ready(READY)
         await engine.wait_ready()
-        await heartbeats(client)
         assert engine.ready
         assert engine.health() == Health(True, "ok")
-        clock[0] += 100.0  # answered: however long ago
-        await heartbeats(client)
-        assert engine.health() == Health(True, "ok")
-        client.answers.clear()
-        await heartbeats(client, 1)
-        clock[0] += 7.0
-        assert engine.health() == Health(True, "ok")
-        clock[0] += 1.0
-        assert engine.health() == Health(False, "the engine has not answered for 8 s")
-        client.answers.set()
-        await heartbeats(client)
+        client.up = False  # it has died
+        assert not engine.ready
+        assert not engine.loading
+        assert engine.is_running
+        assert engine.health() == Health(True, "starting the engine again")
+        client.up = True
         assert engine.health() == Health(True, "ok")
 
-    run(test, monkeypatch, progress_timeout=7.0)
+    run(test, monkeypatch)
 
 
-@pytest.mark.parametrize("state", [{"num_running_reqs": 1}, {"num_waiting_reqs": 2}])
-def test_requests_for_which_no_step_is_made(monkeypatch, clock, state):
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_deadlines_hold_while_there_is_no_engine(monkeypatch, kind):
     async def test(engine, client):
-        client.ready.set_result(READY)
-        client.stats = SchedulerStats(**state, num_scheduled_tokens=5)
-        await heartbeats(client)
-        clock[0] += 7.0
-        assert engine.health() == Health(True, "ok")
-        await heartbeats(client)
-        clock[0] += 1.0
-        assert engine.health() == Health(False, "no step for 8 s although requests are waiting")
-        client.stats = SchedulerStats(**state, num_scheduled_tokens=6)
-        await heartbeats(client, 2)
-        assert engine.health() == Health(True, "ok")
-        clock[0] += 8.0
-        await heartbeats(client)
-        assert not engine.health().ok
-        client.stats = SchedulerStats(num_scheduled_tokens=6)  # they have been aborted
-        await heartbeats(client, 2)
-        clock[0] += 100.0
-        await heartbeats(client, 2)
-        assert engine.health() == Health(True, "ok")
+        client.become_ready(READY)
+        params = SamplingParams(max_tokens=9, n=2, output_kind=kind)
 
-    run(test, monkeypatch, progress_timeout=7.0)
+        def ask(name, **limits):
+            limits = {limit: time.monotonic() + 0.2 for limit in limits}
+            stream = engine.generate({"prompt_token_ids": [5]}, params, name, **limits)
+
+            async def read():
+                async for _ in stream:
+                    pass
+
+            return asyncio.ensure_future(read())
+
+        first = ask("a", first_token_deadline=True)
+        whole = ask("b", deadline=True)
+        begun = ask("c", first_token_deadline=True)
+        await until(lambda: len(client.sent) == 3)
+        number = client.core_ids["c"]
+        client.core_ids |= {f"{i}_c": f"{i}_{number}" for i in range(2)}
+        client.said.put_nowait(
+            EngineCoreOutputs([EngineCoreOutput(f"{i}_c", [7]) for i in range(2)])
+        )
+        client.up = False
+        with pytest.raises(FirstTokenError):
+            await first
+        with pytest.raises(DeadlineError, match="The deadline passed"):
+            await whole
+        aborted = [ids for what, ids in client.sent if what == "abort"]
+        assert sorted(aborted) == [["0_a", "1_a"], ["0_b", "1_b"]]
+        await asyncio.sleep(0.05)
+        assert not begun.done()
+        begun.cancel()
+        await asyncio.wait({begun})
+        assert engine.num_unfinished_requests == 0
+
+    run(test, monkeypatch)
 
 
-def test_a_short_time_to_answer_is_looked_at_often(monkeypatch):
+def test_recoveries_are_counted(monkeypatch):
     async def test(engine, client):
-        client.ready.set_result(READY)
-        started = time.monotonic()
-        await heartbeats(client, 11)
-        assert 0.15 < time.monotonic() - started < 1.5
+        client.settings["on_recovery"](Recovery("killed", 3, 0.5))
+        client.settings["on_recovery"](Recovery("killed", 2, 0.25))
+        text = engine.metrics.render().decode()
+        labels = '{engine="0",model_name="octavo/stories"}'
+        assert f"octavo:engine_restarts_total{labels} 2.0" in text
+        assert f"octavo:requests_recovered_total{labels} 5.0" in text
+        assert f"octavo:recovery_seconds_sum{labels} 0.75" in text
 
-    run(test, monkeypatch, quick=False, progress_timeout=0.08)
+    run(test, monkeypatch)
+
+
+def test_what_is_recorded(monkeypatch, tmp_path):
+    """Requests, their ends, and each death: also the last one."""
+    path = tmp_path / "run.rec"
+
+    async def test(engine, client):
+        client.settings["on_recovery"](Recovery("killed", 0, 0.5))
+        params = SamplingParams(max_tokens=3)
+        stream = engine.generate({"prompt_token_ids": [5, 6]}, params, "a")
+        asking = asyncio.ensure_future(anext(stream))
+        while not client.sent:
+            await asyncio.sleep(0.001)
+        await client.said.put(EngineCoreOutputs([EngineCoreOutput("a", [7, 8])]))
+        await asking
+        await stream.aclose()
+        await client.said.put(EngineDeadError("gone"))
+        while not engine.errored:
+            await asyncio.sleep(0.001)
+
+    run(test, monkeypatch, record=RecordSettings(str(path), "hash"))
+    head, killed, arrival, outputs, ended, gone = read_records(path)
+    assert (head.prompts, head.config["scheduler"]) == ("hash", asdict(SchedulerConfig()))
+    assert (killed.reason, gone.reason) == ("killed", "gone")
+    assert arrival.request.prompt_token_ids == []
+    assert arrival.params.max_tokens == 3
+    assert arrival.request.sampling_params.seed != 0  # the one that was chosen
+    assert outputs.outputs[0].new_token_ids == [7, 8]
+    assert (ended.request_id, ended.num_tokens) == (arrival.request.request_id, 2)
+    assert ended.reason == FinishReason.ABORT
+    assert path.with_name("run.rec.crash-2").exists()
 
 
 def test_memory_is_given_back_once_nothing_runs_any_more(monkeypatch):
@@ -221,14 +272,14 @@ def test_memory_is_given_back_once_nothing_runs_any_more(monkeypatch):
     monkeypatch.setattr(async_llm, "trim_memory", lambda: trims.append(1))
 
     async def test(engine, client):
-        client.ready.set_result(READY)
-        await heartbeats(client)
+        client.become_ready(READY)
+        await looks()
         assert "trim_memory" not in client.calls  # nothing has run yet
         for times in (1, 2):
             with engine.request_memory.hold(100):
-                await heartbeats(client)
+                await looks()
                 assert len(trims) == times - 1
-            await heartbeats(client, 5)
+            await looks(5)
             assert client.calls.count("trim_memory") == len(trims) == times
 
     run(test, monkeypatch)
@@ -238,7 +289,7 @@ def test_outputs_reach_their_request_and_stops_the_core(monkeypatch):
     params = SamplingParams(stop=["b"], output_kind=RequestOutputKind.DELTA, max_tokens=50)
 
     async def test(engine, client):
-        client.ready.set_result(READY)
+        client.become_ready(READY)
         encode = engine.tokenizer.encode
         stream = engine.generate("Once", params, "a")
         first = asyncio.ensure_future(anext(stream))
@@ -270,12 +321,53 @@ def test_outputs_reach_their_request_and_stops_the_core(monkeypatch):
     run(test, monkeypatch)
 
 
+def test_what_cannot_be_met_is_refused(monkeypatch):
+    """Steps take 10 s; whoever must have a token within one, or 9 tokens within 80 s, is late."""
+
+    async def test(engine, client):
+        async def ask(request_id, limit=None, answer=None, **params):
+            now = time.monotonic()
+            stream = engine.generate(
+                [1] * 4,
+                SamplingParams(**params),
+                request_id,
+                first_token_deadline=limit and now + limit,
+                deadline=answer and now + answer,
+            )
+            return await anext(stream)
+
+        running = asyncio.create_task(ask("running"))
+        await until(lambda: client.sent)
+        for step in range(1, 7):
+            stats = SchedulerStats(num_running_reqs=1, num_steps=step, num_scheduled_tokens=step)
+            client.said.put_nowait(EngineCoreOutputs([], stats, timestamp=10.0 * step))
+        await until(lambda: engine.stats.num_steps == 6)
+        with pytest.raises(UnmetDeadlineError) as caught:
+            await ask("late", limit=1.0)
+        assert (caught.value.param, caught.value.retry_after) == ("max_ttft_ms", 10)
+        with pytest.raises(UnmetDeadlineError, match="deadline_ms"):
+            await ask("long", answer=80.0, max_tokens=9, ignore_eos=True)
+        assert b'reason="deadline_unmet"} 2.0' in engine.metrics.render()
+        assert client.sent == [("add", "running")]
+        # One that may stop at once, and one that has time.
+        waiting = [
+            asyncio.create_task(ask("short", answer=80.0, max_tokens=9)),
+            asyncio.create_task(ask("patient", limit=1000.0)),
+        ]
+        await until(lambda: len(client.sent) == 3)
+        for task in (running, *waiting):
+            task.cancel()
+        await asyncio.gather(running, *waiting, return_exceptions=True)
+
+    run(test, monkeypatch)
+
+
 def test_a_name_may_be_used_again_at_once(monkeypatch):
     """What is still said of the first request is nothing of the second one's."""
     params = SamplingParams(stop=["b"], max_tokens=50)
 
     async def test(engine, client):
-        client.ready.set_result(READY)
+        client.become_ready(READY)
         stop, late = (engine.tokenizer.encode(text, False)[-1] for text in "bx")
         first = asyncio.ensure_future(anext(engine.generate([5], params, "a")))
         while len(client.sent) < 1:
@@ -343,8 +435,8 @@ def test_a_failed_request_is_not_aborted(monkeypatch):
 )
 def test_an_engine_that_died(monkeypatch, error, reason):
     async def test(engine, client):
-        client.ready.set_result(READY)
-        await heartbeats(client)
+        client.become_ready(READY)
+        await looks()
         waiting = asyncio.ensure_future(anext(engine.generate([5], SamplingParams(), "a")))
         while not client.sent:
             await asyncio.sleep(0.001)
@@ -381,8 +473,8 @@ def test_a_model_that_cannot_be_loaded_is_never_ready(monkeypatch):
 def test_the_context_that_came_out(monkeypatch, found, fits):
     async def test(engine, client):
         assert engine.max_model_len == 2048
-        client.ready.set_result(CoreReady(found, 77, 1.254))
-        await heartbeats(client)
+        client.become_ready(CoreReady(make_plan(found, 77)))
+        await looks()
         assert engine.max_model_len == found
         (info,) = [
             line
@@ -391,8 +483,8 @@ def test_the_context_that_came_out(monkeypatch, found, fits):
         ]
         assert 'num_gpu_blocks="77"' in info
         assert 'block_size="16"' in info
-        assert f'kv_cache_size_tokens="{int(found * 1.254)}"' in info
-        assert 'kv_cache_max_concurrency="1.25"' in info
+        assert f'kv_cache_size_tokens="{found * 76}"' in info
+        assert 'kv_cache_max_concurrency="76.0"' in info
         assert info.endswith(" 1.0")
         params = SamplingParams(max_tokens=1)
         with pytest.raises(RequestError, match=f"context length is {found} tokens"):
@@ -418,8 +510,8 @@ def test_calls_of_the_operator(monkeypatch):
 
 def test_the_end(monkeypatch):
     async def test(engine, client):
-        client.ready.set_result(READY)
-        await heartbeats(client)
+        client.become_ready(READY)
+        await looks()
         waiting = asyncio.ensure_future(anext(engine.generate([5], SamplingParams(), "a")))
         while not client.sent:
             await asyncio.sleep(0.001)
@@ -466,19 +558,17 @@ def test_a_sleep_that_nobody_waits_for_is_given_up(monkeypatch):
     run(test, monkeypatch)
 
 
-def test_an_engine_that_wakes_up_slowly_is_healthy(monkeypatch, clock):
+def test_an_engine_that_dies_asleep_falls_asleep_again(monkeypatch):
     async def test(engine, client):
-        client.ready.set_result(READY)
-        await heartbeats(client)
-        client.answers.clear()
-        task = asyncio.create_task(engine.wake_up())
-        while "wake_up" not in client.calls:
+        await engine.sleep(2)
+        client.settings["on_recovery"](Recovery("killed", 0, 0.5))
+        while len(client.sleeps) < 2:
             await asyncio.sleep(0.001)
-        clock[0] += 1000
-        assert engine.health() == Health(True, "falling asleep or waking up")
-        client.answers.set()
-        await task
-        assert engine.health().ok
+        assert client.sleeps == [("sleep", 2, "abort"), ("sleep", 2, "keep")]
+        await engine.wake_up()
+        client.settings["on_recovery"](Recovery("killed", 0, 0.5))
+        await looks()
+        assert len(client.sleeps) == 3
 
     run(test, monkeypatch)
 
@@ -496,25 +586,15 @@ def test_a_dead_engine_neither_sleeps_nor_wakes_up(monkeypatch):
     run(test, monkeypatch)
 
 
-class Sync(Process):
-    """A process that notes its end."""
-
-    num_shutdowns = 0
-
-    def shutdown(self):
-        self.num_shutdowns += 1
-
-
 def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
-    monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
-    monkeypatch.setattr(async_llm, "CoreProcess", Sync)
+    monkeypatch.setattr(async_llm, "Supervisor", Client)
+    monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
     client = engine._client
-    process = client.process
-    assert process.settings["log_level"] == "warning"
+    assert client.launcher["log_level"] == "warning"
 
     async def ask():
-        engine._client.ready.set_result(READY)
+        engine._client.become_ready(READY)
         await engine.wait_ready()
         await engine.abort("r")
 
@@ -523,7 +603,7 @@ def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
         with pytest.raises(ConfigError, match="event loop"):
             asyncio.run(call())
     engine.shutdown()
-    assert process.num_shutdowns == client.num_shutdowns == 1
+    assert client.num_shutdowns == 1
     with pytest.raises(EngineDeadError, match="shut down"):
         asyncio.run(engine.check_health())
 
@@ -535,10 +615,10 @@ def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
 
 
 def test_an_engine_that_is_never_asked_ends(monkeypatch):
-    monkeypatch.setattr(async_llm, "AsyncMPClient", Client)
-    monkeypatch.setattr(async_llm, "CoreProcess", Sync)
+    monkeypatch.setattr(async_llm, "Supervisor", Client)
+    monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
-    assert engine._client.process.settings["log_level"] == "error"
+    assert engine._client.launcher["log_level"] == "error"
     engine.shutdown()
-    assert engine._client.process.num_shutdowns == engine._client.num_shutdowns == 1
+    assert engine._client.num_shutdowns == 1

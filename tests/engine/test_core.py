@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from octavo.config import SchedulerConfig
+from octavo.engine import core as core_module
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, ModelError, ProfilerError, RequestError, SleepError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
@@ -36,6 +37,7 @@ def make_core(
     observer=None,
     blocks=20,
     enable_sleep_mode=True,
+    record=None,
     **settings,
 ):
     """A core on fakes; its clock is `core.clock`."""
@@ -59,6 +61,7 @@ def make_core(
         profiler=profiler,
         engine_index=3,
         enable_sleep_mode=enable_sleep_mode,
+        record=record,
     )
     core.clock, core.backend = clock, backend
     return core
@@ -748,3 +751,50 @@ def test_requests_with_grammars_in_flight_go_on(core):
         return tokens_of(outputs)
 
     assert tokens(True) == tokens(False) != {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_recorded_of_steps(depth, monkeypatch):
+    """What was scheduled, and how long the steps before took: here each time somebody looks 1 s."""
+    now = [0.0]
+
+    def look():
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(core_module.time, "perf_counter", look)
+    steps = []
+    core = make_core(depth, record=steps.append)
+    for name in "ab":
+        core.add_request(EngineCoreRequest(name, [1, 2, 3], core_params(max_tokens=4), 0.0))
+        while core.has_work():
+            core.step()
+        now[0] += 1000.0  # nothing is asked
+    core.shutdown()
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    assert [name for step in steps for name in step.added] == ["a", "b"]
+    computed = [step.number for step in steps if step.requests]
+    ended = [end for step in steps for end in step.ended]
+    assert [end.number for end in ended] == computed[: len(ended)]
+    assert len(ended) >= len(computed) - depth
+    assert all(0 < end.seconds < 10 for end in ended)
+    # Of the time in which nothing was asked nothing counts.
+    idle = [end.number for end in ended if end.host_seconds is None]
+    second = next(step.number for step in steps if "b" in step.added)
+    assert idle == [1, second]
+    assert all(0 < end.host_seconds < 20 for end in ended if end.host_seconds is not None)
+
+
+def test_a_step_that_failed_has_no_time():
+    steps = []
+    core = make_core(record=steps.append)
+    core.executor.failure = RuntimeError("no memory")
+    core.add_request(EngineCoreRequest("a", [1, 2, 3], core_params(max_tokens=4), 0.0))
+    core.step()
+    core.executor.failure = None
+    core.add_request(EngineCoreRequest("b", [1, 2, 3], core_params(max_tokens=4), 0.0))
+    while core.has_work():
+        core.step()
+    core.shutdown()
+    assert steps[0].requests
+    assert 1 not in {end.number for step in steps for end in step.ended}

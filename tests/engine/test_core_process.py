@@ -20,26 +20,39 @@ import zmq
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.core_launcher import CoreProcess
+from octavo.engine.core_launcher import CoreLauncher
 from octavo.engine.core_process import _BusyLoop
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, CoreReady
 from octavo.engine_args import AsyncEngineArgs
-from octavo.errors import EngineDeadError, ModelError, OctavoError, ProfilerError, RequestError
+from octavo.errors import (
+    EngineDeadError,
+    ModelError,
+    OctavoError,
+    ProfilerError,
+    RequestError,
+    StepFailedError,
+)
 from octavo.messages import GrammarSpec, SchedulerStats
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
-from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tests.engine.plans import make_plan
 
 CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
 
 
-def run(test, progress_timeout: float = 60.0, **settings: object):
+def run(test, progress_timeout: float = 60.0, restarts: int = 5, **settings: object):
     """Runs a coroutine function with a started engine."""
 
     async def main():
         config = EngineConfig.from_kwargs(**{**CONFIG, **settings})
-        engine = await AsyncLLM.start(config, progress_timeout=progress_timeout)
+        engine = await AsyncLLM.start(
+            config,
+            progress_timeout=progress_timeout,
+            max_engine_restarts=restarts,
+            warm_spare=False,
+        )
         try:
             return await test(engine)
         finally:
@@ -155,14 +168,14 @@ def test_a_request_whose_engine_dies_while_it_is_prepared_fails():
         params = SamplingParams(truncate_prompt_tokens=5)
         request = asyncio.ensure_future(anext(engine.generate(prompt, params, "a")))
         await asyncio.to_thread(started.wait, 10)
-        os.kill(engine._client.process.pid, signal.SIGKILL)
+        os.kill(engine._client.pid, signal.SIGKILL)
         while engine.health().ok:
             await asyncio.sleep(0.01)
         go_on.set()
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await asyncio.wait_for(request, 10)
 
-    run(test)
+    run(test, restarts=0)
 
 
 def test_a_context_that_came_out_shorter_counts_for_requests():
@@ -179,18 +192,20 @@ def test_a_context_that_came_out_shorter_counts_for_requests():
     run(test, max_model_len=-1, kv_cache_memory_bytes="4M")
 
 
-def test_calls_that_wait_fail_with_the_engine():
+@pytest.mark.parametrize(("restarts", "error"), [(0, EngineDeadError), (1, StepFailedError)])
+def test_calls_that_wait_fail_with_the_engine(restarts, error):
     async def test(engine):
         await engine.wait_ready()
-        os.kill(engine._client.process.pid, signal.SIGSTOP)
+        os.kill(engine._client.pid, signal.SIGSTOP)
         call = asyncio.ensure_future(engine.reset_prefix_cache())
         await asyncio.sleep(0.05)
         assert not call.done()
-        os.kill(engine._client.process.pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="SIGKILL"):
+        os.kill(engine._client.pid, signal.SIGKILL)
+        with pytest.raises(error):
             await asyncio.wait_for(call, 10)
+        assert engine.is_running == bool(restarts)
 
-    run(test)
+    run(test, restarts=restarts)
 
 
 def test_a_call_that_nobody_waits_for_any_more_harms_nothing():
@@ -209,11 +224,23 @@ def test_a_call_that_nobody_waits_for_any_more_harms_nothing():
 def test_a_death_while_the_model_loads_is_told_to_who_waits_for_it():
     async def test(engine):
         waiting = asyncio.ensure_future(engine.wait_ready())
-        os.kill(engine._client.process.pid, signal.SIGKILL)
+        os.kill(engine._client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await asyncio.wait_for(waiting, 10)
 
     run(test)
+
+
+def launcher(config):
+    return CoreLauncher(
+        config,
+        resolve_model(BUILTIN_MODEL),
+        default_batched_tokens=512,
+        request_memory=2**30,
+        warm_spare=None,
+        log_level="info",
+        log_format="text",
+    )
 
 
 def test_the_last_words_of_a_process_that_ended_are_heard():
@@ -221,16 +248,7 @@ def test_the_last_words_of_a_process_that_ended_are_heard():
 
     async def main():
         config = EngineConfig.from_kwargs(**{**CONFIG, "num_threads": 1000})
-        client = AsyncMPClient(
-            CoreProcess(
-                config,
-                resolve_model(BUILTIN_MODEL),
-                default_batched_tokens=512,
-                request_memory=2**30,
-                log_level="info",
-                log_format="text",
-            )
-        )
+        client = AsyncMPClient(launcher(config).launch(None))
         poll, looks = client._output.poll, []
 
         async def poll_that_misses_the_first(timeout):
@@ -369,7 +387,7 @@ def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
         await engine.wait_ready()
         stream = engine.generate("The", SamplingParams(max_tokens=200, ignore_eos=True), "a")
         await anext(stream)
-        os.kill(engine._client.process.pid, signal.SIGKILL)
+        os.kill(engine._client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             async for _ in stream:
                 pass
@@ -377,7 +395,7 @@ def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await anext(engine.generate("The", SamplingParams(), "b"))
 
-    run(test)
+    run(test, restarts=0)
 
 
 def test_a_start_failure_is_reported_with_its_root_cause(tmp_path):
@@ -406,23 +424,42 @@ def test_a_bad_tokenizer_is_refused_before_a_process_starts(tmp_path):
     assert not [c for c in children if "octavo.engine.core_process" in c.cmdline()]
 
 
-def test_an_engine_that_answers_but_schedules_nothing_is_unhealthy():
+KINDS = [
+    {"temperature": 0.0},
+    {"n": 3, "stop": [" the"]},
+    {"prompt_logprobs": 3, "presence_penalty": 1.0, "repetition_penalty": 1.3},
+    {"bad_words": ["was"], "min_tokens": 40, "ignore_eos": False},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{80}")},
+]
+
+
+async def answers(engine: AsyncLLM, deaths: list[signal.Signals]):
+    """The last outputs of all kinds of request, while the engine dies in the middle of them."""
+    deaths = deaths.copy()
+
+    async def answer(number: int):
+        params = {"max_tokens": 60, "ignore_eos": True, "seed": 5, "logprobs": 2, **KINDS[number]}
+        name = f"{number}-{time.monotonic()}"
+        async for last in engine.generate("Once upon a time", SamplingParams(**params), name):
+            if number == 0 and deaths and len(last.outputs[0].token_ids) % 20 == 5:
+                os.kill(engine._client.pid, deaths.pop())
+        return last
+
+    return await asyncio.gather(*map(answer, range(len(KINDS))))
+
+
+def test_answers_are_the_same_when_engines_die():
     async def test(engine):
-        await engine.wait_ready()
-        call, running = engine._client.call_utility, [1]
-
-        async def stuck(method, *args):
-            answer = await call(method, *args)
-            return [running[0], *answer[1:]] if method == "stats" else answer
-
-        engine._client.call_utility = stuck
-        for healthy in (False, True):
-            end = time.monotonic() + 10
-            while engine.health().ok != healthy:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.05)
-            assert healthy or "although requests are waiting" in engine.health().reason
-            running[0] = 0
+        wanted = await answers(engine, [])
+        found = await answers(engine, [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
+        for was, is_ in zip(wanted, found, strict=True):
+            assert was.prompt_logprobs == is_.prompt_logprobs
+            for a, b in zip(was.outputs, is_.outputs, strict=True):
+                assert (a.text, a.token_ids, a.logprobs) == (b.text, b.token_ids, b.logprobs)
+                assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
+                assert a.cumulative_logprob == b.cumulative_logprob
+        labels = 'engine="0",model_name="octavo/stories"'
+        assert f"restarts_total{{{labels}}} 3.0" in engine.metrics.render().decode()
 
     run(test, progress_timeout=0.5)
 
@@ -437,8 +474,9 @@ def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):
 
 STAND_IN = """
 import gc, json, signal, sys
-from types import SimpleNamespace
+from octavo import clock
 from octavo.engine import core_process
+from tests.engine.plans import make_plan
 
 class Core:
     structured_output = None
@@ -454,8 +492,9 @@ class Core:
 def make_engine_core(config, spec, path, **settings):
     signals = [signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
     facts = {"path": str(path), "settings": settings, "interval": sys.getswitchinterval()}
+    facts["epoch"] = clock.epoch()
     print(json.dumps({**facts, "ignored": signals, "layers": len(spec.layers)}), flush=True)
-    return Core(), SimpleNamespace(max_model_len=5, num_blocks=7, max_concurrency=3.5)
+    return Core(), make_plan(5, 7)
 
 core_process.make_engine_core = make_engine_core
 core_process.main()
@@ -471,11 +510,13 @@ def test_what_the_process_makes_of_itself(tmp_path):
             model_path=str(model),
             default_batched_tokens=512,
             request_memory=1000,
+            warm_spare=None,
             input_address=f"ipc://{folder}/input",
             output_address=f"ipc://{folder}/output",
             log_level="info",
             log_format="text",
             engine_index=2,
+            clock_epoch=-5.0,
         )
     )
     with zmq.Context() as context, context.socket(zmq.PULL) as output:
@@ -488,7 +529,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
         assert output.poll(20_000)
         assert output.recv_multipart() == [
             b"R",
-            msgspec.msgpack.encode(CoreReady(max_model_len=5, num_blocks=7, max_concurrency=3.5)),
+            msgspec.msgpack.encode(CoreReady(make_plan(5, 7))),
         ]
         said, _ = process.communicate(timeout=20)  # end of file: it is to stop
         output.close(linger=0)
@@ -498,8 +539,16 @@ def test_what_the_process_makes_of_itself(tmp_path):
     assert started == {
         "path": str(model),
         "layers": len(read_spec(model).layers),
-        "settings": {"default_batched_tokens": 512, "request_memory": 1000, "engine_index": 2},
+        "settings": {
+            "default_batched_tokens": 512,
+            "request_memory": 1000,
+            "warm_spare": None,
+            "engine_index": 2,
+            "memory_limit": None,
+            "record": None,
+        },
         "interval": pytest.approx(SWITCH_INTERVAL),
+        "epoch": -5.0,  # the parent's: the wall clock may have been set since
         "ignored": [True, True],  # a Ctrl-C in the terminal is the parent's
     }
     assert ended == {"frozen": True}
@@ -514,22 +563,24 @@ from octavo.engine.async_llm import AsyncLLM
 async def main():
     engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))
     await engine.wait_ready()
-    print(engine._client.process.pid, engine._client.process._folder, flush=True)
+    client = engine._client
+    print(client.pid, client._launcher._spare.pid, client._client.process._folder, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    number, folder = parent.stdout.readline().split()
-    child = int(number)
+    *numbers, folder = parent.stdout.readline().split()
+    children = list(map(int, numbers))
+    assert len(children) == 2
     assert Path(folder).exists()
-    assert psutil.pid_exists(child)
+    assert all(map(psutil.pid_exists, children))
     parent.kill()
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and time.monotonic() < deadline:
+    while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not psutil.pid_exists(child)
+    assert not any(map(psutil.pid_exists, children))
     assert not Path(folder).exists()
 
 
@@ -545,7 +596,7 @@ def test_profiles_of_the_engine_process(tmp_path):
                 await engine.start_profile()
             await collect(engine, "a", max_tokens=4, ignore_eos=True)
             path = await engine.stop_profile()
-            pid = engine._client.process.pid
+            pid = engine._client.pid
         finally:
             await engine.shutdown()
         assert path == str(tmp_path / f"octavo-{pid}-1.trace.json")
@@ -573,14 +624,7 @@ def test_an_unknown_utility_is_refused():
 
 
 def test_a_process_that_is_not_wanted_while_it_loads_ends_without_a_word(tmp_path, capfd):
-    process = CoreProcess(
-        EngineConfig.from_kwargs(**CONFIG),
-        resolve_model(BUILTIN_MODEL),
-        default_batched_tokens=256,
-        request_memory=2**20,
-        log_level="info",
-        log_format="text",
-    )
+    process = launcher(EngineConfig.from_kwargs(**CONFIG)).launch(None)
     process.shutdown()
     assert process.describe_exit() == "the engine process ended with status 1"
     assert capfd.readouterr().err == ""
@@ -589,7 +633,7 @@ def test_a_process_that_is_not_wanted_while_it_loads_ends_without_a_word(tmp_pat
 def test_what_ended_an_engine_before_there_was_an_event_loop_is_said():
     args = AsyncEngineArgs(**CONFIG, num_threads=1000)
     engine = AsyncLLM.from_engine_args(args)
-    while engine._client.process.describe_exit() is None:
+    while engine._client._client.process.describe_exit() is None:
         time.sleep(0.02)
 
     async def ask():

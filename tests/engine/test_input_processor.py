@@ -536,3 +536,72 @@ def test_structured_outputs_need_a_tokenizer():
             structured_outputs=StructuredOutputsParams(json_object=True),
         )
     assert caught.value.param == "structured_outputs"
+
+
+class TestRenewed:
+    """A request of a recording, for the engine that replays it."""
+
+    PARAMS = SamplingParams(
+        n=2,
+        max_tokens=9,
+        stop=["x"],
+        bad_words=["b"],
+        logit_bias={5: 1.0},
+        allowed_token_ids=[5],
+        truncate_prompt_tokens=5,
+        cache_salt="s",
+        priority=3,
+        min_tokens=1,
+    )
+
+    def record(self, params=PARAMS, prompt="abcdefgh", **options):
+        return make(enable_prompt_embeds=True).process(
+            "r",
+            prompt,
+            params,
+            arrival_time=1.5,
+            cache_salt="t",
+            deadline=2.0,
+            first_token_deadline=1.75,
+            tenant="someone",
+            turn=4,
+            **options,
+        )[0]
+
+    def test_it_is_the_same_but_for_its_times(self):
+        """What has passed since would be over at once."""
+        recorded = self.record()
+        found = make().renew(recorded, self.PARAMS, 100.0)
+        assert found == msgspec.structs.replace(
+            recorded, arrival_time=100.0, deadline=None, first_token_deadline=None
+        )
+
+    def test_a_seed_that_was_chosen_is_kept(self):
+        params = SamplingParams()
+        recorded = self.record(params)
+        chosen = msgspec.structs.replace(recorded.sampling_params, seed=2**64 - 1, max_tokens=3)
+        recorded = msgspec.structs.replace(recorded, sampling_params=chosen)
+        assert make().renew(recorded, params, 2.0).sampling_params == chosen
+
+    def test_embeddings(self):
+        recorded = self.record(SamplingParams(), embeds(3, 4))
+        assert recorded.prompt_embeds is not None
+        renew = make(enable_prompt_embeds=True).renew
+        assert renew(recorded, SamplingParams(), 2.0).prompt_embeds == recorded.prompt_embeds
+        short = msgspec.structs.replace(recorded, prompt_token_ids=[0, 0])
+        with pytest.raises(RequestError, match="more than the prompt"):
+            renew(short, SamplingParams(), 2.0)
+        other = make(spec=Spec(embed_size=8), enable_prompt_embeds=True)
+        with pytest.raises(RequestError, match="embeddings of 4 numbers"):
+            other.renew(recorded, SamplingParams(), 2.0)
+        with pytest.raises(RequestError, match="enable"):
+            make().renew(recorded, SamplingParams(), 2.0)
+
+    @pytest.mark.parametrize("ids", [[300], [-1], [97] * 40, []])
+    def test_what_this_model_cannot_take_is_refused(self, ids):
+        recorded = msgspec.structs.replace(self.record(), prompt_token_ids=ids)
+        with pytest.raises(RequestError, match="prompt"):
+            make().renew(recorded, self.PARAMS, 2.0)
+        small = make(spec=Spec(vocab_size=4), tokenizer=None)
+        with pytest.raises(RequestError, match="out of vocabulary"):
+            small.renew(self.record(), SamplingParams(logit_bias={5: 1.0}), 2.0)

@@ -96,6 +96,43 @@ def test_every_part_is_what_is_taken():
     assert result.total == result.steady  # loading is over when steps begin
 
 
+def test_several_engines_have_a_share_each(monkeypatch):
+    """Of what there is, of the cache's default size, and of what is there once for all of them."""
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**36, 2**35))
+    how = {"request_memory": 2**30, "max_num_seqs": 4096}
+    one, _ = plan(**how)
+    four, _ = plan(**how, data_parallel_size=4)
+    assert four.limit == one.limit // 4
+    for part in ("server", "requests"):
+        assert getattr(four, part) == getattr(one, part) // 4 > 0
+    assert four.kv_cache == pytest.approx(one.kv_cache / 4, rel=0.01)
+    assert four.weights == one.weights
+    explicit, _ = plan(data_parallel_size=4, kv_cache_memory_bytes="64M")
+    assert explicit.kv_cache == pytest.approx(64 * 2**20, rel=0.01)
+
+
+def test_what_does_not_fit_a_share_is_refused(monkeypatch):
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**36, 600 * 2**20))
+    plan(max_num_seqs=1)
+    with pytest.raises(ConfigError, match=r"of what is free, among 4 engines\)"):
+        plan(max_num_seqs=1, data_parallel_size=4)
+
+
+def test_a_limit_that_is_given_is_heeded():
+    config = EngineConfig.from_kwargs(data_parallel_size=2, max_num_seqs=4)
+    setup = WorkerSetup(
+        config=config,
+        spec=SPEC,
+        model_path=Path("nowhere"),
+        dtype="bfloat16",
+        max_model_len=SPEC.max_model_len,
+        max_num_batched_tokens=2048,
+    )
+    budget = replace(cpu.memory_budget(setup, SCRATCH), available=0)
+    result, _ = make_memory_plan(config, SPEC, budget, max_num_batched_tokens=2048, limit=2**30)
+    assert result.limit == 2**30
+
+
 def test_loading_counts_where_it_takes_more_than_steps():
     result, _ = plan(Scratch(1000, 1000, 0), max_num_seqs=1)
     between = result.loading - result.activations - result.logits

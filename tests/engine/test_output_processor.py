@@ -697,3 +697,17 @@ def test_deltas_of_one_request_that_come_together_are_one():
     assert (completion.text, completion.token_ids) == ("he", [104, 101])
     assert completion.finish_reason == "length"
     assert [sorted(row) for row in completion.logprobs] == [[104], [101]]
+
+
+def test_what_another_engine_gets():
+    bench = Bench()
+    bench.add("a", prompt_logprobs=1)
+    bench.add("b", n=3, stop=["z"])
+    bench.step(("a", "x"), ("0_b", "xy"), ("1_b", "z"))
+    a, b = bench.outputs.unfinished()
+    assert (a.request_id, a.output_token_ids, a.answers) == ("a", bench.tokenizer.encode("x"), None)
+    assert a.num_prompt_logprobs == 1
+    # Once, however many answers there are.
+    assert (b.request_id, b.n, b.output_token_ids) == ("b", 3, [])
+    assert b.answers == {0: bench.tokenizer.encode("xy"), 2: []}
+    assert b.child_ids == ["0_b", "2_b"]

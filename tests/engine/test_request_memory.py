@@ -1,5 +1,7 @@
 """What requests may take, known on arrival, and its budget."""
 
+import contextlib
+
 import pytest
 
 from octavo.engine.request_memory import RequestMemory, logprobs_nbytes, request_nbytes
@@ -66,6 +68,35 @@ def test_candidates_count_for_every_token():
     # The prompt's are the same for all.
     of_prompt = nbytes(prompt=500, prompt_logprobs=20) - nbytes(prompt=500)
     assert nbytes(prompt=500, prompt_logprobs=20, n=64) - nbytes(prompt=500, n=64) == of_prompt
+
+
+def test_a_tenant_leaves_room_for_others():
+    memory = RequestMemory(1000)
+    held = []
+
+    def take(tenant, nbytes=10):
+        """As often as it is let."""
+        count = 0
+        with contextlib.suppress(QueueFullError):
+            while True:
+                reserved = memory.reserve(nbytes, tenant)
+                reserved.__enter__()
+                held.append(reserved)
+                count += 1
+        return count
+
+    flood = take("a")
+    assert 85 <= flood <= 89
+    with pytest.raises(QueueFullError, match="the rest is for other keys"):
+        memory.reserve(10, "a").__enter__()
+    assert take("b") >= 5
+    assert take("c") >= 1
+    for reserved in held:
+        reserved.__exit__(None, None, None)
+    assert memory.used == 0
+    assert not memory._of_tenants
+    assert take("a", 950) == 1  # whoever has nothing may have what there is
+    assert take(None, 10) == 5
 
 
 def test_a_budget_is_kept():
@@ -141,3 +172,22 @@ def test_refusals_in_full():
         "(--request-memory-bytes) are in use; try again later, or lower n, max_tokens or logprobs."
     )
     assert full.value.retry_after == 1
+
+
+def test_what_can_be_spared_is_given_up_for_a_request():
+    memory = RequestMemory(100)
+    asked = []
+
+    def spare(nbytes):
+        asked.append(nbytes)
+        memory.used -= 30
+
+    memory.spare = spare
+    memory.used = 80
+    with memory.reserve(20):
+        assert asked == []
+    with memory.reserve(50):
+        assert (asked, memory.used) == ([30], 100)
+        with pytest.raises(QueueFullError), memory.reserve(70):
+            pass
+    assert asked == [30, 70]

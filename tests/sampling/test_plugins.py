@@ -158,8 +158,8 @@ UNUSABLE = {
     "raises": ("raise RuntimeError('no licence')", "X", "no licence"),
     "misses": ("", "Missing", "Missing"),
     "other": ("class X: pass", "X", "not a subclass of LogitsProcessor"),
-    "nokeys": (NO_KEYS, "Faulty", "no frozenset of keys"),
-    "text": (TEXT, "Faulty", "no frozenset of keys"),
+    "nokeys": (NO_KEYS, "Faulty", "not a frozenset of keys"),
+    "text": (TEXT, "Faulty", "not a frozenset of keys"),
     "abstract": (FAULTY.replace("def apply", "def applies"), "Faulty", "abstract method"),
 }
 

@@ -75,6 +75,7 @@ parameters = st.fixed_dictionaries(
         "turn": st.sampled_from([0, 0, 1, 5]),
         "stop": st.lists(st.integers(0, VOCAB - 1), max_size=2),
         "salt": st.sampled_from([None, None, "s"]),
+        "tenant": st.sampled_from([None, "a", "b"]),
         "hashed": st.sampled_from([True, True, False]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
     }
@@ -95,14 +96,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.ended_early: set[str] = set()
 
-    def add(self, prompt, params, deadline=None, leader=None, scope=None):
+    def add(self, prompt, params, leader=None, scope=None, **deadlines):
         name = f"r{len(self.requests)}"
         room = MAX_MODEL_LEN - len(prompt.tokens)
         params = params | {"max_tokens": min(params["max_tokens"], room)}
         if params["salt"] is not None and not self.engine.hasher:
             params = params | {"salt": None}
         self.requests[name] = self.engine.add(
-            name, prompt.tokens, deadline=deadline, leader=leader, scope=scope, **params
+            name, prompt.tokens, leader=leader, scope=scope, **deadlines, **params
         )
         return name
 
@@ -122,6 +123,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=prompts, params=parameters, seconds=st.floats(0.5, 3))
     def arrive_with_deadline(self, prompt, params, seconds):
         self.add(prompt, params, deadline=self.engine.now + seconds)
+
+    @rule(prompt=prompts, params=parameters, seconds=st.floats(0.5, 3))
+    def arrive_in_a_hurry(self, prompt, params, seconds):
+        self.add(prompt, params, first_token_deadline=self.engine.now + seconds)
 
     @precondition(lambda self: not self.scheduler.paused)
     @rule(prompt=prompts, params=parameters)
@@ -226,6 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if last.finish_reason == FinishReason.ERROR:
             assert tokens == alone[: len(tokens)]
             deadline = last.error_kind == "DeadlineError" and request.deadline is not None
+            deadline |= last.error_kind == "FirstTokenError" and not tokens
             step_failed = last.error == "the step failed"
             assert deadline or step_failed or name in self.engine.executor.fail
             return

@@ -4,16 +4,28 @@ from hypothesis import strategies as st
 
 from octavo.messages import CoreSamplingParams, EngineCoreRequest
 from octavo.request import Request
-from octavo.scheduler.queue import Arrivals, RequestQueue
+from octavo.scheduler.fairness import TenantCounters
+from octavo.scheduler.queue import Arrivals, RequestQueue, TenantQueue, WaitingQueue
 
 
-def make_requests(*turns, priorities=None, policy="fcfs"):
+def make_requests(
+    *turns,
+    priorities=None,
+    policy="fcfs",
+    deadlines=None,
+    first_token_deadlines=None,
+    tenants=None,
+):
     """Requests that arrive in this order; their ids are "0", "1" ..."""
     arrivals = Arrivals(policy)
     requests = []
     for i, turn in enumerate(turns):
         params = CoreSamplingParams(priority=priorities[i] if priorities else 0)
-        request = Request(EngineCoreRequest(str(i), [1], params, arrival_time=0.0, turn=turn))
+        core = EngineCoreRequest(str(i), [1], params, arrival_time=0.0, turn=turn)
+        core.deadline = deadlines[i] if deadlines else None
+        core.first_token_deadline = first_token_deadlines[i] if first_token_deadlines else None
+        core.tenant = tenants[i] if tenants else None
+        request = Request(core)
         request.queue_key = arrivals.next_key(request)
         requests.append(request)
     return requests
@@ -114,3 +126,87 @@ def test_against_a_sorted_list(operations):
         assert len(queue) == len(model)
         assert list(queue) == sorted(model, key=lambda r: r.queue_key)
         assert [r in queue for r in requests] == [r in model for r in requests]
+
+
+def start_order(queue, requests):
+    for request in requests:
+        queue.push(request)
+    started = []
+    while queue:
+        started.append(queue.peek())
+        queue.start(started[-1])
+    return [int(request.request_id) for request in started]
+
+
+class TestDeadlines:
+    def test_the_earliest_deadline_goes_first(self):
+        requests = make_requests(
+            0, 0, 0, 0, deadlines=[None, 9.0, 5.0, 7.0], first_token_deadlines=[None] * 3 + [3.0]
+        )
+        assert start_order(TenantQueue(), requests) == [3, 2, 1, 0]
+
+    def test_priority_is_above_deadlines(self):
+        requests = make_requests(
+            0, 0, 0, priorities=[0, 1, 0], deadlines=[None, 1.0, 9.0], policy="priority"
+        )
+        assert start_order(TenantQueue(), requests) == [2, 0, 1]
+
+    def test_one_in_four_goes_to_those_without(self):
+        requests = make_requests(*[0] * 12, deadlines=[None] * 3 + [1.0] * 9)
+        assert start_order(TenantQueue(), requests) == [3, 4, 5, 0, 6, 7, 8, 1, 9, 10, 11, 2]
+
+    def test_a_stream_of_them_does_not_keep_others_waiting_for_ever(self):
+        queue = TenantQueue()
+        requests = make_requests(*[0] * 100, deadlines=[None, *[1.0] * 99])
+        for request in requests[:3]:
+            queue.push(request)
+        for request in requests[3:]:
+            queue.push(request)
+            queue.start(queue.peek())
+        assert requests[0] not in queue
+
+    @given(st.lists(st.none() | st.integers(0, 5), max_size=30))
+    def test_everyone_is_started_once_and_in_order(self, deadlines):
+        requests = make_requests(*[0] * len(deadlines), deadlines=deadlines)
+        served = start_order(TenantQueue(), requests)
+        timed = [i for i in served if deadlines[i] is not None]
+        assert timed == sorted(timed, key=lambda i: (deadlines[i], i))
+        assert [i for i in served if deadlines[i] is None] == [
+            i for i, deadline in enumerate(deadlines) if deadline is None
+        ]
+
+
+class TestTenants:
+    def test_who_was_served_least(self):
+        counters = TenantCounters(0)
+        requests = make_requests(*[0] * 4, tenants=["a", "a", "b", "c"])
+        for request in requests:
+            counters.arrive(request.tenant)
+        for tenant, tokens in (("a", 3), ("b", 2), ("c", 2)):
+            counters.charge(tenant, tokens)
+        assert start_order(WaitingQueue(counters), requests) == [2, 3, 0, 1]
+
+    def test_priority_is_above_tenants(self):
+        counters = TenantCounters(0)
+        requests = make_requests(
+            0, 0, 0, tenants=["a", "b", "a"], priorities=[1, 2, 3], policy="priority"
+        )
+        for request in requests:
+            counters.arrive(request.tenant)
+        counters.charge("a", 1000)
+        assert start_order(WaitingQueue(counters), requests) == [0, 1, 2]
+
+    def test_each_is_in_one_place(self):
+        counters = TenantCounters(0)
+        queue = WaitingQueue(counters)
+        requests = make_requests(*[0] * 6, tenants=["a", "b", None] * 2, deadlines=[None, 1.0] * 3)
+        for i, request in enumerate(requests):
+            counters.arrive(request.tenant)
+            queue.push(request)
+            assert request in queue
+            assert len(queue) == i + 1
+        assert set(queue) == set(requests)
+        for request in requests:
+            queue.remove(request)
+            assert request not in queue
+        assert not queue

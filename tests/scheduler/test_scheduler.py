@@ -493,6 +493,26 @@ class TestFinish:
         assert 0 < len(engine.tokens("a")) < 50
         assert engine.tokens("c") == []
 
+    def test_first_token_deadlines(self):
+        engine = FakeEngine(max_num_seqs=1)
+        a = engine.add("a", [1] * 8, first_token_deadline=5.0, max_tokens=50)
+        engine.add("b", [2] * 8, first_token_deadline=5.0, deadline=6.0)
+        engine.add("c", [3] * 8, first_token_deadline=900.0, deadline=5.0)
+        engine.add("d", [4] * 8, first_token_deadline=5.0)
+        engine.scheduler.hold("d", RequestStatus.WAITING_FOR_FSM)
+        assert engine.scheduler.next_held_deadline == 5.0
+        engine.step()
+        engine.now = 5.0
+        engine.run()
+        check_tokens(engine, a)
+        errors = [(engine.outputs[i][-1].error_kind, engine.outputs[i][-1].error) for i in "bcd"]
+        late = "The first token did not come in time."
+        assert errors == [
+            ("FirstTokenError", late),
+            ("DeadlineError", "The deadline passed after 0 output tokens."),
+            ("FirstTokenError", late),
+        ]
+
 
 class TestWaits:
     def test_they_do_not_block_the_queue(self):

@@ -86,6 +86,7 @@ class FakeAsyncLLM:
         self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
         self.stats = SchedulerStats()
         self.ready = True
+        self.num_steps = 0
         self.answer = ANSWER
         self.token_logprobs: dict[int, float] = {}
         """Of the answers' tokens, by index; else -0.5."""
@@ -126,12 +127,16 @@ class FakeAsyncLLM:
         *,
         cache_salt=None,
         deadline=None,
+        first_token_deadline=None,
+        tenant=None,
         add_special_tokens=True,
         turn=0,
     ):
         options = {
             "cache_salt": cache_salt,
             "deadline": deadline,
+            "first_token_deadline": first_token_deadline,
+            "tenant": tenant,
             "add_special_tokens": add_special_tokens,
             "turn": turn,
         }
@@ -189,10 +194,18 @@ class FakeAsyncLLM:
     def num_unfinished_requests(self) -> int:
         return self._output.num_unfinished_requests
 
+    @property
+    def is_running(self) -> bool:
+        return self.dead is None
+
+    @property
+    def loading(self) -> bool:
+        return not self.loaded.is_set()
+
     def health(self):
         if self.dead is not None:
             return SimpleNamespace(ok=False, reason=str(self.dead))
-        return SimpleNamespace(ok=True, reason="ok")
+        return SimpleNamespace(ok=True, reason="ok" if self.ready else "loading the model")
 
     async def wait_ready(self):
         await self.loaded.wait()
@@ -243,6 +256,7 @@ class FakeAsyncLLM:
             if self.paused or not self.ready:
                 await asyncio.sleep(0.005)
                 continue
+            self.num_steps += 1
             outputs = [self._step(core_id, *live) for core_id, live in list(self.live.items())]
             for core_id in self._output.process_outputs(outputs, clock.now()).reqs_to_abort:
                 self.live.pop(core_id, None)
@@ -360,7 +374,9 @@ class Call:
         headers: dict[str, str] | None = None,
         chunks: int = 1,
         cut_after: int | None = None,
+        method: str = "POST",
     ) -> None:
+        path, _, query = path.partition("?")
         self.sent: list[dict[str, Any]] = []
         self.grown = asyncio.Event()
         self._gone = asyncio.Event()
@@ -375,11 +391,11 @@ class Call:
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [
                 (k.lower().encode(), v.encode())

@@ -10,8 +10,10 @@ import logging
 import os
 import resource
 import sys
+from types import SimpleNamespace
 
 from octavo import cli
+from octavo.engine import core_launcher
 from octavo.errors import EngineDeadError
 from octavo.server import protocol, run
 from tests.server.fake_engine import FakeAsyncLLM
@@ -20,7 +22,7 @@ from tests.server.fake_engine import FakeAsyncLLM
 def main() -> int:
     mode = sys.argv[1]
 
-    async def start(config, engine_config):
+    async def start(config, engine_config, process):
         # What the server has made of its process, for a test to see.
         logging.getLogger("octavo").info(
             "process",
@@ -42,6 +44,7 @@ def main() -> int:
         return engine
 
     run.start_engine = start
+    core_launcher.CoreProcess = lambda warm: SimpleNamespace(shutdown=lambda timeout: None)
     if mode == "impatient":
         protocol.HEAD_TIMEOUT = protocol.SEND_TIMEOUT = 0.5
         run.KEEP_ALIVE_TIMEOUT = 1

@@ -87,6 +87,7 @@ def _fields() -> dict[str, list[Any]]:
         "return_token_ids": ["no", 0],
         "request_id": [5, "", "a b", "a\nb", "x" * 129, "é"],
         "deadline_ms": [*integer, 0, -5, HUGE],
+        "max_ttft_ms": [*integer, 0, -5, HUGE],
         "response_format": [
             "json",
             {},

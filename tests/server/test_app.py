@@ -40,6 +40,7 @@ def test_index_lists_the_addresses():
             "POST /v1/completions",
             "POST /v1/chat/completions",
             "POST /invocations",
+            "GET /v1/streams/{stream_id:path}",
             "POST /tokenize",
             "POST /detokenize",
             "GET /tokenizer_info",
@@ -99,7 +100,8 @@ def test_health_and_ready():
         fine = 200, {"status": "ok", "reason": "ok"}
         assert await probes() == [fine, (200, {"status": "ready"})]
         served.engine.ready = False
-        assert await probes() == [fine, not_ready("loading the model")]
+        loading = 200, {"status": "ok", "reason": "loading the model"}
+        assert await probes() == [loading, not_ready("loading the model")]
         served.engine.ready = True
         served.state.begin_drain()
         assert await probes() == [fine, not_ready("draining")]
@@ -108,13 +110,12 @@ def test_health_and_ready():
         starting = 200, {"status": "ok", "reason": "starting"}
         assert await probes() == [starting, not_ready("loading the model")]
         served.state.engine = engine
-        # No answer to a heartbeat, though nothing has ended yet.
-        served.engine.dead = EngineDeadError("silent for 60 s")
+        served.engine.dead, served.engine.ready = EngineDeadError("silent for 60 s"), False
         assert await probes() == [
             (503, {"status": "unhealthy", "reason": "silent for 60 s"}),
             not_ready("silent for 60 s"),
         ]
-        served.engine.dead = None
+        served.engine.dead, served.engine.ready = None, True
         assert await probes() == [fine, (200, {"status": "ready"})]
         served.state.fail(EngineDeadError("the device is gone"))
         served.state.fail(EngineDeadError("what came of it"))
@@ -235,7 +236,8 @@ def test_a_dying_engine_ends_requests_with_an_error_and_the_server(stream):
         served.engine.step_time = 0.005
         served.engine.answer = "x" * 200
         task = asyncio.create_task(served.complete(max_tokens=200, stream=stream))
-        await asyncio.sleep(0.05)
+        while not served.engine.live or served.engine.num_steps < 5:  # the answer has begun
+            await asyncio.sleep(0.005)
         served.engine.die("killed by signal 9")
         response = await task
         assert "killed by signal 9" in response.text

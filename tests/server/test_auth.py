@@ -1,8 +1,10 @@
+import asyncio
+
 import pytest
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.server.auth import AllowedHosts, ApiKeys, private_salt
+from octavo.server.auth import AllowedHosts, ApiKeys, private_salt, tenant_of
 from octavo.server.errors import AuthenticationError, HostError
 from tests.server.fake_engine import with_server
 
@@ -59,6 +61,62 @@ def test_salts_are_private_to_a_key():
     assert len(set(salts)) == len(salts)
     assert private_salt("a", "s") == private_salt("a", "s")
     assert not any(salt == "a" for salt in salts)
+
+
+def test_each_key_is_a_tenant():
+    async def scenario(served):
+        for key in ("a", "b", "a"):
+            await served.http.post(
+                "/v1/completions", json={"prompt": ["hi", "you"], "n": 2}, headers=bearer(key)
+            )
+        tenants = [r.tenant for r in served.engine.requests]
+        assert tenants == [tenant_of(key) for key in "aabbaa"]
+        assert len({*tenants, private_salt("a", None), "a"}) == 4
+
+    with_server(scenario, api_key=["a", "b"])
+
+
+def test_one_keys_flood_leaves_places_for_others():
+    async def scenario(served):
+        served.engine.paused = True
+
+        def ask(key, **fields):
+            body = {"prompt": "hi", **fields}
+            call = served.http.post("/v1/completions", json=body, headers=bearer(key))
+            return asyncio.create_task(call)
+
+        flood = [ask("a") for _ in range(100)]
+        while served.engine.num_unfinished_requests + sum(t.done() for t in flood) < len(flood):
+            await asyncio.sleep(0.005)
+        refused = [task.result() for task in flood if task.done()]
+        assert len(refused) == 100 - 80  # of 90 places
+        assert {r.status_code for r in refused} == {429}
+        assert "This API key already has 80 unfinished answers" in refused[0].text
+        others = [ask("b") for _ in range(5)]
+        while served.engine.num_unfinished_requests < 85:
+            await asyncio.sleep(0.005)
+        served.engine.paused = False
+        assert [(await task).status_code for task in others] == [200] * 5
+        await asyncio.gather(*flood)
+        assert served.state._num_admitted == 0
+
+    with_server(scenario, api_key=["a", "b"], max_num_queued_reqs=90)
+
+
+def test_with_one_key_there_is_nobody_to_share_with():
+    async def scenario(served):
+        await served.http.post("/v1/completions", json={"prompt": "hi"}, headers=bearer("a"))
+        assert served.engine.requests[0].tenant is None
+
+    with_server(scenario, api_key=["a", "a"])
+
+
+def test_without_keys_there_are_no_tenants():
+    async def scenario(served):
+        await served.complete()
+        assert served.engine.requests[0].tenant is None
+
+    with_server(scenario)
 
 
 def test_each_key_has_its_own_prefix_cache():

@@ -28,6 +28,18 @@ CASES = [
         ("timeout_error", "deadline_ms", "deadline_exceeded"),
         {"x-should-retry": "false"},
     ),
+    (
+        errors.FirstTokenError("m"),
+        408,
+        ("timeout_error", "max_ttft_ms", "deadline_exceeded"),
+        {"x-should-retry": "false"},
+    ),
+    (
+        errors.UnmetDeadlineError("m", "max_ttft_ms", 7),
+        429,
+        ("rate_limit_error", "max_ttft_ms", "deadline_unmet"),
+        {"retry-after": "7"},
+    ),
     (errors.EngineDeadError("m"), 503, ("server_error", None, "engine_unavailable"), {}),
     (errors.ModelError("m"), 500, ("server_error", None, "internal_error"), {}),
     (

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -366,6 +367,46 @@ def test_what_the_engine_is_told_of_the_deadline():
         assert served.engine.requests[-1].deadline is None
 
     with_server(scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "told"),
+    [
+        ("X-Deadline-Ms", "deadline_ms", "deadline"),
+        ("X-Max-TTFT-Ms", "max_ttft_ms", "first_token_deadline"),
+    ],
+)
+def test_limits_in_headers(name, field, told):
+    async def scenario(served):
+        async def limit_of(headers, **fields):
+            before = time.monotonic()
+            body = {"prompt": "hi", "max_tokens": 1, **fields}
+            response = await served.http.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == 200
+            return round(getattr(served.engine.requests[-1], told) - before)
+
+        assert await limit_of({name: "40000"}) == 40
+        assert await limit_of({name.lower(): "40000"}, **{field: 70_000}) == 70
+        assert await limit_of({}, **{field: 70_000}) == 70
+        for wrong in ("", "0", "-5", "1.5", "soon", "9" * 16, "٣"):
+            for body in ({"prompt": "hi"}, {"prompt": "hi", field: 0}, {"prompt": 5}):
+                response = await served.http.post(
+                    "/v1/completions", json=body, headers={name: wrong.encode()}
+                )
+                assert response.status_code == 400
+                error = response.json()["error"]
+                assert error["param"] == name
+                assert error["message"].startswith(f"The header {name} is ")
+
+    with_server(scenario)
+
+
+def test_the_servers_own_limit_makes_no_request_urgent():
+    async def scenario(served):
+        await served.complete(max_tokens=1)
+        assert served.engine.requests[-1].due == math.inf
+
+    with_server(scenario, request_timeout=100)
 
 
 def test_the_wait_is_estimated_from_what_has_finished_lately(monkeypatch):

@@ -1,6 +1,7 @@
 """The description at /openapi.json says what the server really does."""
 
 import json
+import re
 from http import HTTPStatus
 
 import pytest
@@ -43,13 +44,15 @@ def test_every_address_is_described():
             assert set(methods) == ({"get", "post"} if path == "/ping" else {*list(methods)[:1]})
             ((method, operation), *_) = methods.items()
             named = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
-            assert named == ({"model"} if "{" in path else set())
+            assert named == set(re.findall(r"{(\w+)}", path))
             assert ("requestBody" in operation) == (paths[path].body is not None)
             answers_ = operation["responses"]
             assert "200" in answers_
             for status, response in answers_.items():
                 assert response["description"]
-                if int(status) >= 400 and not (
+                if status == "204":
+                    assert response["content"] == {}
+                elif int(status) >= 400 and not (
                     path in ("/health", "/ping", "/ready") and status == "503"
                 ):
                     assert response["content"] == ERRORS
@@ -81,6 +84,7 @@ STATUSES = {
     "/v1/completions": POSTED,
     "/v1/chat/completions": POSTED,
     "/invocations": POSTED,
+    "/v1/streams/{stream_id}": {*KEYED, 200, 204, 404},
     "/tokenizer_info": {*KEYED, 200, 404},
     "/server_info": {*KEYED, 200, 403},
     "/tokenize": POSTED,
@@ -128,6 +132,11 @@ def test_each_status_and_what_comes_with_it():
         }
         assert paths["/v1/models/{model}"]["get"]["parameters"] == [
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+        start = {"type": "integer", "minimum": 0, "default": 0}
+        assert paths["/v1/streams/{stream_id}"]["get"]["parameters"] == [
+            {"name": "stream_id", "in": "path", "required": True, "schema": {"type": "string"}},
+            {"name": "from", "in": "query", "schema": start},
         ]
         assert "parameters" not in paths["/v1/models"]["get"]
 
@@ -236,6 +245,8 @@ def test_errors_are_as_described_and_declared():
             ("/v1/completions", await served.complete(deadline_ms=1)),
             ("/detokenize", await served.post("/detokenize", tokens=[300])),
             ("/v1/models/{model}", await served.http.get("/v1/models/nope")),
+            ("/v1/streams/{stream_id}", await served.http.get("/v1/streams/nope")),
+            ("/v1/streams/{stream_id}", await served.http.get("/v1/streams/nope?from=x")),
             ("/start_profile", await served.post("/start_profile")),
             ("/", await served.http.get("/", headers={"Host": "evil.test"})),
         ):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from octavo import cli
 from octavo.config import EngineConfig, ServerConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.errors import ConfigError, OctavoError
+from octavo.recording import RecordSettings
 from octavo.server import run
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +157,29 @@ def test_drains_on_sigterm():
         assert len(rest) == 8
         assert rest[-1] == "data: [DONE]"
         assert server.wait() == 0
+
+
+@pytest.mark.parametrize("loading", [True, False])
+def test_who_waits_while_the_engine_is_replaced_is_answered_before_the_end(loading):
+    """Before the model was there for the first time, nobody is."""
+
+    async def test():
+        ends = []
+        state = SimpleNamespace(
+            engine=SimpleNamespace(loading=loading, ready=False, asleep=False),
+            config=SimpleNamespace(shutdown_timeout=20),
+            num_active=1,
+            cut=lambda: ends.append("cut"),
+            begin_drain=lambda: None,
+        )
+        shutdown = run._Shutdown(state, SimpleNamespace())
+        shutdown.on_signal(signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        state.num_active = 0
+        await shutdown._drain
+        assert ends == (["cut"] if loading else [])
+
+    asyncio.run(test())
 
 
 def test_the_drain_has_an_end():
@@ -332,6 +357,11 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
     config = EngineConfig.from_kwargs(model="org/name", served_model_name=["a", "b"])
     server_config = ServerConfig(
         progress_timeout=7.0,
+        max_engine_restarts=2,
+        warm_spare=False,
+        record="run.rec",
+        record_prompts="hash",
+        record_max_bytes=2**20,
         request_memory_bytes=2**21,
         metrics_prefix="vllm",
         log_level="debug",
@@ -340,6 +370,10 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
     asyncio.run(run.start_engine(server_config, config))
     assert seen == {
         "progress_timeout": 7.0,
+        "max_engine_restarts": 2,
+        "warm_spare": False,
+        "process": None,
+        "record": RecordSettings("run.rec", "hash", 2**20),
         "request_memory": 2**21,
         "served_name": "a",
         "metrics_prefix": "vllm",

@@ -206,7 +206,7 @@ def test_sizes_that_lie_are_refused(sizes):
     ids=range(21),
 )
 def test_broken_and_hostile_files_are_refused(data):
-    with pytest.raises(RequestError, match="prompt_embeds is no tensor"):
+    with pytest.raises(RequestError, match="prompt_embeds is not a tensor"):
         read_tensor_file(data)
 
 

@@ -374,7 +374,7 @@ INVALID = {
     "too deep": ("json", '{"items": ' * 65 + "{}" + "}" * 65, "64 deep"),
     "much too deep": ("json", '{"items": ' * 50_000 + "{}" + "}" * 50_000, "64 deep"),
     "no choices": ("choice", "[]", "at least one text"),
-    "choice of numbers": ("choice", '["a", 1]', "list of texts; 1 is none"),
+    "choice of numbers": ("choice", '["a", 1]', "list of texts; 1 is not a text"),
     "no grammar": ("grammar", "", "Empty|no rule"),
     "no rule": ("grammar", "root ::= other", "other|not defined"),
     "no end": ("json", '{"$ref": "#"}', "no text at all|NoExtension"),

@@ -165,6 +165,16 @@ def test_a_pipe_is_one_prompt(llm, piped, argv):
     assert llm().kwargs == ({"model": "org/name"} if "org/name" in argv else {})
 
 
+def test_a_pipe_is_not_read_for_a_model_that_cannot_be_had(llm, piped, capsys, tmp_path):
+    piped(b"Once")
+    for path, said in [(tmp_path / "nothing", "no folder"), (tmp_path, "config.json")]:
+        for argv in [[str(path)], [str(path), "-"]]:
+            assert cli.main(["run", *argv]) == 1
+            assert said in capsys.readouterr().err
+    assert sys.stdin.read() == "Once"
+    assert llm() is None
+
+
 @pytest.mark.parametrize(("data", "said"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")])
 @pytest.mark.parametrize("command", ["run", "chat", "complete"])
 def test_a_pipe_without_a_text(llm, piped, capsys, command, data, said):

@@ -1,0 +1,316 @@
+"""Several engines with the whole model each, behind one front end: each request goes to one.
+
+The first engine's memory plan is that of all. An answer depends on nothing but prompt, parameters
+and seed, so when an engine dies its requests go on at another one at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import msgspec
+
+from octavo import clock
+from octavo.config import EngineConfig
+from octavo.device import num_cpus, numa_cpus
+from octavo.engine.core_launcher import CoreLauncher
+from octavo.engine.routing import Router
+from octavo.engine.supervisor import SUSPECT, Recovery, Supervisor
+from octavo.engine.wire import CoreReady
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from octavo.platforms.registry import get_platform
+
+logger = logging.getLogger(__name__)
+
+
+def share_cores(config: EngineConfig) -> EngineConfig:
+    """The settings of each engine: unless they say how many threads it has, its share of the cores.
+
+    Raises:
+        ConfigError: the device cannot be shared.
+    """
+    size, device = config.parallel.data_parallel_size, config.device
+    platform = get_platform(device.device)
+    if size > 1 and not platform.shared:
+        raise ConfigError(
+            f"data_parallel_size={size} is not supported on device={platform.name}, where an "
+            "engine takes all of the device; start a server for each, and a load balancer in front."
+        )
+    if size == 1:
+        return config
+    cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
+    threads = device.num_threads or max(1, cores // size)
+    if size * threads > cores:
+        logger.warning(
+            "%d engines with %d threads each are more than the %d cores this process may use: they "
+            "wait for each other, and every step takes longer",
+            size,
+            threads,
+            cores,
+        )
+    replace = msgspec.structs.replace
+    return replace(config, device=replace(device, num_threads=threads))
+
+
+class DataParallelClient:
+    """See `EngineClient`: several engines, each watched and replaced by a `Supervisor`.
+
+    Each has its own requests; see `Router` for who gets which. One that dies too often stays down,
+    while the others serve.
+
+    May be made before there is an event loop; all else belongs to one.
+
+    Args:
+        launcher: starts the processes of all engines.
+        unfinished: the live requests, in order of arrival, as another engine is to get them.
+        config: the settings.
+        max_restarts: how often an engine may be replaced within ten minutes.
+        progress_timeout: see `Supervisor`.
+        on_recovery: see there.
+    """
+
+    def __init__(
+        self,
+        launcher: CoreLauncher,
+        unfinished: Callable[[], list[EngineCoreRequest]],
+        *,
+        config: EngineConfig,
+        max_restarts: int,
+        progress_timeout: float,
+        on_recovery: Callable[[Recovery], None],
+    ) -> None:
+        self._unfinished = unfinished
+        self._size = config.parallel.data_parallel_size
+        self._router = Router(
+            config.cache.block_size,
+            self._size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        self._gone: dict[int, EngineDeadError] = {}
+        """Engines that are not started again."""
+        self._reads: dict[int, asyncio.Task[EngineCoreOutputs]] = {}
+        """Of each engine's next outputs; begun when those before have been taken in."""
+        self._last_read = -1
+
+        def make(index: int, first: CoreReady | None) -> Supervisor:
+            return Supervisor(
+                launcher,
+                partial(self._requests_of, index),
+                max_restarts=max_restarts,
+                progress_timeout=progress_timeout,
+                on_recovery=on_recovery,
+                on_death=partial(self._hand_over, index),
+                engine_index=index,
+                first=first,
+            )
+
+        self._make = make
+        self._supervisors = [make(0, None)]
+
+    @cached_property
+    def ready(self) -> asyncio.Future[CoreReady]:
+        """Result once all engines have loaded the model; `EngineDeadError` if one cannot."""
+        return asyncio.get_running_loop().create_future()
+
+    @property
+    def up(self) -> bool:
+        """Whether there is an engine whose model is loaded; in the beginning, whether all are."""
+        return self.ready.done() and any(supervisor.up for supervisor in self._supervisors)
+
+    @property
+    def down(self) -> dict[int, str]:
+        """The engines that serve nothing now, and what is done about it."""
+        return {
+            index: "has died too often" if index in self._gone else "is being started"
+            for index, supervisor in enumerate(self._supervisors)
+            if not supervisor.up
+        }
+
+    def pid_of(self, index: int) -> int:
+        """An engine process' number; -1: there is none yet."""
+        return self._supervisors[index].pid if index < len(self._supervisors) else -1
+
+    def engine_of(self, request_id: str) -> int | None:
+        """Where a live core request is."""
+        return self._router.engine_of(request_id)
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """See `EngineClient`: of any engine; raises what ended the last one."""
+        while True:
+            self._note_ready()
+            for index, supervisor in self._alive():
+                if index not in self._reads:
+                    self._reads[index] = asyncio.create_task(supervisor.get_output())
+            if not any(read.done() for read in self._reads.values()):
+                awaited: set[asyncio.Future[Any]] = set(self._reads.values())
+                awaited |= {s.ready for _, s in self._alive() if not s.ready.done()}
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            done = [index for index, read in self._reads.items() if read.done()]
+            if not done:
+                continue
+            index = self._last_read = min(done, key=lambda i: (i <= self._last_read, i))
+            try:
+                outputs = self._reads.pop(index).result()
+            except EngineDeadError as error:
+                await self._give_up(index, error)
+                stats = SchedulerStats()  # it does nothing any more
+                return EngineCoreOutputs([], stats, clock.now(), index)
+            return self._take(index, outputs)
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        """See `EngineClient`."""
+        index = self._router.place(request, self._candidates())
+        await self._supervisors[index].add_request(request)
+
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        """See `EngineClient`."""
+        of_engines: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            index = self._router.engine_of(request_id)
+            if index is not None:
+                of_engines.setdefault(index, []).append(request_id)
+        self._router.remove(request_ids)
+        for index, ids in of_engines.items():
+            await self._supervisors[index].abort_requests(ids)
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """See `EngineClient`: calls it in all engines, and waits for those being started.
+
+        Returns:
+            Of truths whether all are true, of stats the sum, of texts all, separated by commas.
+
+        Raises:
+            OctavoError: what the first engine raised that raised something.
+            StepFailedError: an engine died before it answered.
+        """
+        await asyncio.shield(self.ready)
+        asked = list(self._alive())
+        results = await asyncio.gather(
+            *(supervisor.call_utility(method, *args) for _, supervisor in asked),
+            return_exceptions=True,
+        )
+        results = [r for (i, _), r in zip(asked, results, strict=True) if i not in self._gone]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if method == "reset_prefix_cache":
+            for index in range(self._size):
+                self._router.forget_prefixes(index)
+        return _join(results)
+
+    def fail_calls(self, error: Exception) -> None:
+        """Fails everything that waits for an answer of an engine, for good."""
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # whether anybody waits for it or not
+        for supervisor in self._supervisors:
+            supervisor.fail_calls(error)
+
+    async def shutdown(self) -> None:
+        """See `EngineClient`."""
+        for read in self._reads.values():
+            read.cancel()
+        await asyncio.gather(*self._reads.values(), return_exceptions=True)
+        await asyncio.gather(*(supervisor.shutdown() for supervisor in self._supervisors))
+
+    def close(self) -> None:
+        """`shutdown` for callers without an event loop."""
+        for supervisor in self._supervisors:
+            supervisor.close()
+
+    def _alive(self) -> Iterator[tuple[int, Supervisor]]:
+        """The engines that run or are being started."""
+        return (item for item in enumerate(self._supervisors) if item[0] not in self._gone)
+
+    def _candidates(self, but: int | None = None) -> list[int]:
+        """Those that may get a request: who serves, or else who will."""
+        alive = [(index, s) for index, s in self._alive() if index != but]
+        return [index for index, s in alive if s.serving] or [index for index, _ in alive]
+
+    def _note_ready(self) -> None:
+        """Starts the others when the first one is ready, and tells when all are."""
+        if self.ready.done() or not all(s.ready.done() for s in self._supervisors):
+            return
+        first = self._supervisors[0].ready.result()
+        if len(self._supervisors) == 1:
+            for index in range(1, self._size):
+                self._supervisors.append(self._make(index, first))
+        else:
+            self.ready.set_result(first)
+
+    def _requests_of(self, index: int) -> list[EngineCoreRequest]:
+        """The live requests of an engine."""
+        placed = self._router.engine_of
+        return [r for r in self._unfinished() if placed(r.child_ids[0]) == index]
+
+    def _take(self, index: int, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """What an engine brought for the requests that are its own."""
+        router, ended = self._router, []
+        outputs.engine_index = index
+        outputs.outputs = [o for o in outputs.outputs if router.engine_of(o.request_id) == index]
+        for output in outputs.outputs:
+            if output.finish_reason is not None:
+                ended.append(output.request_id)
+            elif output.new_token_ids:
+                router.note_token(output.request_id)
+        router.remove(ended)
+        return outputs
+
+    async def _hand_over(self, index: int, failed: set[str]) -> int:
+        """Has other engines go on with what one that died had; returns how many answers these are.
+
+        A suspect stays where it is: it would end another engine.
+
+        Args:
+            index: the engine.
+            failed: ids of answers that are given up.
+        """
+        self._router.forget_prefixes(index)
+        others = [i for i in self._candidates(but=index) if self._supervisors[i].serving]
+        if not others:
+            return 0
+        dead = self._supervisors[index]
+        ids = {r.request_id for r in self._requests_of(index) if failed.isdisjoint(r.child_ids)}
+        return await self._move(index, {i for i in ids if dead.deaths_of(i) < SUSPECT})
+
+    async def _move(self, index: int, request_ids: set[str]) -> int:
+        """Gives requests of an engine to others; returns how many answers these are to make."""
+        dead, count = self._supervisors[index], 0
+        for request in self._requests_of(index):
+            request_id, placed = request.request_id, self._router.engine_of
+            # It may have ended while another one was sent.
+            if request_id in request_ids and any(placed(i) == index for i in request.child_ids):
+                target = self._router.place(request, self._candidates(but=index))
+                await self._supervisors[target].adopt(request, dead.deaths_of(request_id))
+                count += len(request.child_ids)
+        if count:
+            logger.warning("requests of engine %d go on at others (requests: %d)", index, count)
+        return count
+
+    async def _give_up(self, index: int, error: EngineDeadError) -> None:
+        """An engine is not started again; raises `error` if it was the last, or never ready."""
+        if not self.ready.done() or len(self._gone) + 1 == len(self._supervisors):
+            raise error
+        logger.error("engine %d stays down, the others serve: %s", index, error)
+        self._gone[index] = error
+        self._supervisors[index].fail_calls(error)
+        self._router.forget_prefixes(index)
+        await self._move(index, {r.request_id for r in self._requests_of(index)})
+
+
+def _join(results: list[Any]) -> Any:
+    """What a call of all engines returns."""
+    first = results[0]
+    if isinstance(first, bool):
+        return all(results)
+    if isinstance(first, str):
+        return ", ".join(results)
+    if isinstance(first, list):  # stats are the only ones
+        stats = [msgspec.convert(result, SchedulerStats) for result in results]
+        return list(msgspec.structs.astuple(SchedulerStats.join(stats)))
+    return first

@@ -1,0 +1,519 @@
+"""A recording of an engine's life: what came, what was decided, what was answered.
+
+A file is frames after one another: a mark, length, checksum and time, and some records as msgpack.
+Front end and engine core append to the same file, each frame with one write, so whatever one of
+them has written stays readable when it is killed; a frame that was cut off is skipped. Writing is
+done on a thread. What the disk cannot take is dropped, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import hmac
+import logging
+import mmap
+import os
+import queue
+import secrets
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from octavo.errors import ConfigError, OctavoError, reason_of
+from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from octavo.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_MARK = b"\xabOCT"
+_HEADER = struct.Struct("<4sIId")
+"""Mark, bytes of the records, CRC-32 of time and records, seconds since 1970."""
+_TIME = struct.Struct("<d")
+# The front end's records are written so often, in seconds: one frame costs as much as many records.
+_INTERVAL = 0.05
+# Records that may wait for the disk; what comes beyond is dropped.
+_MOST_PENDING = 20_000
+# Of a frame, unless one record alone is larger.
+_FRAME_NBYTES = 2**20
+# What is kept beside the recording when an engine dies: seconds, bytes, and files.
+_TAIL_SECONDS = 10.0
+_TAIL_NBYTES = 16 * 2**20
+_MOST_TAILS = 10
+
+PromptsKept: TypeAlias = Literal["full", "hash"]
+
+
+class RecordSettings(msgspec.Struct, frozen=True):
+    """What is recorded, and where."""
+
+    path: str
+    prompts: PromptsKept = "full"
+    max_bytes: int = 2**30
+    """Of both files together; see `Recorder`."""
+
+
+class Head(msgspec.Struct, tag="head", array_like=True, frozen=True):
+    """The first record of each file; and once more when the engine's plan is known."""
+
+    format: int
+    """`FORMAT`"""
+    id: str
+    """Of the recording: its files have the same."""
+    created: float
+    build: dict[str, str]
+    config: dict[str, Any]
+    """`EngineConfig` as plain values."""
+    model: str
+    """`octavo.models.identity.model_hash`"""
+    prompts: PromptsKept
+    num_blocks: int | None = None
+    """Of the KV cache; None: not known yet."""
+    max_model_len: int | None = None
+    """Most tokens of a request; likewise."""
+
+
+class Arrival(msgspec.Struct, tag="arrival", array_like=True):
+    """A request, as the front end hands it to the core. Its seed is in it."""
+
+    request: EngineCoreRequest
+    params: SamplingParams
+    prompt_hash: str | None = None
+    """SHA-256 of the prompt, which is not in `request` then."""
+    num_prompt_tokens: int = 0
+    """Its tokens, likewise."""
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True):
+    """What a step brought, as the front end got it."""
+
+    time: float
+    """When the step ended."""
+    outputs: list[EngineCoreOutput]
+
+
+class End(msgspec.Struct, tag="end", array_like=True):
+    """An answer is complete, or is given up."""
+
+    time: float
+    request_id: str
+    """The core's: each of n answers has its own."""
+    reason: FinishReason
+    stop_reason: int | str | None
+    num_tokens: int
+    """What the caller gets of those that came."""
+
+
+class StepRequest(msgspec.Struct, array_like=True):
+    """One request's part of a step; see `ScheduledRequest`."""
+
+    req_id: str
+    num_tokens: int
+    num_drafts: int
+    num_computed_tokens: int | None
+    """Found in the prefix cache when it was started or, after a preemption, started again."""
+
+
+class StepEnd(msgspec.Struct, array_like=True):
+    """How long a step took."""
+
+    number: int
+    seconds: float
+    """From when it could begin: it was handed in, and the step before it had ended."""
+    host_seconds: float | None
+    """What the engine's thread did since the result before, without waiting; None: it was idle."""
+
+
+class Step(msgspec.Struct, tag="step", array_like=True):
+    """What the scheduler decided, before it is computed."""
+
+    number: int
+    """From 1 for each engine process."""
+    time: float
+    added: list[str]
+    """Requests that the core got since the step before; with n > 1 as one."""
+    aborted: list[str]
+    requests: list[StepRequest]
+    freed: list[str]
+    """Requests that gave up their rows: finished, or preempted."""
+    blocks_to_copy: list[tuple[int, int]]
+    ended: list[StepEnd] = []
+    """Those that have ended since the step before."""
+
+
+class Died(msgspec.Struct, tag="died", array_like=True):
+    """The engine process died."""
+
+    time: float
+    reason: str
+
+
+class Lost(msgspec.Struct, tag="lost", array_like=True):
+    """Records are missing here: the disk was too slow for them, or one could not be written."""
+
+    count: int
+
+
+Record: TypeAlias = Head | Arrival | Outputs | End | Step | Died | Lost
+
+
+class Recorder:
+    """Appends records to a file.
+
+    Of a recording the newest `max_bytes` are kept, in two files: when FILE has half of that, it
+    becomes FILE.1 and a new one begins. The file is readable by its owner only. When an engine
+    dies, the last seconds are copied to FILE.crash-1 to -10, in turn.
+
+    Args:
+        path: FILE. What a run before has left there becomes FILE.1.
+        head: what each file begins with. None: another process has begun the recording, and this
+            one adds to it.
+        max_bytes: of both files together.
+
+    Raises:
+        ConfigError: the file cannot be written, or a file that it would replace is no recording,
+            or another server's.
+    """
+
+    def __init__(self, path: Path, head: Head | None = None, max_bytes: int = 2**30) -> None:
+        self._path = path
+        self._head = head
+        self._max_file = max_bytes // 2
+        self._num_lost = 0
+        """Since the last one that was put."""
+        self._num_tails = 0
+        self._secret = secrets.token_bytes(16)
+        self._stopped = False
+        """Whether the disk has refused what was to be written."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        try:
+            if head is None:
+                self._descriptor = self._open()
+            else:
+                tails = [self._tail(number) for number in range(1, _MOST_TAILS + 1)]
+                for file in (path, older_file(path), self._new_file, *tails):
+                    if file.exists():
+                        _check_replaceable(path, file)
+                self._descriptor = self._begin(head)
+        except OSError as error:
+            raise ConfigError(
+                f"record={str(path)!r} cannot be written: {reason_of(error)}."
+            ) from None
+        self._thread = threading.Thread(target=self._run, name="octavo-recorder", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Has a record written soon. It must not be changed any more."""
+        if self._stopped:
+            return
+        if self._queue.qsize() >= _MOST_PENDING:
+            self._num_lost += 1
+            return
+        self._put_lost()
+        self._queue.put(record)
+
+    def put_plan(self, num_blocks: int, max_model_len: int) -> None:
+        """Adds to the head, which this process has given, what is known once the model is loaded.
+
+        Args:
+            num_blocks: of the KV cache.
+            max_model_len: most tokens of a request.
+        """
+        assert self._head is not None
+        self.put(
+            msgspec.structs.replace(self._head, num_blocks=num_blocks, max_model_len=max_model_len)
+        )
+
+    def close(self) -> None:
+        """Writes what is left. May be called twice."""
+        self._put_lost()
+        self._queue.put(None)
+        self._thread.join(timeout=5)
+
+    def _put_lost(self) -> None:
+        """Tells, at their place, of those that were dropped."""
+        if self._num_lost:
+            self._queue.put(Lost(self._num_lost))
+            self._num_lost = 0
+
+    @property
+    def _new_file(self) -> Path:
+        return self._path.with_name(self._path.name + ".new")
+
+    def _tail(self, number: int) -> Path:
+        """The file of an engine's death."""
+        return self._path.with_name(f"{self._path.name}.crash-{number}")
+
+    def _begin(self, head: Head) -> int:
+        """Begins a new file; the one that is there becomes the older one."""
+        new = self._new_file
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed, or its process is gone
+            _write_all(descriptor, _frame([self._encoder.encode(head)]))
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._path, older_file(self._path))
+            os.replace(new, self._path)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def _change_to(self, descriptor: int) -> None:
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def _run(self) -> None:
+        try:
+            while (record := self._queue.get()) is not None:
+                if self._head is not None:
+                    time.sleep(_INTERVAL)
+                records = [record]
+                while not self._queue.empty() and (record := self._queue.get()) is not None:
+                    records.append(record)
+                self._write(records)
+                if record is None:
+                    break
+        except OSError as error:
+            logger.warning("nothing more is recorded in %s: %s", self._path, reason_of(error))
+            self._stopped = True
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self, records: list[Record]) -> None:
+        """Appends the records."""
+        encoded: list[bytes] = []
+        for record in records:
+            if isinstance(record, Head):
+                self._head = record
+            try:
+                data = self._encoder.encode(self._without_secrets(record))
+            except Exception as error:  # such as a text that is no Unicode
+                logger.warning("something could not be recorded: %r", error)
+                data = _LOST
+            if len(data) > self._max_file // 2:
+                data = _LOST
+            if encoded and sum(map(len, encoded)) + len(data) > _FRAME_NBYTES:
+                self._append(encoded)
+                encoded = []
+            encoded.append(data)
+        self._append(encoded)
+        if self._head is not None:
+            for record in records:
+                if isinstance(record, Died):
+                    self._save_tail(self._head, record)
+
+    def _append(self, encoded: list[bytes]) -> None:
+        """Writes a frame."""
+        frame = _frame(encoded)
+        if self._head is None:
+            with contextlib.suppress(FileNotFoundError):  # it is about to be there again
+                if os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino:
+                    self._change_to(self._open())
+        elif os.fstat(self._descriptor).st_size + len(frame) > self._max_file:
+            self._change_to(self._begin(self._head))
+        _write_all(self._descriptor, frame)
+
+    def _without_secrets(self, record: Record) -> Record:
+        """Salts and tenants are hashed always, prompts if asked.
+
+        Whoever knows a salt shares a cache, and a tenant may be known by its key. Nobody can find
+        them by guessing, since what they are hashed with is not written down.
+        """
+        replace = msgspec.structs.replace
+        hashes_prompts = self._head is not None and self._head.prompts == "hash"
+        if isinstance(record, Outputs) and hashes_prompts:  # their logprobs have their tokens
+            return Outputs(
+                record.time, [replace(o, new_prompt_logprobs=None) for o in record.outputs]
+            )
+        if not isinstance(record, Arrival):
+            return record
+        request, params = record.request, record.params
+        request = replace(
+            request,
+            cache_salt=self._hide(request.cache_salt),
+            tenant=self._hide(request.tenant),
+        )
+        if params.cache_salt is not None:
+            params = replace(params, cache_salt=self._hide(params.cache_salt))
+        prompt_hash, num_prompt_tokens = None, 0
+        if hashes_prompts:
+            prompt_hash = _hash(
+                self._encoder.encode((request.prompt_token_ids, request.prompt_embeds))
+            )
+            num_prompt_tokens = len(request.prompt_token_ids)
+            request = replace(request, prompt_token_ids=[], prompt_embeds=None)
+        return Arrival(request, params, prompt_hash, num_prompt_tokens)
+
+    def _hide(self, text: str | None) -> str | None:
+        """Another text for each, the same for the same within the recording."""
+        if text is None:
+            return None
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+
+    def _save_tail(self, head: Head, death: Died) -> None:
+        """Keeps the last seconds before a death."""
+        self._num_tails = self._num_tails % _MOST_TAILS + 1
+        path = self._tail(self._num_tails)
+        tail: list[bytes] = []
+        for file in (older_file(self._path), self._path):
+            with contextlib.suppress(FileNotFoundError):
+                tail += (
+                    frame
+                    for when, _, frame in _frames(_read_tail(file, _TAIL_NBYTES))
+                    if when >= death.time - _TAIL_SECONDS
+                )
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as out:
+            out.write(_frame([self._encoder.encode(head)]))
+            out.writelines(tail)
+        logger.warning("the last seconds before the engine's death are in %s", path)
+
+
+def older_file(path: Path) -> Path:
+    """Where a recording's older half is."""
+    return path.with_name(path.name + ".1")
+
+
+def recording_files(path: Path) -> tuple[Head, list[Path]]:
+    """What a recording begins with, and its files: the older half, if there is one, and FILE.
+
+    Raises:
+        OctavoError: it cannot be read, or is of another format.
+    """
+    head = next(read_records(path), None)
+    if not isinstance(head, Head):
+        raise OctavoError(
+            f"{path} does not begin as a recording of this Octavo does: it is damaged, or another "
+            "Octavo wrote it, which is to replay it."
+        )
+    if head.format != FORMAT:
+        raise OctavoError(f"{path} is a recording of another format; use the Octavo that wrote it.")
+    older = older_file(path)
+    if older.is_file() and is_recording(older):
+        first = next(read_records(older), None)
+        if isinstance(first, Head) and first.id == head.id:
+            return head, [older, path]
+    return head, [path]
+
+
+def read_records(path: Path) -> Iterator[Record | None]:
+    """The records of a file, in order; None: bytes that are no frame, or none that is known here.
+
+    Raises:
+        OctavoError: there is no such file, or it is no recording.
+    """
+    try:
+        if not is_recording(path):
+            raise OctavoError(f"{path} is not a recording (octavo serve --record writes one).")
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for _, records, _ in _frames(data):
+                yield from [None] if records is None else _decode(records)
+    except OSError as error:
+        raise OctavoError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+_LIST_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_DECODER = msgspec.msgpack.Decoder(Record)
+# The second: bytes that are no text; the third: lists in lists in lists.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _decode(records: bytes) -> Iterator[Record | None]:
+    """The records of a frame; None for those of another build that this one does not know."""
+    try:
+        for data in _LIST_DECODER.decode(records):
+            try:
+                yield _DECODER.decode(data)
+            except _UNREADABLE:
+                yield None
+    except _UNREADABLE:
+        yield None
+
+
+_LOST = msgspec.msgpack.encode(Lost(1))
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    if os.write(descriptor, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _frame(records: list[bytes]) -> bytes:
+    """A frame of encoded records; the time is now."""
+    when = _TIME.pack(time.time())
+    count = len(records)
+    payload = b"".join([b"\xdd", count.to_bytes(4, "big"), *records])  # msgpack's array of 32 bits
+    checksum = zlib.crc32(payload, zlib.crc32(when))
+    return b"".join([_MARK, struct.pack("<II", len(payload), checksum), when, payload])
+
+
+def _frames(data: bytes | mmap.mmap) -> Iterator[tuple[float, bytes | None, bytes]]:
+    """Of each frame the time, the records and all of it; None as records: it was cut off."""
+    position, size = 0, len(data)
+    while position < size:
+        end = position + _HEADER.size
+        if end <= size and data[position : position + len(_MARK)] == _MARK:
+            _, length, checksum, when = _HEADER.unpack(data[position:end])
+            records = data[end : end + length] if end + length <= size else b""
+            if zlib.crc32(records, zlib.crc32(_TIME.pack(when))) == checksum:
+                yield when, records, data[position : end + length]
+                position = end + length
+                continue
+        found = data.find(_MARK, position + 1)
+        if position or found < 0:  # at the beginning of a tail it is no frame that was cut off
+            yield 0.0, None, b""
+        position = size if found < 0 else found
+
+
+def _check_replaceable(path: Path, file: Path) -> None:
+    """Whether the recorder of `path` may replace a file: a recording, and no server is at it."""
+    if not file.is_file() or (file.stat().st_size and not is_recording(file)):
+        raise ConfigError(
+            f"record={str(path)!r}: {file} exists and is not a recording; name another file."
+        )
+    with file.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"record={str(path)!r} is being written by another server; name another file."
+            ) from None
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a file is one; of a pipe nothing is read.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+    """
+    if not path.is_file():
+        path.stat()  # which says why, if there is nothing
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_MARK)) == _MARK
+
+
+def _read_tail(path: Path, nbytes: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(-min(nbytes, os.fstat(file.fileno()).st_size), os.SEEK_END)
+        return file.read()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

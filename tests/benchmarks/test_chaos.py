@@ -1,0 +1,66 @@
+"""The storm itself, a short one; and that it would see what is wrong."""
+
+import asyncio
+from types import SimpleNamespace
+
+import chaos
+import pytest
+from chaos import Answer
+
+
+def test_answers_are_the_same_however_they_are_cut():
+    def event(text, ids, **more):
+        choice = {"index": 0, "text": text, "token_ids": ids, "logprobs": {"tokens": [text]}}
+        return {"id": "x", "created": 5, "model": "m", "choices": [{**choice, **more}]}
+
+    one, two = Answer(), Answer()
+    one.add(event("ab", [1, 2], finish_reason="stop"))
+    two.add(event("a", [1]) | {"id": "y"})
+    two.add(event("b", [2], finish_reason="stop"))
+    one.choices[0]["logprobs"] = two.choices[0]["logprobs"] = None
+    assert one == two
+    two.add({"choices": [{"index": 0, "text": "c"}]})
+    assert one != two
+    one.add({"error": {"message": "gone"}})
+    assert "gone" in one.error
+
+
+def test_requests_are_of_many_kinds_and_always_the_same():
+    asked = chaos.requests(32, 50)
+    assert asked == chaos.requests(32, 50)
+    assert {path for path, _ in asked} == {chaos.COMPLETIONS, chaos.CHAT}
+    fields = {name for _, body in asked for name in body}
+    assert fields >= {"n", "logprobs", "prompt_logprobs", "stop", "structured_outputs", "seed"}
+
+
+@pytest.mark.parametrize("change", [" lost", None])
+def test_what_is_lost_or_changed_is_counted(monkeypatch, change):
+    answered = 0
+
+    async def ask(self, path, body):
+        nonlocal answered
+        answered += 1
+        await asyncio.sleep(0)
+        text = "all" if answered <= 3 or change is None else change
+        return Answer({0: {"text": text}})
+
+    class Killer(SimpleNamespace):
+        failure = None
+
+        def start(self):
+            pass
+
+        def is_alive(self):
+            return answered < 9
+
+    monkeypatch.setattr(chaos.Load, "ask", ask)
+    monkeypatch.setattr(chaos, "Killer", lambda *args: Killer())
+    args = SimpleNamespace(streams=3, max_tokens=5, kills=1, kinds=["SIGKILL"], seed=0)
+    wrong, count, _ = asyncio.run(chaos.storm(None, "http://x", args))
+    assert count >= 6
+    assert len(wrong) == (0 if change is None else count)
+
+
+def test_five_deaths_under_32_streams(capsys):
+    assert chaos.main(["--kills", "5", "--max-tokens", "40"]) == 0, capsys.readouterr().out
+    assert ", 0 lost or changed" in capsys.readouterr().out

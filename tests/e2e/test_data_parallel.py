@@ -1,0 +1,133 @@
+"""Two engines behind one server: the answers of one, also when an engine is killed."""
+
+import asyncio
+import signal
+import time
+
+import openai
+import psutil
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import ConfigError
+from octavo.recording import RecordSettings
+from tests.e2e import harness
+
+MODEL = "octavo/stories"
+PROMPTS = [f"Once upon a time there were {i} dogs" for i in range(10)]
+PARAMS = [
+    {"max_tokens": 80, "seed": i, "temperature": 0.9 * (i % 3), "top_p": 1.0, "n": 1 + (i == 7)}
+    for i in range(len(PROMPTS))
+]
+SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = LLM(MODEL, **SETTINGS)
+    params = [SamplingParams(**p, ignore_eos=True) for p in PARAMS]
+    answers = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [[output.text for output in answer.outputs] for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
+    with harness.serve(tmp_path_factory.mktemp("server"), "-dp", "2", *flags) as made:
+        yield made
+
+
+def engines(server):
+    """The two engines' first processes; a spare one is younger."""
+    children = psutil.Process(server.process.pid).children()
+    found = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
+    return sorted(found, key=psutil.Process.create_time)[:2]
+
+
+async def ask_all(server, on_chunk=lambda: None):
+    """The texts of all prompts, streamed at the same time."""
+    async with openai.AsyncOpenAI(
+        base_url=server.url + "/v1", api_key="none", max_retries=0
+    ) as client:
+
+        async def ask(prompt, params):
+            texts = [""] * params["n"]
+            stream = await client.completions.create(
+                model=MODEL, prompt=prompt, stream=True, extra_body={"ignore_eos": True}, **params
+            )
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                on_chunk()
+            return texts
+
+        return await asyncio.gather(*(ask(*both) for both in zip(PROMPTS, PARAMS, strict=True)))
+
+
+def of_engines(server, name):
+    """A metric's value for each engine."""
+    lines = server.get("/metrics").text.splitlines()
+    return [
+        float(line.rsplit(" ", 1)[1])
+        for index in range(2)
+        for line in lines
+        if line.startswith(f"{name}{{") and f'engine="{index}"' in line
+    ]
+
+
+def test_both_engines_give_the_answers_of_one(server, expected):
+    assert len(engines(server)) == 2
+    assert asyncio.run(ask_all(server)) == expected
+    counts = of_engines(server, "octavo:generation_tokens_total")
+    assert sum(counts) == 80 * 11
+    assert min(counts) > 0
+    assert len(of_engines(server, "octavo_engine_process_resident_memory_bytes")) == 2
+    assert server.get("/health").json() == {"status": "ok", "reason": "ok"}
+
+
+def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected):
+    chunks, killed = 0, None
+
+    def on_chunk():
+        nonlocal chunks, killed
+        chunks += 1
+        if chunks == 150:
+            killed = engines(server)[1]
+            killed.send_signal(signal.SIGKILL)
+
+    assert asyncio.run(ask_all(server, on_chunk)) == expected
+    assert killed is not None
+    # One restart of the engine; its requests did not wait for it.
+    harness.wait_for(server, "/ready")
+    while (reason := server.get("/health").json()["reason"]) != "ok":
+        assert reason == "engine 1 is being started; the others serve"
+        time.sleep(0.05)
+    assert of_engines(server, "octavo:engine_restarts_total") == [0, 1]
+    assert of_engines(server, "octavo:requests_recovered_total")[1] > 0
+    assert "requests of engine 1 go on at others" in server.log.read_text()
+    assert asyncio.run(ask_all(server)) == expected
+    assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+
+
+def test_nothing_is_left_after_the_end(server):
+    """The last of this file: it ends the server."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+    _, left = psutil.wait_procs(family, timeout=5)
+    assert left == []
+
+
+def test_what_one_engine_alone_can_do(tmp_path):
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported here"):
+        LLM(MODEL, data_parallel_size=2)
+
+    async def start():
+        config = EngineConfig.from_kwargs(data_parallel_size=2, **SETTINGS)
+        record = RecordSettings(str(tmp_path / "r"), "full", 2**20)
+        await AsyncLLM.start(config, record=record)
+
+    with pytest.raises(ConfigError, match="a recording is of one engine"):
+        asyncio.run(start())

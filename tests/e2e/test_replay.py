@@ -1,0 +1,186 @@
+"""A recording of many kinds of requests, with a death between, replays bit for bit."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo import cli
+from octavo.bench.step_times import StepBatch, StepTimes
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import RequestError
+from octavo.models.hub import resolve_folders
+from octavo.models.registry import read_spec
+from octavo.recording import RecordSettings
+from octavo.replay import load_recording
+from octavo.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+SETTINGS = {
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": "8M",
+    "max_num_seqs": 16,
+    "enable_prompt_embeds": True,
+}
+EMBED_SIZE = read_spec(resolve_folders(EngineConfig.from_kwargs())[0]).embed_size
+NUM_REQUESTS = 80
+
+KINDS = [
+    {"temperature": 0.0},
+    {},
+    {"seed": 11, "top_p": 0.9, "top_k": 40},
+    {"n": 4, "max_tokens": 8},
+    {"logprobs": 3, "prompt_logprobs": 2},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    {"stop": ["the", " and"], "max_tokens": 60},
+    {"temperature": 0.0, "stop": ["."], "include_stop_str_in_output": True, "logprobs": 0},
+    {"min_tokens": 5, "bad_words": ["the"], "min_p": 0.05},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-z]{3,9} [0-9]{2}")},
+    {"structured_outputs": StructuredOutputsParams(choice=["red", "green", "blue"])},
+    {"logit_bias": {70: 5.0}, "ignore_eos": True},
+]
+PROMPTS = [
+    "Once upon a time",
+    "The little dog saw a big tree and wanted to climb it. " * 6,
+    "One day, a girl named Lily found",
+    "She",
+]
+
+
+async def ask(engine: AsyncLLM, i: int) -> None:
+    await asyncio.sleep(0.005 * i)
+    prompt = f"{i % 7} {PROMPTS[i % len(PROMPTS)]}"
+    if i % 40 == 39:
+        params = BeamSearchParams(beam_width=3, max_tokens=6)
+        await engine.beam_search(prompt, params, str(i), cache_salt="salt")
+        return
+    settings = {"max_tokens": 24, **KINDS[i % len(KINDS)]}
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, **settings)
+    options: dict[str, Any] = {"tenant": (None, "a secret key", "b")[i % 3]}
+    if i % 10 == 7:  # neither passes; in a replay both would have
+        options["deadline"] = options["first_token_deadline"] = time.monotonic() + 30
+    if i % 20 == 3 and settings.keys().isdisjoint({"prompt_logprobs"}):
+        prompt = {"prompt_embeds": np.full((9, EMBED_SIZE), 0.01 * (i - 40), np.float32)}
+    if i == 13:  # so long that its deadline passes
+        prompt, params = "On", SamplingParams(max_tokens=240, ignore_eos=True)
+        options["deadline"] = time.monotonic() + 0.3
+    if i == 14:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar="root ::= ("))
+    count = 0
+    try:
+        async for _ in engine.generate(prompt, params, str(i), **options):
+            count += 1
+            if i % 50 == 49 and count == 3:
+                return  # the client goes
+    except RequestError:
+        assert i in (13, 14)
+
+
+async def record(path: Path) -> None:
+    """Asks all requests, and kills the engine while they are in flight."""
+    engine = await AsyncLLM.start(
+        EngineConfig.from_kwargs(**SETTINGS),
+        warm_spare=False,
+        record=RecordSettings(str(path)),
+    )
+    try:
+        await engine.wait_ready()
+        tasks = [asyncio.create_task(ask(engine, i)) for i in range(NUM_REQUESTS)]
+        while sum(task.done() for task in tasks) < NUM_REQUESTS // 4:
+            await asyncio.sleep(0.01)
+        os.kill(engine._client.pid, signal.SIGKILL)
+        await asyncio.gather(*tasks)
+    finally:
+        await engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recording") / "run.rec"
+    asyncio.run(record(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--max-num-batched-tokens", "64", "--max-num-seqs", "5", "--no-enable-prefix-caching"),
+        ("--free", "--num-gpu-blocks-override", "60", "--block-size", "32", "--enforce-eager"),
+    ],
+)
+def test_a_recording_replays_without_a_difference(recording, flags, capsys):
+    status = cli.main(["replay", str(recording), *flags])
+    said = capsys.readouterr()
+    assert status == 0, said
+    assert "0 answers differ" in said.out
+    assert "the engine died 1 times" in said.out
+    assert " 0 differ, a token's own by at most 0\n" in said.out  # logprobs
+
+
+def test_what_is_in_the_recording(recording):
+    transcript = load_recording(recording)
+    assert len(transcript.arrivals) > NUM_REQUESTS  # beams are requests of their own
+    assert transcript.num_steps > 50
+    steps = [transcript.first_step(a) for a in transcript.arrivals.values()]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 10
+    cut = [a for a in transcript.answers.values() if not a.complete]
+    assert 1 <= len(cut) <= 20  # those whose clients went, and two that failed
+    assert {a.error is None for a in cut} == {True, False}
+    requests = [a.request for a in transcript.arrivals.values()]
+    assert len({r.tenant for r in requests}) == 3
+    assert sum(r.prompt_embeds is not None for r in requests) >= 3
+    assert sum(r.first_token_deadline is not None for r in requests) >= 5
+    assert transcript.num_lost == 0
+    assert oct(recording.stat().st_mode & 0o777) == "0o600"
+    assert b"salt" not in recording.read_bytes()
+    assert b"secret" not in recording.read_bytes()
+    tail = recording.with_name("run.rec.crash-1")
+    assert load_recording(tail).num_deaths == 1
+
+
+def test_it_tells_what_steps_take(recording, tmp_path, capsys):
+    """So that a load can be simulated on what was recorded."""
+    saved = tmp_path / "times.json"
+    flags = ["--max-model-len", "256", "--num-prompts", "4", "--input-len", "40"]
+    flags += ["--output-len", "8", "--save-step-times", str(saved)]
+    assert cli.main(["simulate", "--step-times", str(recording), *flags]) == 0
+    times = StepTimes.load(str(saved))
+    assert (times.model, times.max_model_len) == ("octavo/stories", 256)
+    assert times.num_blocks > 100
+    assert 1e-5 < times.make_predictor()(StepBatch(4, 4, 0, 400)) < 1
+    assert 0 < times.host_seconds + 8 * times.host_request_seconds < 1
+    assert "Simulated Serving Result" in capsys.readouterr().out
+
+
+def test_what_differs_is_told(recording, capsys):
+    """Another dtype computes other bits: some token comes out otherwise."""
+    assert cli.main(["replay", str(recording), "--dtype", "float32"]) == 1
+    said = capsys.readouterr().out
+    assert "answers differ" in said
+    assert " was " in said
+
+
+def test_another_model_is_refused(recording, capsys):
+    assert cli.main(["replay", str(recording), "--model", "octavo/stories-draft"]) == 2
+    assert "--allow-other-model" in capsys.readouterr().err
+
+
+def test_requests_that_a_model_cannot_take_are_told(recording, capsys):
+    """Ids of tokens and sizes of embeddings are checked as those of any client."""
+    flags = ["--max-model-len", "64", "--no-enable-prompt-embeds"]
+    assert cli.main(["replay", str(recording), *flags]) == 1
+    said = capsys.readouterr().out
+    assert "maximum context length is 64 tokens" in said
+    assert "prompt embeddings" in said.lower() or "prompt_embeds" in said

@@ -1,0 +1,21 @@
+"""`octavo serve` without a server."""
+
+import sys
+from types import SimpleNamespace
+
+from octavo.engine import core_launcher
+
+
+def stand_in(monkeypatch, seen):
+    """Has `octavo serve` put its settings into `seen`, or call it with them; nothing is started."""
+
+    def run_server(server, engine, process):
+        if callable(seen):
+            return seen(server, engine)
+        seen.update(server=server, engine=engine)
+        return 0
+
+    process = SimpleNamespace(shutdown=lambda timeout: None)
+    monkeypatch.setattr(core_launcher, "CoreProcess", lambda warm: process)
+    module = SimpleNamespace(run_server=run_server)
+    monkeypatch.setitem(sys.modules, "octavo.server.run", module)

@@ -1,0 +1,123 @@
+"""Random lives of an engine, as many as one likes, each from its number.
+
+    python -m tests.simulate --schedules 1000000 --jobs 2
+    python -m tests.simulate --replay 1234567
+
+The real engine core, scheduler, block pool and front-end records serve random requests with random
+settings on a fake worker and clock, while requests are aborted, steps fail and engines die. After
+each step the books are checked; in the end every request has been answered once, with the tokens
+that it would have got alone. What is found is told by its number; --replay makes it smaller, and
+prints it as Python that a test can keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.simulate.schedule import Schedule, make_schedule, shrink
+from tests.simulate.simulation import run
+
+_BATCH = 500
+_MOST_FAILURES = 10
+
+
+def failures(seeds: range) -> list[tuple[int, str]]:
+    """The seeds whose schedules fail, and how."""
+    found = []
+    for seed in seeds:
+        try:
+            run(make_schedule(seed))
+        except Exception as error:
+            found.append((seed, f"{type(error).__name__}: {error}"))
+    return found
+
+
+def fails(schedule: Schedule) -> bool:
+    """Whether a schedule fails."""
+    try:
+        run(schedule)
+    except Exception:
+        return True
+    return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the status: 0, or 1 if something was found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--schedules", type=int, default=10_000, metavar="N", help="how many [10000]")
+    add("--seed", type=int, default=0, metavar="N", help="the first one's number [0]")
+    add("--jobs", type=int, default=1, metavar="N", help="processes [1]")
+    add("--replay", type=int, metavar="SEED", help="run this one only, and make it smaller")
+    args = parser.parse_args(argv)
+    logging.getLogger("octavo").setLevel(logging.CRITICAL)  # steps are meant to fail
+    if args.replay is not None:
+        return _replay(args.replay)
+    begin, end = args.seed, args.seed + args.schedules
+    batches = [range(at, min(at + _BATCH, end)) for at in range(begin, end, _BATCH)]
+    started, done, found = time.monotonic(), 0, 0
+    with contextlib.suppress(KeyboardInterrupt):  # what has been done counts
+        for batch, bad in zip(batches, _map(batches, args.jobs), strict=False):
+            done += len(batch)
+            found += len(bad)
+            for seed, message in bad:
+                print(f"\nseed {seed}: {message}", flush=True)
+            if sys.stderr.isatty():
+                rate = done / (time.monotonic() - started)
+                print(f"\r{done:,} of {args.schedules:,}, {rate:,.0f}/s ", end="", file=sys.stderr)
+            if found >= _MOST_FAILURES:
+                break
+    seconds = time.monotonic() - started
+    print(
+        f"{done:,} schedules (seeds {begin} to {begin + done - 1}) in {seconds:,.0f} s, "
+        f"{done / max(seconds, 1e-9):,.0f}/s: {found} failed"
+    )
+    return int(bool(found))
+
+
+def _map(batches: list[range], jobs: int) -> Iterator[list[tuple[int, str]]]:
+    """`failures` of each, in order, in as many processes."""
+    if jobs == 1:
+        yield from map(failures, batches)
+        return
+    with ProcessPoolExecutor(jobs, initializer=_silence) as pool:
+        try:
+            yield from pool.map(failures, batches)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _silence() -> None:
+    logging.getLogger("octavo").setLevel(logging.CRITICAL)
+
+
+def _replay(seed: int) -> int:
+    schedule = make_schedule(seed)
+    if not fails(schedule):
+        print(f"seed {seed} passes")
+        return 0
+    schedule = shrink(schedule, fails)
+    try:
+        run(schedule)
+    except Exception:
+        traceback.print_exc()
+    print(f"\nseed {seed}, made smaller:\n\nSchedule(\n    {schedule.settings},\n    (")
+    for event in schedule.events:
+        print(f"        {event},")
+    print("    ),\n)")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
