@@ -20,7 +20,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import GrammarError
+from octavo.device import check_memory
+from octavo.errors import GrammarError, RequestError, StepFailedError
 from octavo.messages import GrammarOutput, GrammarSpec
 from octavo.request import Request, RequestStatus
 from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
@@ -44,6 +45,8 @@ _SECONDS, _SECONDS_PER_TOKEN = 2.0, 0.02
 _TOO_SLOW = "its grammar takes too long to match; simplify it"
 
 MakeBackends = Callable[[], Sequence[GrammarBackend]]
+_Result = CompiledGrammar | RequestError | MemoryError | None
+"""What became of a grammar; None: nobody waited for it any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +80,7 @@ class _Job:
         except GrammarError as error:
             self.error = error.message
         except Exception as error:
+            check_memory()
             logger.exception("a grammar failed")
             self.error = f"its grammar failed: {type(error).__name__}: {error}"
         state.seconds += time.thread_time() - began
@@ -181,7 +185,7 @@ class StructuredOutputManager:
         self._num_words = -(-vocab_size // 32)
         self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._waiting: dict[GrammarSpec, list[Request]] = {}
-        self._done: queue.SimpleQueue[tuple[GrammarSpec, CompiledGrammar | GrammarError | None]]
+        self._done: queue.SimpleQueue[tuple[GrammarSpec, _Result]]
         self._done = queue.SimpleQueue()
         self._arrived = threading.Event()
         self._pool: ThreadPoolExecutor | None = None
@@ -230,14 +234,19 @@ class StructuredOutputManager:
             self._pool.submit(self._compile, spec, waiting)
         return False
 
-    def take_finished(self) -> list[tuple[Request, GrammarError | None]]:
+    def take_finished(self) -> list[tuple[Request, RequestError | None]]:
         """The requests whose grammar is there now, or cannot be had, with the reason.
 
         Some may have ended meanwhile.
+
+        Raises:
+            MemoryError: a library lacked memory; what else does nobody knows.
         """
-        found: list[tuple[Request, GrammarError | None]] = []
+        found: list[tuple[Request, RequestError | None]] = []
         while not self._done.empty():
             spec, result = self._done.get()
+            if isinstance(result, MemoryError):
+                raise result
             waiting = self._waiting.pop(spec)
             if result is None:  # nobody wanted it when its turn came; somebody may now
                 waiting = [r for r in waiting if r.status == RequestStatus.WAITING_FOR_FSM]
@@ -246,7 +255,7 @@ class StructuredOutputManager:
             if isinstance(result, CompiledGrammar):
                 self._keep(spec, result)
             for request in waiting:
-                error = result if isinstance(result, GrammarError) else None
+                error = result if isinstance(result, RequestError) else None
                 if isinstance(result, CompiledGrammar):
                     try:
                         self._begin(request, result)
@@ -324,16 +333,21 @@ class StructuredOutputManager:
 
     def _compile(self, spec: GrammarSpec, waiting: Sequence[Request]) -> None:
         """On a thread of the pool: compiles, or says why not."""
-        result: CompiledGrammar | GrammarError | None = None
+        result: _Result = None
         # The list may grow meanwhile, and that is as good.
         if any(request.status == RequestStatus.WAITING_FOR_FSM for request in list(waiting)):
             try:
                 result = self._compile_in_time(spec)
-            except GrammarError as error:
+            except (RequestError, MemoryError) as error:
                 result = error
             except Exception as error:
-                logger.exception("a grammar could not be compiled")
-                result = GrammarError(f"The grammar cannot be compiled: {error}")
+                try:
+                    check_memory()
+                except MemoryError as want:
+                    result = want
+                else:
+                    logger.exception("a grammar could not be compiled")
+                    result = GrammarError(f"The grammar cannot be compiled: {error}")
         self._done.put((spec, result))
         self._arrived.set()
         self.wake()
@@ -376,7 +390,14 @@ class StructuredOutputManager:
     def _choose(self, spec: GrammarSpec) -> Sequence[GrammarBackend]:
         with self._lock:
             if self._backends is None:
-                self._backends = self._make_backends()
+                try:
+                    self._backends = self._make_backends()
+                except Exception as error:
+                    check_memory()
+                    logger.exception("the grammar libraries could not be loaded")
+                    raise StepFailedError(
+                        f"The grammar libraries cannot be loaded: {error}"
+                    ) from error
         return [b for b in self._backends if spec.backend in ("auto", b.name)]
 
     def _lose(self, thread: _Thread) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
+from octavo.device import check_memory
 from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.base import (
@@ -57,6 +58,7 @@ class XGrammarBackend(GrammarBackend):
         except GrammarError:
             raise
         except Exception as error:  # the library's own are of many kinds
+            check_memory()
             raise _refusal(str(error)) from None
         nbytes = max(grammar.memory_size_bytes, _NBYTES_PER_CHAR * len(spec.text))
         compiled = _Compiled(grammar, self._vocabulary, nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -95,6 +96,40 @@ def test_a_fault_of_a_backend_fails_its_request_only(manager, backend):
     request = make("nonsense")
     assert "ValueError" not in str(finish(manager, make("3")))
     assert "cannot be compiled" in finish(manager, request)[request].message
+
+
+def test_libraries_that_cannot_be_loaded_are_not_the_requests_fault():
+    def fail():
+        raise ImportError("no such symbol")
+
+    request = make("3")
+    error = finish(StructuredOutputManager(fail, VOCAB), request)[request]
+    assert (type(error).__name__, error.status) == ("StepFailedError", 500)
+    assert "no such symbol" in error.message
+
+
+@pytest.mark.parametrize("at", ["load", "compile", "match"])
+def test_want_of_memory_is_the_engines_whatever_the_library_says(backend, monkeypatch, at):
+    def fail(*args):
+        raise ImportError("failed to map segment from shared object")
+
+    def have_no_memory():
+        raise MemoryError("there is none")
+
+    request = make("3")
+    if at == "match":
+        manager = StructuredOutputManager(lambda: [backend], VOCAB)
+        finish(manager, request)
+        monkeypatch.setattr(ToyGrammar, "fill_bitmask", fail)
+    elif at == "compile":
+        manager = StructuredOutputManager(lambda: [backend], VOCAB)
+        monkeypatch.setattr(backend, "compile", fail)
+    else:
+        manager = StructuredOutputManager(fail, VOCAB)
+    monkeypatch.setattr(module, "check_memory", have_no_memory)
+    ask = partial(manager.make_output, [(request, 0)], {}) if at == "match" else None
+    with pytest.raises(MemoryError):
+        (ask or partial(finish, manager, request))()
 
 
 def test_compiling_holds_nobody_up_and_wakes_the_engine(manager, backend):
