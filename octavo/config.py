@@ -285,6 +285,75 @@ class ParallelConfig(_Section, frozen=True):
             ge=1,
         ),
     ] = 1
+    data_parallel_size_local: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="How many of these engines are on this machine; default: all. The others"
+            " are on nodes that join (--headless)."
+        ),
+    ] = None
+    data_parallel_start_rank: Annotated[
+        int, Meta(description="On a node: number of its first engine; the head has 0.", ge=0)
+    ] = 0
+    data_parallel_address: Annotated[
+        str | None,
+        Meta(
+            description="With engines on several machines: name or address of the head node, where"
+            " it listens for the others."
+        ),
+    ] = None
+    data_parallel_rpc_port: Annotated[
+        int, Meta(description="The head node's port for nodes and their engines.", ge=0, le=65535)
+    ] = 29550
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with the secret that all machines of a cluster have in common; all"
+            " that passes between them is encrypted under it."
+        ),
+    ] = None
+
+    @property
+    def num_local_engines(self) -> int:
+        """Engines on this machine."""
+        return self.data_parallel_size_local or self.data_parallel_size
+
+    def check(self, *, headless: bool) -> None:
+        """Whether the settings of a cluster go together.
+
+        Args:
+            headless: this machine is a node.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        size, local = self.data_parallel_size, self.num_local_engines
+        start, total = self.data_parallel_start_rank, f"data_parallel_size={size}"
+        if start + local > size:
+            raise ConfigError(
+                f"data_parallel_start_rank={start} and data_parallel_size_local={local} are more "
+                f"than {total}; {total} counts the engines of all machines."
+            )
+        if not headless and start:
+            raise ConfigError(
+                f"data_parallel_start_rank={start} is for nodes; add --headless, or leave it out."
+            )
+        if headless and not start:
+            raise ConfigError(
+                "headless: data_parallel_start_rank=0 is the head node's first engine; give the "
+                "number of this node's first one."
+            )
+        if not headless and local == size:
+            if self.data_parallel_address is not None or self.cluster_key_file is not None:
+                raise ConfigError(
+                    f"data_parallel_address and cluster_key_file are for engines on several "
+                    f"machines, and all of {total} are on this one; set data_parallel_size_local, "
+                    "or leave them out."
+                )
+            return
+        for name in ("data_parallel_address", "cluster_key_file"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} is missing: {total} has engines on other machines.")
 
 
 class ObservabilityConfig(_Section, frozen=True):
@@ -384,6 +453,13 @@ class ServerConfig(_Section, frozen=True):
             gt=0,
         ),
     ] = 60.0
+    headless: Annotated[
+        bool,
+        Meta(
+            description="Be a node: no HTTP server, only engines of the server at"
+            " --data-parallel-address."
+        ),
+    ] = False
     max_engine_restarts: Annotated[
         int,
         Meta(

@@ -84,17 +84,12 @@ FOREIGN: dict[str, Foreign] = {
             enable_fault_tolerance=False,
         ),
         _group(
-            "all engines of a server run on its machine so far, behind one front end "
-            "(data_parallel_size); for more machines start a server on each, and a load balancer",
-            data_parallel_size_local=1,
+            "the engines of a server, on all machines (--headless), are behind one front end so "
+            "far; for more front ends start a server for each, and a load balancer",
             data_parallel_rank=0,
-            data_parallel_start_rank=0,
-            data_parallel_address=None,
-            data_parallel_rpc_port=None,
             data_parallel_hybrid_lb=False,
             data_parallel_external_lb=False,
             data_parallel_multi_port_external_lb=False,
-            headless=False,
             api_server_count=1,
         ),
         _group("the server starts the engines itself, without Ray", data_parallel_backend="mp"),
@@ -556,14 +551,6 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a setting of vLLM's asks for what Octavo cannot do, or two contradict.
     """
     kwargs = dict(kwargs)
-    local, size = (_typed(kwargs.get(f"data_parallel_size{end}")) for end in ("_local", ""))
-    if local is not None and local == size:  # all of them are here
-        del kwargs["data_parallel_size_local"]
-    elif local is not None and size is not None:
-        raise ConfigError(
-            f"data_parallel_size_local={local!r} is not supported with data_parallel_size={size!r}:"
-            f" {FOREIGN['data_parallel_size_local'].why}."
-        )
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
     devices = settings.get("tensor_parallel_size")
     if isinstance(devices, int) and devices > 1:
