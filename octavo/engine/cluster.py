@@ -130,7 +130,7 @@ def connect(context: zmq.Context[Any], reached: ReachedBy, name: bytes) -> zmq.S
         reached: the head.
         name: its identity.
     """
-    socket = context.socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name)
     socket.curve_secretkey, socket.curve_publickey = reached.secret, reached.public
     socket.curve_serverkey = reached.public
@@ -213,7 +213,9 @@ class Hub:
                 f"data_parallel_address={host!r}, data_parallel_rpc_port={port}: cannot listen "
                 f"there ({error.strerror}); choose an address of this machine and a free port."
             ) from None
-        self.address = socket.getsockopt(zmq.LAST_ENDPOINT).decode()
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.decode()
         """Where it listens, as ZMQ writes it."""
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -257,7 +259,9 @@ class Hub:
     def send(self, name: bytes, frames: list[bytes]) -> None:
         """Sends frames at once, or with the next turn of the event loop."""
         if not self._context.closed:
-            self._socket.send_multipart([name, *frames]).add_done_callback(_forget)
+            asyncio.ensure_future(self._socket.send_multipart([name, *frames])).add_done_callback(
+                _forget
+            )
 
     def make_spare(self, rank: int) -> None:
         """Has the node of an engine keep a warm interpreter ready."""
@@ -318,6 +322,9 @@ class Hub:
             self._lose(node, "was stopped")
 
     def _admit(self, name: bytes, join: Join) -> None:
+        if name in self._nodes:  # the first welcome was lost
+            self.tell(name, WELCOME)
+            return
         ranks = range(join.start_rank, join.start_rank + join.num_engines)
         why = None
         if join.version != __version__:
@@ -367,8 +374,7 @@ class Hub:
 
     async def _watch_handshakes(self) -> None:
         while True:
-            event = await zmq.utils.monitor.recv_monitor_message(self._monitor)  # type: ignore[misc]
-            del event
+            await zmq.utils.monitor.recv_monitor_message(self._monitor)
             logger.warning(
                 "somebody tried to join the cluster without its key (another cluster_key_file?), "
                 "and was turned away"

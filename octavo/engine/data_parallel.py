@@ -129,9 +129,10 @@ class DataParallelClient:
             )
 
         def make(index: int, first: CoreReady | None) -> Supervisor:
-            here = self._hub is None or index < self._local
             return Supervisor(
-                launcher if here else RemoteLauncher(self._hub, launcher, index),
+                RemoteLauncher(self._hub, launcher, index)
+                if self._hub is not None and index >= self._local
+                else launcher,
                 partial(self._requests_of, index),
                 max_restarts=max_restarts,
                 progress_timeout=progress_timeout,

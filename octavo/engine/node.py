@@ -131,7 +131,9 @@ class _Node:
                     return
             now = time.monotonic()
             if now - told >= ALIVE_SECONDS:
-                if self._heard is not None:
+                if self._heard is None:
+                    self._tell(cluster.JOIN, self._join)  # the head may not have been there
+                else:
                     self._heard += max(0.0, now - told - 2 * ALIVE_SECONDS)  # we slept
                     self._tell(cluster.ALIVE)
                 told = now
