@@ -12,7 +12,6 @@ from octavo.foreign import FOREIGN, check_foreign, translate
     [
         ("pipeline_parallel_size", 1),
         ("pipeline_parallel_size", "1"),
-        ("data_parallel_address", None),
         ("distributed_executor_backend", "mp"),
         ("compilation_config", "3"),
         ("compilation_config", {}),
@@ -52,18 +51,11 @@ def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
     assert "\n" not in str(error.value)
 
 
-def test_all_engines_are_on_this_machine():
-    config = EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_size_local="2")
-    assert config == EngineConfig.from_kwargs(data_parallel_size=2)
-    for size, local in ((4, 2), (4, 1), (2, "4")):
-        with pytest.raises(ConfigError, match="run on its machine so far"):
-            EngineConfig.from_kwargs(data_parallel_size=size, data_parallel_size_local=local)
-    with pytest.raises(ConfigError, match="run on its machine so far"):
-        EngineConfig.from_kwargs(data_parallel_size_local=2)
+def test_one_front_end_has_all_engines():
     with pytest.raises(ConfigError, match="without Ray"):
         EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_backend="ray")
-    for name in ("headless", "data_parallel_external_lb", "data_parallel_hybrid_lb"):
-        with pytest.raises(ConfigError, match="start a server on each"):
+    for name in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
+        with pytest.raises(ConfigError, match="behind one front end"):
             EngineConfig.from_kwargs(**{name: True})
 
 

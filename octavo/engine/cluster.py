@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,19 +37,22 @@ logger = logging.getLogger(__name__)
 
 # Kinds of message between a node and its head, beside those of `wire.py` with engines.
 JOIN, ALIVE, EXITED, LEAVE = b"j", b"a", b"e", b"l"
-WELCOME, REFUSED, LAUNCH, KILL, STOP, SPARE = b"w", b"r", b"s", b"k", b"x", b"p"
+WELCOME, REFUSED, FORGOTTEN, LAUNCH, KILL, STOP, SPARE = (b"w", b"r", b"f", b"s", b"k", b"x", b"p")
 HELLO = b"h"
 """An engine's process can be sent to now."""
 # What the names of sockets begin with, of nodes and of the two that an engine has.
 NODE, ENGINE_IN, ENGINE_OUT = b"N", b"I", b"O"
 
-ALIVE_SECONDS = 1.0
-"""Between two signs of life."""
+ALIVE_SECONDS = 0.5
+"""Between two signs of life. One that cannot be sent, since the connection is closed, tells that
+the other side is gone; so does an engine's message."""
 GONE_SECONDS = 8.0
 """Without one, after which the other side is gone."""
 # No message is as large: requests are bounded long before they come here.
 _MAX_MESSAGE = 2**30
 _MIN_KEY_CHARS = 32
+# What a node may take to tell how an engine has ended.
+_EXIT_SECONDS = 0.3
 _T = TypeVar("_T")
 
 
@@ -259,9 +263,23 @@ class Hub:
     def send(self, name: bytes, frames: list[bytes]) -> None:
         """Sends frames at once, or with the next turn of the event loop."""
         if not self._context.closed:
-            asyncio.ensure_future(self._socket.send_multipart([name, *frames])).add_done_callback(
-                _forget
+            sent = asyncio.ensure_future(self._socket.send_multipart([name, *frames]))
+            sent.add_done_callback(partial(self._note_sent, name))
+
+    def _note_sent(self, name: bytes, sent: asyncio.Future[Any]) -> None:
+        """A message has been sent, or could not be."""
+        if sent.cancelled() or (error := sent.exception()) is None:
+            return
+        node, process = self._nodes.get(name), self._processes.get(name[1:])
+        if node is not None:
+            self._lose(node, "has closed the connection")
+        elif process is not None:
+            # Its node may know more.
+            asyncio.get_running_loop().call_later(
+                _EXIT_SECONDS, process.end, "the engine has closed the connection"
             )
+        elif not isinstance(error, zmq.ZMQError):
+            raise error
 
     def make_spare(self, rank: int) -> None:
         """Has the node of an engine keep a warm interpreter ready."""
@@ -310,7 +328,7 @@ class Hub:
         if kind == JOIN:
             self._admit(name, _decode(payload, Join))
         elif node is None:
-            self.tell(name, REFUSED, "the head node does not know this node any more")
+            self.tell(name, FORGOTTEN)
         elif kind == ALIVE:
             node.heard = time.monotonic()
         elif kind == EXITED:
@@ -361,14 +379,16 @@ class Hub:
             for node in list(self._nodes.values()):
                 if overslept > ALIVE_SECONDS:
                     node.heard += overslept
-                self.tell(node.name, ALIVE)
                 silent = time.monotonic() - node.heard
                 if silent > GONE_SECONDS:
                     self._lose(node, f"has not been heard for {silent:.0f} s")
+                else:
+                    self.tell(node.name, ALIVE)
 
     def _lose(self, node: _Node, why: str) -> None:
         logger.warning("the node %s %s", node.host, why)
-        self._nodes.pop(node.name)
+        del self._nodes[node.name]
+        self.tell(node.name, FORGOTTEN)
         for launch_id in list(node.launches):
             self._processes[launch_id].end(f"the node {node.host} {why}")
 
@@ -509,8 +529,3 @@ def _decode(payload: bytes, kind: type[_T]) -> _T:
 
 def _span(ranks: range) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks.start} to {ranks.stop - 1}"
-
-
-def _forget(sent: asyncio.Future[Any]) -> None:
-    if not sent.cancelled():
-        sent.exception()  # who is gone is found by its silence

@@ -109,6 +109,7 @@ class _Node:
         )
         self._heard: float | None = None
         """When the head gave the last sign of life; None: it has not welcomed us yet."""
+        self._alone_since = time.monotonic()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ends `run`."""
@@ -123,7 +124,7 @@ class _Node:
         """
         logger.info("joining the head node %s", self._reached.address)
         self._tell(cluster.JOIN, self._join)
-        began = said = told = time.monotonic()
+        said = told = time.monotonic()
         while not self._stopped:
             if self._socket.poll(int(_POLL_SECONDS * 1000)):
                 kind, payload = self._socket.recv_multipart()
@@ -138,25 +139,35 @@ class _Node:
                     self._tell(cluster.ALIVE)
                 told = now
             if self._heard is None:
-                if now - began > JOIN_SECONDS:
-                    raise EngineDeadError(self._why_alone(JOIN_SECONDS))
+                alone = now - self._alone_since
+                if alone > JOIN_SECONDS:
+                    raise EngineDeadError(self._why_alone(alone))
                 if now - said > _REMIND_SECONDS:
-                    logger.warning("%s; still trying", self._why_alone(now - began))
+                    logger.warning("%s; still trying", self._why_alone(alone))
                     said = now
-            elif now - self._heard > GONE_SECONDS:
-                raise EngineDeadError(
-                    f"the head node {self._reached.address} has not been heard for "
-                    f"{now - self._heard:.0f} s"
-                )
+            elif (silent := now - self._heard) > GONE_SECONDS:
+                self._start_over(f"has not been heard for {silent:.0f} s")
             self._look_at_processes()
         logger.info("stopping")
         self._tell(cluster.LEAVE)
 
+    def _start_over(self, why: str) -> None:
+        """The head is gone, and what it had started is of no use; maybe it comes back."""
+        logger.warning("the head node %s %s; joining again", self._reached.address, why)
+        self._end_processes()
+        self._heard, self._alone_since = None, time.monotonic()
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.kill("the head node is gone")
+            process.shutdown(0.0)
+        self._processes.clear()
+
     def close(self) -> None:
         """Ends the engine processes."""
-        for process in [*self._processes.values(), *([self._spare] if self._spare else [])]:
-            process.kill("the node was stopped")
-            process.shutdown(0.0)
+        self._end_processes()
+        if self._spare is not None:
+            self._spare.shutdown(0.0)
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -169,7 +180,13 @@ class _Node:
             raise ConfigError(
                 f"the head node {self._reached.address} refuses this node: {decode(payload)}."
             )
+        if kind == cluster.FORGOTTEN:
+            if self._heard is not None:
+                self._start_over("has given up this node")
+            return True
         if self._heard is None:
+            if kind != cluster.WELCOME:
+                return kind != cluster.LEAVE
             logger.info("the head node has welcomed this one")
         self._heard = time.monotonic()
         if kind == cluster.LAUNCH:
