@@ -44,6 +44,7 @@ HIDDEN = "(hidden)"
 
 PositiveInt = Annotated[int, Meta(gt=0)]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 KVCacheDtype = Literal[
     "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"
 ]
@@ -60,11 +61,19 @@ def _read_switch(text: str) -> bool:
 
 def _read_gib(text: str) -> int | None:
     """Bytes of a number of GiB; None for 0, which says nothing."""
-    return int(float(text) * 2**30) or None
+    number = float(text)
+    if not 0 <= number < 2**30:  # more would be no number of bytes that a setting may hold
+        raise ValueError(text)
+    return int(number * 2**30) or None
 
 
 def _read_log_level(text: str) -> str:
-    return {"critical": "error"}.get(text.lower(), text.lower())
+    """A level of `log_level`; Python's other names for them are vLLM's, too."""
+    level = text.lower()
+    level = {"critical": "error", "fatal": "error", "warn": "warning"}.get(level, level)
+    if level not in typing.get_args(LogLevel):
+        raise ValueError(text)
+    return level
 
 
 ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
@@ -497,9 +506,7 @@ class ServerConfig(_Section, frozen=True):
             ge=2**20,
         ),
     ] = 2**30
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Minimum log level.")
-    ] = "info"
+    log_level: Annotated[LogLevel, Meta(description="Minimum log level.")] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="text for people, json for machines.")
     ] = "text"
@@ -811,6 +818,8 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             raise ConfigError(f"{name}={value!r} is not allowed; choose one of {allowed}.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ConfigError(f"{name}={_shorten(value)} is not allowed: it is too large.")
+        if fields[name].is_json and isinstance(value, dict):
+            _check_parts(name, fields[name].type, value)
         try:
             plain[name] = getattr(msgspec.convert({name: value}, section), name)
         except msgspec.ValidationError as error:
@@ -818,6 +827,24 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             shown = HIDDEN if fields[name].secret else repr(value)
             raise ConfigError(f"{name}={shown} is not allowed: {reason}.") from None
     return section(**plain)
+
+
+def _check_parts(name: str, kind: Any, value: dict[str, Any]) -> None:
+    """Refuses what a setting that is a JSON object has no part for, or no choice of a part."""
+    plain, _ = optional_type(kind)
+    if not isinstance(plain, type(msgspec.Struct)):
+        return
+    parts = {part: optional_type(hint)[0] for part, hint in typing.get_type_hints(plain).items()}
+    for part, item in value.items():
+        if part not in parts:
+            near = difflib.get_close_matches(part, parts, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parts)}."
+            raise ConfigError(f"{name} has no part called {part!r}; {hint}")
+        choices = typing.get_args(parts[part]) if typing.get_origin(parts[part]) is Literal else ()
+        if choices and item is not None and item not in choices:
+            raise ConfigError(
+                f"{name}: {part}={item!r} is not allowed; choose one of {', '.join(choices)}."
+            )
 
 
 _KINDS = {

@@ -474,6 +474,25 @@ SPECULATIVE = {
 }
 """Settings that are parts of speculative_config."""
 
+DRAFT = {
+    setting.name: setting
+    for setting in [
+        *_group(_ONE_DEVICE, draft_tensor_parallel_size=1),
+        *_group(
+            "no value changes a draft", enforce_eager=EITHER, disable_padded_drafter_batch=EITHER
+        ),
+        *_group("drafts are made one after the other; leave it out", parallel_drafting=False),
+        *_group(
+            "draft models are read as they are; leave it out, or name a folder as the model",
+            quantization=None,
+            max_model_len=None,
+            revision=None,
+            code_revision=None,
+        ),
+    ]
+}
+"""Parts of speculative_config that only vLLM has."""
+
 SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structured_outputs_config": ("backend", "guided_decoding_backend", {}),
     "profiler_config": ("torch_profiler_dir", "profiler_dir", {"profiler": "torch"}),
@@ -533,8 +552,13 @@ def check_foreign(name: str, value: Any) -> bool:
     setting = FOREIGN.get(name)
     if setting is None:
         return False
+    _refuse_unless_harmless(setting, name, value)
+    return True
+
+
+def _refuse_unless_harmless(setting: Foreign, name: str, value: Any) -> None:
     if setting.harmless is None or _is_empty(value) or _typed(value) in setting.harmless:
-        return True
+        return
     # A token must not be shown.
     shown = name if name == "hf_token" else f"{name}={value!r}"
     raise ConfigError(f"{shown} is not supported: {setting.why}.")
@@ -561,6 +585,13 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {SPECULATIVE[name]: settings.pop(name) for name in SPECULATIVE if name in settings}
     if parts := {name: value for name, value in parts.items() if value is not None}:
         _put(settings, "speculative_config", parts, "spec_method, spec_model and spec_tokens")
+    draft = _typed(settings.get("speculative_config"))
+    if isinstance(draft, dict):
+        for name in draft.keys() & DRAFT.keys():
+            _refuse_unless_harmless(DRAFT[name], f"speculative_config.{name}", draft[name])
+        settings["speculative_config"] = {
+            name: value for name, value in draft.items() if name not in DRAFT
+        }
     for name, (key, target, ignored) in SECTIONS.items():
         section = _typed(settings.pop(name, None))
         if _is_empty(section):

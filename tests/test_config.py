@@ -439,9 +439,34 @@ def test_settings_from_the_environment(monkeypatch):
     }
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
     assert "kv_cache_memory_bytes" not in settings_from_environment()
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
-    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE='much'.*GiB"):
+    for wrong in ("much", "-1", "inf", "nan", "1e300"):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", wrong)
+        with pytest.raises(ConfigError, match=rf"VLLM_CPU_KVCACHE_SPACE='{wrong}'.*GiB"):
+            settings_from_environment()
+
+
+@pytest.mark.parametrize(("text", "level"), [("CRITICAL", "error"), ("Warn", "warning")])
+def test_levels_of_the_log_in_the_environment(monkeypatch, text, level):
+    monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", text)
+    assert settings_from_environment()["log_level"] == level
+    monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", text + "G")
+    with pytest.raises(ConfigError, match=rf"OCTAVO_LOGGING_LEVEL='{text}G'.*give debug, info, "):
         settings_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"methd": "ngram"}, " has no part called 'methd'; did you mean method?"),
+        ({"method": "ngram", "zzz": 1}, " has no part called 'zzz'; it has method, model, "),
+        ({"method": "mtp"}, ": method='mtp' is not allowed; choose one of ngram, suffix, "),
+        ({"method": "ngram", "acceptance": []}, ": acceptance=[] is not allowed; choose one of"),
+    ],
+)
+def test_parts_of_a_json_object_that_are_wrong_are_named(value, said):
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig.from_kwargs(speculative_config=value)
+    assert str(raised.value).startswith(f"speculative_config{said}")
 
 
 def test_variables_without_meaning_are_named(monkeypatch):

@@ -1,5 +1,7 @@
 """Settings of vLLM's that Octavo does not have."""
 
+import json
+
 import pytest
 
 from octavo.config import EngineConfig, SpeculativeConfig
@@ -28,6 +30,17 @@ from octavo.foreign import FOREIGN, check_foreign, translate
 def test_what_asks_for_nothing_is_dropped(name, value):
     assert check_foreign(name, value)
     assert EngineConfig.from_kwargs(**{name: value}) == EngineConfig()
+
+
+def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
+    ours = {"method": "ngram", "num_speculative_tokens": 3}
+    theirs = {**ours, "draft_tensor_parallel_size": 1, "enforce_eager": True, "revision": None}
+    meant = EngineConfig.from_kwargs(speculative_config=ours)
+    assert EngineConfig.from_kwargs(speculative_config=theirs) == meant
+    assert EngineConfig.from_kwargs(speculative_config=json.dumps(theirs)) == meant
+    said = r"speculative_config\.draft_tensor_parallel_size=2 is not supported: .*one device"
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig.from_kwargs(speculative_config={**theirs, "draft_tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
