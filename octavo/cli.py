@@ -391,11 +391,7 @@ def _serve(args: argparse.Namespace) -> int:
     if server_config.headless:
         from octavo.engine.node import run_node
 
-        return run_node(
-            engine_config,
-            log_level=server_config.log_level,
-            log_format=server_config.log_format,
-        )
+        return run_node(server_config, engine_config)
 
     from octavo.engine.core_launcher import CoreProcess
 

@@ -20,7 +20,7 @@ import zmq
 import zmq.utils.monitor
 
 from octavo import __version__
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ServerConfig
 from octavo.device import cpu_memory
 from octavo.engine import cluster
 from octavo.engine.cluster import (
@@ -49,19 +49,18 @@ JOIN_SECONDS = 600.0
 _REMIND_SECONDS = 10.0
 
 
-def run_node(config: EngineConfig, *, log_level: str, log_format: str) -> int:
+def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
     """Serves the head node until a signal or the head ends it; returns the exit status.
 
     Args:
+        server_config: how to log, here and in the engines.
         config: this machine's settings; of the engine's the head node's count.
-        log_level: minimum level that is logged, here and by the engines.
-        log_format: "text" or "json".
 
     Raises:
         ConfigError, ModelError, HubError: bad settings or a bad model, or the head refuses them.
         EngineDeadError: the head node is not there, or gone.
     """
-    setup_logging(log_level, log_format)
+    setup_logging(server_config.log_level, server_config.log_format)
     parallel = config.parallel
     parallel.check(headless=True)
     assert parallel.cluster_key_file is not None
@@ -80,7 +79,7 @@ def run_node(config: EngineConfig, *, log_level: str, log_format: str) -> int:
     )
     address = cluster.tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
     node = _Node(config, path, ReachedBy(address, key.public, key.secret, b""), join)
-    node.log_level, node.log_format = log_level, log_format
+    node.log_level, node.log_format = server_config.log_level, server_config.log_format
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, node.on_signal)
     try:
