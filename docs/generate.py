@@ -31,6 +31,7 @@ from octavo.server.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    ScaleBody,
     TokenizeBody,
 )
 from octavo.server.state import ServerState
@@ -127,6 +128,7 @@ _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     ChatBody: {"model": BUILTIN_MODEL, "messages": [{"role": "user", "content": "Hello!"}]},
     TokenizeBody: {"prompt": "Once upon a time"},
     DetokenizeBody: {"tokens": [72, 105]},
+    ScaleBody: {"new_data_parallel_size": 2},
 }
 _CLIENT_METHODS = {
     "/v1/models": "models.list",

@@ -294,6 +294,13 @@ class ParallelConfig(_Section, frozen=True):
             ge=1,
         ),
     ] = 1
+    enable_elastic_ep: Annotated[
+        bool,
+        Meta(
+            description="Let the number of engines be changed while the server runs (POST"
+            " /scale_elastic_ep, octavo scale)."
+        ),
+    ] = False
     data_parallel_size_local: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
@@ -337,6 +344,11 @@ class ParallelConfig(_Section, frozen=True):
             ConfigError: they do not.
         """
         size, local = self.data_parallel_size, self.num_local_engines
+        if self.enable_elastic_ep and (headless or local < size):
+            raise ConfigError(
+                "enable_elastic_ep is for engines on one machine: those of nodes come and go with "
+                "their nodes; leave it out."
+            )
         start, total = self.data_parallel_start_rank, f"data_parallel_size={size}"
         if start + local > size:
             raise ConfigError(

@@ -13,6 +13,7 @@ The tree::
     |   |-- NotFoundError                   unknown model or resource
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
+    |   |-- ScalingError                    the number of engines cannot be changed so, or now
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
     |   |-- UnmetDeadlineError              a deadline cannot be met; try again after `retry_after`
@@ -104,6 +105,16 @@ class StepFailedError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, None, "step_failed")
+
+
+class ScalingError(RequestError):
+    """The number of engines cannot be changed so, or not now."""
+
+    status = 409
+    type = "conflict_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "new_data_parallel_size", "scaling_failed")
 
 
 class ProfilerError(RequestError):

@@ -75,7 +75,6 @@ FOREIGN: dict[str, Foreign] = {
             distributed_executor_backend=("uni", "mp"),
             enable_expert_parallel=False,
             enable_ep_weight_filter=False,
-            enable_elastic_ep=False,
             elastic_ep_max_dp_size=None,
             enable_eplb=False,
             enable_dbo=False,

@@ -110,6 +110,7 @@ BAD = {
     "num_threads": [0, -1, 1.5],
     "tensor_parallel_size": [0, 2, "1"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
+    "enable_elastic_ep": ["yes", 1],
     "data_parallel_size_local": [0, -1, 1.5],
     "data_parallel_start_rank": [-1, 1.5, None],
     "data_parallel_address": [5],

@@ -18,7 +18,7 @@ import msgspec
 
 from octavo import clock
 from octavo.config import EngineConfig
-from octavo.device import trim_memory
+from octavo.device import num_cpus, trim_memory
 from octavo.engine.beam_search import (
     beam_search_nbytes,
     make_beam_search,
@@ -41,6 +41,7 @@ from octavo.errors import (
     DeadlineError,
     EngineDeadError,
     FirstTokenError,
+    ScalingError,
     StepFailedError,
     UnmetDeadlineError,
 )
@@ -113,6 +114,7 @@ class AsyncLLM:
             )
         config.parallel.check(headless=False)
         engine_config = share_cores(config)
+        self._num_threads = engine_config.device.num_threads or num_cpus()
         self.config = config
         self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
@@ -137,6 +139,7 @@ class AsyncLLM:
         """At which level it was put to sleep, if it is not awake again."""
         self._falling_asleep: asyncio.Task[None] | None = None
         self._sleep_lock = asyncio.Lock()
+        self._cache_info: dict[str, Any] = {}
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
@@ -149,7 +152,8 @@ class AsyncLLM:
             config, default_batched_tokens, self.spec.max_model_len
         )
         heeds_priority = config.scheduler.scheduling_policy == "priority"
-        self._forecasts = [Forecast(budget, heeds_priority=heeds_priority) for _ in range(size)]
+        self._make_forecast = partial(Forecast, budget, heeds_priority=heeds_priority)
+        self._forecasts = [self._make_forecast() for _ in range(size)]
         launcher = CoreLauncher(
             engine_config,
             path,
@@ -169,7 +173,7 @@ class AsyncLLM:
         )
         unfinished = self._output_processor.unfinished
         self._client: Supervisor | DataParallelClient
-        if size == 1:
+        if size == 1 and not config.parallel.enable_elastic_ep:
             self._client = only = Supervisor(launcher, unfinished, **settings)
             self.metrics.watch_process(lambda: only.pid)
         else:
@@ -182,8 +186,7 @@ class AsyncLLM:
                 **settings,
             )
             for index in range(size):
-                pid_of = partial(several.pid_of, index)
-                self.metrics.for_engine(index).watch_process(pid_of)
+                self._watch_engine(several, index)
         with contextlib.suppress(RuntimeError):  # there is no event loop yet
             self._attach()
 
@@ -507,6 +510,52 @@ class AsyncLLM:
         self._attach()
         return bool(await self._client.call_utility(method, *args))
 
+    @property
+    def scaling(self) -> bool:
+        """Whether engines are being added or ended."""
+        return isinstance(self._client, DataParallelClient) and self._client.scaling
+
+    async def scale(self, size: int) -> None:
+        """Changes the number of engines, while requests go on; needs `enable_elastic_ep`.
+
+        Raises:
+            ScalingError: it cannot be done, or not now; then all is as before.
+        """
+        await self.check_health()
+        self._attach()
+        client = self._client
+        if not self.config.parallel.enable_elastic_ep or isinstance(client, Supervisor):
+            raise ScalingError(
+                "The number of engines is fixed; start the server with --enable-elastic-ep."
+            )
+        if self.asleep:
+            raise ScalingError("The engines sleep; wake them up first.")
+        before = len(self._forecasts)
+        if size > before and size * self._num_threads > (cores := num_cpus()):
+            logger.warning(
+                "%d engines with %d threads each are more than the %d cores this process may use; "
+                "start the server with fewer (--num-threads)",
+                size,
+                self._num_threads,
+                cores,
+            )
+        for index in range(before, size):
+            self._forecasts.append(self._make_forecast())
+            self._watch_engine(client, index)
+            self.metrics.for_engine(index).set_cache_config_info(self._cache_info)
+        keep = before
+        try:
+            await client.scale(size)
+            keep = size
+        finally:
+            for index in range(keep, max(before, size)):
+                self.metrics.for_engine(index).record_scheduler_stats(SchedulerStats())
+            del self._forecasts[keep:]
+        logger.info("there are %d engines now", size)
+
+    def _watch_engine(self, client: DataParallelClient, index: int) -> None:
+        self.metrics.for_engine(index).watch_process(partial(client.pid_of, index))
+
     async def start_profile(self) -> None:
         """Has the engine process record spans of its steps and kernels; needs `profiler_dir`.
 
@@ -680,7 +729,8 @@ class AsyncLLM:
                 await self._client.abort_requests(processed.reqs_to_abort)
                 if outputs.stats is not None:
                     self.stats = outputs.stats
-                    self._forecasts[index].record(outputs.stats, outputs.timestamp)
+                    if index < len(self._forecasts):  # one that is ended gets no more
+                        self._forecasts[index].record(outputs.stats, outputs.timestamp)
                     self.metrics.for_engine(index).record_scheduler_stats(outputs.stats)
         except EngineDeadError as error:
             self._note_death(str(error))
@@ -727,6 +777,7 @@ class AsyncLLM:
             "kv_cache_size_tokens": int(plan.max_concurrency * plan.max_model_len),
             "kv_cache_max_concurrency": round(plan.max_concurrency, 2),
         }
+        self._cache_info = info
         for index in range(len(self._forecasts)):  # one plan for all engines
             self.metrics.for_engine(index).set_cache_config_info(info)
         if plan.max_model_len != self.max_model_len:

@@ -17,13 +17,13 @@ import msgspec
 
 from octavo import clock
 from octavo.config import EngineConfig
-from octavo.device import num_cpus, numa_cpus
+from octavo.device import cpu_memory, num_cpus, numa_cpus
 from octavo.engine.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.engine.core_launcher import CoreLauncher
 from octavo.engine.routing import Router
 from octavo.engine.supervisor import SUSPECT, Recovery, Supervisor
 from octavo.engine.wire import CoreReady
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, ScalingError
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from octavo.platforms.registry import get_platform
 
@@ -112,8 +112,12 @@ class DataParallelClient:
         parallel = config.parallel
         self._local = parallel.num_local_engines
         self._hub: Hub | None = None
-        self._joined = asyncio.Event()
-        """Set when a node has joined that is not looked at yet."""
+        self._news = asyncio.Event()
+        """Set when there are engines, or nodes for them, that are not looked at yet."""
+        self._news_read: asyncio.Task[bool] | None = None
+        self._scaling = asyncio.Lock()
+        self._leaving: set[int] = set()
+        """Engines that get nothing more, since they will be ended."""
         self._waiting_since = time.monotonic()
         if self._local < self._size:
             assert parallel.data_parallel_address is not None
@@ -188,14 +192,11 @@ class DataParallelClient:
             if not any(read.done() for read in self._reads.values()):
                 awaited: set[asyncio.Future[Any]] = set(self._reads.values())
                 awaited |= {s.ready for _, s in self._alive() if not s.ready.done()}
-                if self._hub is not None:
-                    awaited.add(joined := asyncio.ensure_future(self._joined.wait()))
-                    await asyncio.wait(
-                        awaited, timeout=_JOIN_POLL, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    joined.cancel()
-                else:
-                    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if self._news_read is None or self._news_read.done():
+                    self._news_read = asyncio.create_task(self._news.wait())
+                awaited.add(self._news_read)
+                timeout = None if self._hub is None else _JOIN_POLL
+                await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             done = [index for index, read in self._reads.items() if read.done()]
             if not done:
                 continue
@@ -249,6 +250,66 @@ class DataParallelClient:
                 self._router.forget_prefixes(index)
         return _join(results)
 
+    @property
+    def scaling(self) -> bool:
+        """Whether engines are being added or ended."""
+        return self._scaling.locked()
+
+    async def scale(self, size: int) -> None:
+        """Changes the number of engines, while requests go on.
+
+        New ones get requests once they have loaded the model; what is in flight at one that is
+        ended goes on at others.
+
+        Raises:
+            ScalingError: there is no room, an engine cannot be started (then all is as before), or
+                the number is being changed already.
+        """
+        if self._scaling.locked():
+            raise ScalingError("The number of engines is being changed already; ask again later.")
+        async with self._scaling:
+            first = await asyncio.shield(self.ready)
+            new = range(self._size, size)
+            for index in new:
+                self._check_room(len(new), first)
+                self._supervisors[index] = self._make(index, first)
+            self._size = max(size, self._size)
+            self._news.set()
+            failed = await asyncio.gather(
+                *(asyncio.shield(self._supervisors[i].ready) for i in new), return_exceptions=True
+            )
+            errors = [error for error in failed if isinstance(error, BaseException)]
+            keep = new.start if errors else size
+            await self._end(range(keep, self._size))
+            self._size = keep
+            if errors:
+                raise ScalingError(f"An engine could not be started: {errors[0]}.")
+
+    def _check_room(self, num_new: int, first: CoreReady) -> None:
+        needed, free = num_new * first.plan.total, cpu_memory()[1]
+        if needed > free:
+            raise ScalingError(
+                f"{num_new} more engines need {needed / 2**20:,.0f} MiB, and "
+                f"{free / 2**20:,.0f} MiB are free; start the server with a smaller KV cache "
+                "(--kv-cache-memory-bytes)."
+            )
+
+    async def _end(self, indices: range) -> None:
+        """Ends engines; their requests go on at the others."""
+        self._leaving |= set(indices)
+        for index in reversed(indices):
+            if index not in self._gone:
+                await self._move(index, {r.request_id for r in self._requests_of(index)})
+            supervisor = self._supervisors.pop(index)  # nobody reads it again
+            read = self._reads.pop(index, None)
+            if read is not None:
+                read.cancel()
+                await asyncio.wait({read})
+            self._router.forget_prefixes(index)
+            self._gone.pop(index, None)
+            await supervisor.shutdown()
+            self._leaving.discard(index)
+
     def fail_calls(self, error: Exception) -> None:
         """Fails everything that waits for an answer of an engine, for good."""
         if not self.ready.done():
@@ -259,7 +320,7 @@ class DataParallelClient:
 
     async def shutdown(self) -> None:
         """See `EngineClient`."""
-        for read in self._reads.values():
+        for read in (*self._reads.values(), *filter(None, [self._news_read])):
             read.cancel()
         await asyncio.gather(*self._reads.values(), return_exceptions=True)
         await asyncio.gather(*(s.shutdown() for s in self._supervisors.values()))
@@ -279,7 +340,7 @@ class DataParallelClient:
 
     def _candidates(self, but: int | None = None) -> list[int]:
         """Those that may get a request: who serves, or else who will."""
-        alive = [(index, s) for index, s in self._alive() if index != but]
+        alive = [(i, s) for i, s in self._alive() if i != but and i not in self._leaving]
         return [index for index, s in alive if s.serving] or [index for index, _ in alive]
 
     def _note_ready(self) -> None:
@@ -288,6 +349,7 @@ class DataParallelClient:
         Raises:
             EngineDeadError: no node has come for some.
         """
+        self._news.clear()
         if self._hub is not None:
             self._hub.attach()
             self._revive()
@@ -309,11 +371,10 @@ class DataParallelClient:
             )
 
     def _note_join(self, ranks: range) -> None:
-        self._joined.set()
+        self._news.set()
 
     def _revive(self) -> None:
         """Engines that were given up are started again where a node has come for them."""
-        self._joined.clear()
         assert self._hub is not None
         for index in [i for i in self._gone if i >= self._local and self._hub.has(i)]:
             logger.info("engine %d is started again, since its node is there", index)
@@ -372,7 +433,8 @@ class DataParallelClient:
 
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
         """An engine is not started again; raises `error` if it was the last, or never ready."""
-        if not self.ready.done() or len(self._gone) + 1 == len(self._supervisors):
+        others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
+        if not self.ready.done() or not others:
             raise error
         logger.error("engine %d stays down, the others serve: %s", index, error)
         self._gone[index] = error

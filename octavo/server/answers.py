@@ -297,6 +297,18 @@ class CacheReset(Answer):
     success: bool
 
 
+class Scaled(Answer):
+    """POST /scale_elastic_ep."""
+
+    message: str
+
+
+class IsScaling(Answer):
+    """POST /is_scaling_elastic_ep."""
+
+    is_scaling_elastic_ep: bool
+
+
 class FellAsleep(Answer):
     """POST /sleep."""
 

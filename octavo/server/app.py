@@ -26,7 +26,7 @@ from octavo.config import HIDDEN, config_fields
 from octavo.errors import ConfigError, NotFoundError, RequestError
 from octavo.messages import PauseMode
 from octavo.metrics import CONTENT_TYPE
-from octavo.server.body import check_media_type
+from octavo.server.body import check_media_type, read_model
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
@@ -35,6 +35,7 @@ from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.openapi import OPERATIONS, document
 from octavo.server.resume import get_stream, resumable
+from octavo.server.schema import ScaleBody
 from octavo.server.state import ServerState, state_of
 from octavo.server.tokenize import detokenize, tokenize
 
@@ -108,6 +109,8 @@ def build_app(state: ServerState) -> FastAPI:
         ("/sleep", sleep, post),
         ("/wake_up", wake_up, post),
         ("/is_sleeping", is_sleeping, get),
+        ("/scale_elastic_ep", scale_elastic_ep, post),
+        ("/is_scaling_elastic_ep", is_scaling_elastic_ep, post),
         ("/start_profile", start_profile, post),
         ("/stop_profile", stop_profile, post),
     ):
@@ -334,6 +337,23 @@ async def is_sleeping(request: Request) -> Response:
     return _json({"is_sleeping": await (await _sleeping_engine(request)).is_sleeping()})
 
 
+async def scale_elastic_ep(request: Request) -> Response:
+    """Changes the number of engines, while requests go on; answers when it is done.
+
+    404 without --enable-elastic-ep.
+    """
+    engine = await _elastic_engine(request)
+    body = await read_model(request, ScaleBody, state_of(request).config.max_request_bytes)
+    size = body.new_data_parallel_size
+    await engine.scale(size)
+    return _json({"message": f"Scaled to {size} data parallel engines"})
+
+
+async def is_scaling_elastic_ep(request: Request) -> Response:
+    """Whether the number of engines is being changed."""
+    return _json({"is_scaling_elastic_ep": (await _elastic_engine(request)).scaling})
+
+
 async def start_profile(request: Request) -> Response:
     """Begins a profile of the engine; 404 without --profiler-dir."""
     await (await _profiled_engine(request)).start_profile()
@@ -364,6 +384,18 @@ async def _profiled_engine(request: Request) -> AsyncLLM:
     if state.engine_config.observability.profiler_dir is None:
         raise RouteError(404, "Profiles are off; start the server with --profiler-dir DIR.")
     return await state.get_engine()
+
+
+async def _elastic_engine(request: Request) -> AsyncLLM:
+    _check_admin(request)
+    state = state_of(request)
+    if not state.engine_config.parallel.enable_elastic_ep:
+        raise RouteError(
+            404, "The number of engines is fixed; start the server with --enable-elastic-ep."
+        )
+    engine = await state.get_engine()
+    await engine.wait_ready()
+    return engine
 
 
 async def _sleeping_engine(request: Request) -> AsyncLLM:

@@ -74,6 +74,21 @@ class Client:
         for choice in self._stream("/completions", {"prompt": prompt, **params}):
             yield choice["text"]
 
+    def scale(self, num_engines: int) -> str:
+        """Changes the number of the server's engines; returns what it says.
+
+        Raises:
+            ServerError: the request was refused or failed.
+        """
+        address = self._url.removesuffix("/v1") + "/scale_elastic_ep"
+        try:
+            response = self._http.post(address, json={"new_data_parallel_size": num_engines})
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if response.status_code != 200:
+            raise ServerError(_message(response.status_code, response.content))
+        return str(response.json().get("message"))
+
     def _first_model(self) -> str:
         try:
             response = self._http.get(f"{self._url}/models")

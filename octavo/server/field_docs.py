@@ -133,6 +133,10 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "chat_template_kwargs": "Variables for the chat template.",
         "return_token_strs": "Return the text of each token, too.",
     },
+    schema.ScaleBody: {
+        "new_data_parallel_size": "How many engines there are to be.",
+        "drain_timeout": "Accepted; nothing is drained, as requests go on at other engines.",
+    },
     schema.DetokenizeBody: {
         "model": "One of the served names; default: the first.",
         "tokens": "Token ids.",

@@ -169,6 +169,7 @@ TOKENIZE: Unsupported = {
 }
 
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
+SCALE: Unsupported = {}
 
 # What to use instead.
 INSTEAD: Mapping[str, str] = {

@@ -82,8 +82,6 @@ ELSEWHERE: Mapping[str, str] = {
     **_all(
         "a model runs on one device here, in one process",
         "/get_world_size",
-        "/scale_elastic_ep",
-        "/is_scaling_elastic_ep",
         "/fault_tolerance",
     ),
     **_all("the KV cache is not shared with other engines here", "/kv_event_sources"),

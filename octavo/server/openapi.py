@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from octavo.server import answers
 from octavo.server.field_docs import FIELD_DOCS, describe
-from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, ScaleBody, TokenizeBody
 
 _SCHEMA_REF = "#/components/schemas/{model}"
 # No HTTP, and the Host header; key, and draining, where keys are asked for; what a body can get.
@@ -127,6 +127,8 @@ OPERATIONS: dict[str, Operation] = {
         answers.WokeUp, (*_ADMIN, 404), query={"tags": ("", "weights", "kv_cache", "scheduling")}
     ),
     "/is_sleeping": Operation(answers.IsSleeping, (*_GUARDED, 403, 404)),
+    "/scale_elastic_ep": Operation(answers.Scaled, (*_WITH_BODY, 403, 409), ScaleBody),
+    "/is_scaling_elastic_ep": Operation(answers.IsScaling, (*_ADMIN, 404)),
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
     "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
 }

@@ -27,6 +27,7 @@ from octavo.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096
+MAX_ENGINES = 1024
 MAX_ROLE_LENGTH = 64
 
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
@@ -585,6 +586,15 @@ class TokenizeBody(Body):
         """Refuses fields that contradict one another."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Give either prompt or messages.", "prompt")
+
+
+class ScaleBody(Body):
+    """POST /scale_elastic_ep."""
+
+    unsupported = known_fields.SCALE
+
+    new_data_parallel_size: Annotated[int, Field(ge=1, le=MAX_ENGINES)]
+    drain_timeout: Annotated[float, Field(ge=0)] | None = None
 
 
 class DetokenizeBody(Body):

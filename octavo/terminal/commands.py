@@ -1,4 +1,4 @@
-"""`octavo run | chat | complete | list | pull`: their flags, and what they do."""
+"""`octavo run | chat | complete | scale | list | pull`: their flags, and what they do."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ _CHAT_EXAMPLES = """examples:
 _COMPLETE_EXAMPLES = """examples:
   octavo complete                     continue what is typed
   octavo complete "Once upon a time" --max-tokens 50 --temperature 0
+"""
+_SCALE_EXAMPLE = """example:
+  octavo scale 3                      a server that was started with --enable-elastic-ep
 """
 _PULL_EXAMPLE = """example:
   octavo pull Qwen/Qwen3-0.6B
@@ -112,6 +115,15 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     )
     complete.set_defaults(command=complete_with_server)
 
+    scale = commands.add_parser(
+        "scale",
+        help="change the number of a running server's engines",
+        epilog=_SCALE_EXAMPLE,
+    )
+    scale.add_argument("size", type=int, metavar="N", help="How many engines there are to be.")
+    _add_address_flags(scale)
+    scale.set_defaults(command=scale_server, model=None)
+
     listing = commands.add_parser("list", help="list the models on this machine")
     listing.set_defaults(command=list_models)
 
@@ -126,7 +138,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         help="Folder to download to; default: the hub client's cache.",
     )
     pull.set_defaults(command=pull_model)
-    return [run, chat, complete, listing, pull]
+    return [run, chat, complete, scale, listing, pull]
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, exclude: str | None = None) -> None:
@@ -146,10 +158,14 @@ def _add_sampling_flags(parser: argparse.ArgumentParser, exclude: str | None = N
 def _add_client_flags(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("text", nargs="?", metavar="TEXT", help=text)
     parser.add_argument("-q", "--quick", metavar="TEXT", help="The same as TEXT.")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"Address of the API [{DEFAULT_URL}].")
     parser.add_argument("--model", help="Model to use; default: the server's first.")
-    parser.add_argument("--api-key", metavar="KEY", help=f"API key; default: {_KEYS}.")
+    _add_address_flags(parser)
     _add_sampling_flags(parser)
+
+
+def _add_address_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"Address of the API [{DEFAULT_URL}].")
+    parser.add_argument("--api-key", metavar="KEY", help=f"API key; default: {_KEYS}.")
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -306,6 +322,13 @@ def _connect(args: argparse.Namespace) -> Any:
 
     key = args.api_key or next(iter(api_keys_from_environment().values()), None)
     return contextlib.closing(client.Client(args.url, key, args.model))
+
+
+def scale_server(args: argparse.Namespace) -> int:
+    """`octavo scale`."""
+    with _connect(args) as client:
+        print(harmless(client.scale(args.size)))
+    return 0
 
 
 # list, pull

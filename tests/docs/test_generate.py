@@ -51,10 +51,13 @@ def test_defaults_are_shown_as_they_are_typed():
     assert not re.search(r"\| `(True|False|None|\[.*|\{.*|)` \|", text)
 
 
+POSTED = ("/sleep", "/wake_up", "/is_scaling_elastic_ep")
+
+
 def test_every_route_and_every_field_is_there():
     text = generate.api()
     for path, operation in OPERATIONS.items():
-        post = operation.body is not None or "profile" in path or path in ("/sleep", "/wake_up")
+        post = operation.body is not None or "profile" in path or path in POSTED
         verb = "POST" if post else "GET"
         if path != "/reset_prefix_cache":
             assert f"\n## {verb} {path.replace(':path', '')}\n" in text
@@ -89,7 +92,14 @@ def test_openapi_has_the_meanings():
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profiles")
-    flags = ["--enable-admin", "--enable-sleep-mode", "--enable-tokenizer-info-endpoint"]
+    flags = [
+        "--enable-admin",
+        "--enable-elastic-ep",
+        "--num-threads",
+        "1",
+        "--enable-sleep-mode",
+        "--enable-tokenizer-info-endpoint",
+    ]
     flags += ["--profiler-dir", str(folder), "--resume-grace", "600"]
     with serving("ready", *flags) as process:
         body = {"prompt": "Once", "stream": True, "request_id": "abc"}

@@ -8,7 +8,7 @@ import openai
 import psutil
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, cli
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError
@@ -35,6 +35,7 @@ def expected():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
+    flags += ["--enable-elastic-ep", "--enable-admin"]
     with harness.serve(tmp_path_factory.mktemp("server"), "-dp", "2", *flags) as made:
         yield made
 
@@ -66,12 +67,12 @@ async def ask_all(server, on_chunk=lambda: None):
         return await asyncio.gather(*(ask(*both) for both in zip(PROMPTS, PARAMS, strict=True)))
 
 
-def of_engines(server, name):
+def of_engines(server, name, count=2):
     """A metric's value for each engine."""
     lines = server.get("/metrics").text.splitlines()
     return [
         float(line.rsplit(" ", 1)[1])
-        for index in range(2)
+        for index in range(count)
         for line in lines
         if line.startswith(f"{name}{{") and f'engine="{index}"' in line
     ]
@@ -109,6 +110,35 @@ def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected
     assert "requests of engine 1 go on at others" in server.log.read_text()
     assert asyncio.run(ask_all(server)) == expected
     assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+
+
+def test_engines_come_and_go_under_load(server, expected):
+    def scale(size):
+        return cli.main(["scale", str(size), "--url", server.url])
+
+    async def storm():
+        rounds = asyncio.create_task(ask_again_and_again())
+        assert await asyncio.to_thread(scale, 3) == 0
+        assert len(server.get("/health").json()) == 2
+        assert await asyncio.to_thread(scale, 1) == 0
+        assert await asyncio.to_thread(scale, 2) == 0
+        done.set()
+        return await rounds
+
+    async def ask_again_and_again():
+        count = 0
+        while not done.is_set() or count < 2:
+            assert await ask_all(server) == expected
+            count += 1
+        return count
+
+    done = asyncio.Event()
+    before = sum(of_engines(server, "octavo:generation_tokens_total", 3))
+    rounds = asyncio.run(storm())
+    after = of_engines(server, "octavo:generation_tokens_total", 3)
+    assert sum(after) - before == 80 * 11 * rounds  # each token once
+    assert len(engines(server)) == 2
+    assert server.get("/health").json()["reason"] == "ok"
 
 
 def test_nothing_is_left_after_the_end(server):

@@ -1,6 +1,7 @@
 """Several engines behind one front end, some of which die; the processes are stand-ins."""
 
 import asyncio
+import dataclasses
 import logging
 
 import msgspec
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from octavo.config import EngineConfig
 from octavo.engine import data_parallel, supervisor
 from octavo.engine.data_parallel import DataParallelClient, share_cores
-from octavo.errors import ConfigError, EngineDeadError, StepFailedError
+from octavo.engine.wire import CoreReady
+from octavo.errors import ConfigError, EngineDeadError, ScalingError, StepFailedError
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -100,6 +102,13 @@ class Engines:
 
     def ids(self, index):
         return self.process(index).ids
+
+    async def scale(self, size):
+        """Begins to; the engines that are started have to say that they are ready."""
+        task = asyncio.ensure_future(self.client.scale(size))
+        for _ in range(40):
+            await asyncio.sleep(0)
+        return task
 
 
 def brought(**tokens):
@@ -454,3 +463,69 @@ def test_a_device_that_one_engine_takes(monkeypatch):
     share_cores(EngineConfig())
     with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported on device=cuda"):
         share_cores(EngineConfig.from_kwargs(data_parallel_size=2))
+
+
+def test_engines_come_and_go_while_requests_go_on():
+    async def test(engines):
+        await engines.add("a", "b")
+        scaling = await engines.scale(3)
+        await engines.add("c")
+        assert engines.client.scaling
+        assert engines.ids(0) == ["a", "b", "c"]  # the others do not serve yet
+        for index in (1, 2):
+            assert not scaling.done()
+            await engines.say(index, READY)
+        await scaling
+        assert not engines.client.scaling
+        await engines.add("d", "e")
+        assert {tuple(engines.ids(i)) for i in (1, 2)} == {("d",), ("e",)}
+        await engines.say(1, brought(**{engines.ids(1)[0]: 5}))
+        scaling = await engines.scale(1)
+        await scaling
+        assert engines.process(1).closed
+        assert engines.process(2).closed
+        assert engines.ids(0) == ["a", "b", "c", "e", "d"] or engines.ids(0)[3:] == ["d", "e"]
+        went_on = next(r for r in engines.process(0).sent if r.output_token_ids)
+        assert went_on.output_token_ids == [5]
+        await engines.say(0, brought(a=1, b=2, c=3, d=4, e=5))
+        assert engines.error is None
+        again = await engines.scale(2)
+        await engines.say(1, READY)
+        await again
+        await engines.add("f")
+        assert engines.ids(1) == ["f"]
+
+    run(test, size=1)
+
+
+def test_an_engine_that_cannot_be_started_leaves_all_as_it_was():
+    async def test(engines):
+        await engines.add("a")
+        scaling = await engines.scale(3)
+        with pytest.raises(ScalingError, match="being changed already"):
+            await engines.client.scale(2)
+        await engines.say(1, READY)
+        await engines.say(2, EngineDeadError("the model does not fit"))
+        with pytest.raises(ScalingError, match="the model does not fit"):
+            await scaling
+        assert engines.process(1).closed
+        assert engines.client.down == {}
+        await engines.say(0, brought(a=1))
+        assert engines.error is None
+        await engines.add("b")
+        assert engines.ids(0) == ["a", "b"]
+
+    run(test, size=1)
+
+
+def test_there_must_be_room_for_more_engines(monkeypatch):
+    monkeypatch.setattr(data_parallel, "cpu_memory", lambda: (2**40, 2**29))
+
+    async def test(engines):
+        plan = dataclasses.replace(READY.plan, weights=2**30)
+        await engines.say(0, CoreReady(plan))
+        with pytest.raises(ScalingError, match=r"1 more engines need 1,\d+ MiB, and 512 MiB"):
+            await engines.client.scale(2)
+        assert len(engines.launched) == 1
+
+    run(test, size=1, ready=False)

@@ -21,7 +21,7 @@ from octavo.engine.beam_search import make_beam_search, prompt_params, run_beam_
 from octavo.engine.input_processor import InputProcessor, processing_time
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.engine.request_memory import RequestMemory
-from octavo.errors import EngineDeadError, ProfilerError
+from octavo.errors import EngineDeadError, ProfilerError, ScalingError
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -108,7 +108,8 @@ class FakeAsyncLLM:
         self.aborted: list[str] = []
         self.was_reset = False
         self.profiling = False
-        self.asleep = False
+        self.asleep = self.scaling = False
+        self.num_engines = 1
         self.sleeps: list[tuple[object, ...]] = []
         """What `sleep` and `wake_up` were called with."""
         self.was_shut_down = False
@@ -224,6 +225,11 @@ class FakeAsyncLLM:
         self.sleeps.append((tags,))
         self.asleep = tags == ["weights"]
         return not self.asleep
+
+    async def scale(self, size):
+        if size > 8:
+            raise ScalingError("There is no room.")
+        self.num_engines = size
 
     async def is_sleeping(self):
         return self.asleep

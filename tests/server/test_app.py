@@ -49,6 +49,8 @@ def test_index_lists_the_addresses():
             "POST /sleep",
             "POST /wake_up",
             "GET /is_sleeping",
+            "POST /scale_elastic_ep",
+            "POST /is_scaling_elastic_ep",
             "POST /start_profile",
             "POST /stop_profile",
         ]
@@ -353,6 +355,46 @@ def test_sleeping_and_waking_up():
         assert engine.sleeps == expected
 
     with_server(scenario, profiled_engine, enable_admin=True)
+
+
+def elastic_engine():
+    return FakeAsyncLLM(EngineConfig.from_kwargs(enable_elastic_ep=True))
+
+
+def test_the_number_of_engines():
+    async def scenario(served):
+        async def scale(size):
+            return await served.post("/scale_elastic_ep", new_data_parallel_size=size)
+
+        answer = (await scale(3)).json()
+        assert answer == {"message": "Scaled to 3 data parallel engines"}
+        assert served.engine.num_engines == 3
+        answer = (await served.post("/is_scaling_elastic_ep")).json()
+        assert answer == {"is_scaling_elastic_ep": False}
+        for size, status in ((0, 400), (1025, 400), ("many", 400), (None, 400), (9, 409)):
+            response = await scale(size)
+            assert response.status_code == status
+            assert response.json()["error"]["param"] == "new_data_parallel_size"
+        assert served.engine.num_engines == 3
+
+    with_server(scenario, elastic_engine, enable_admin=True)
+
+
+@pytest.mark.parametrize("path", ["/scale_elastic_ep", "/is_scaling_elastic_ep"])
+def test_who_may_change_the_number_of_engines_and_where(path):
+    async def closed(served):
+        response = await served.post(path, new_data_parallel_size=2)
+        assert response.json()["error"]["code"] == "admin_disabled"
+
+    with_server(closed, elastic_engine)
+
+    async def fixed(served):
+        response = await served.post(path, new_data_parallel_size=2)
+        assert response.status_code == 404
+        assert "--enable-elastic-ep" in response.json()["error"]["message"]
+        assert served.engine.num_engines == 1
+
+    with_server(fixed, enable_admin=True)
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/is_sleeping"])

@@ -93,6 +93,8 @@ STATUSES = {
     "/sleep": {*OPERATORS, 404},
     "/wake_up": {*OPERATORS, 404},
     "/is_sleeping": {*KEYED, 200, 403, 404},
+    "/scale_elastic_ep": {*POSTED, 403, 409},
+    "/is_scaling_elastic_ep": {*OPERATORS, 404},
     "/start_profile": {*OPERATORS, 404, 409},
     "/stop_profile": {*OPERATORS, 404, 409},
 }
