@@ -191,12 +191,12 @@ class Killer(threading.Thread):
 
     def _engine(self) -> psutil.Process:
         """The process that computes: the oldest child, a spare one is younger."""
-        children = [
-            c
-            for c in self._server.children()
-            if "octavo.engine.core_process" in c.cmdline() and c.status() != "zombie"
-        ]
-        return min(children, key=lambda c: c.create_time())
+        found = []
+        for child in self._server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # one ends while they are looked at
+                if "octavo.engine.core_process" in child.cmdline() and child.status() != "zombie":
+                    found.append(child)
+        return min(found, key=lambda c: c.create_time())
 
     def _kill(self, kind: str) -> None:
         while httpx.get(f"{self._url}/ready", timeout=60).status_code != 200:
