@@ -4,7 +4,7 @@ What vLLM's `shm_broadcast.MessageQueue` is for, on one host. The messages lie i
 chunks, in memory without a name (memfd): processes inherit its descriptor, and it is gone with the
 last of them. A message that is longer than a chunk takes several. For each reader two eventfds say
 who may touch a chunk: `filled` counts those that were written for it and `free` those that it has
-read. Both are the kernel's, which orders what is written before and read after them on every kind of
+read. Both are the kernel's, which orders what is written before and read after them on any kind of
 processor, and who waits for one sleeps. Messages are bytes: what they mean is their users' affair,
 and nothing is ever unpickled.
 """
@@ -30,7 +30,7 @@ _HEADER_NBYTES = 4
 _LAST = 1 << 31
 
 
-class QueueClosed(Exception):
+class QueueClosedError(Exception):
     """`close` was called at this end of the queue, or a write was broken off."""
 
 
@@ -99,7 +99,7 @@ class _End:
         self._closed = False
 
     def close(self) -> None:
-        """Has who waits at this end, now or later, get `QueueClosed`. From any thread."""
+        """Has who waits at this end, now or later, get `QueueClosedError`. From any thread."""
         self._closed = True
         with contextlib.suppress(OSError):  # let go of already
             os.eventfd_write(self._stop, 1)
@@ -121,13 +121,13 @@ class _End:
     def _sleep(self, fd: int, timeout: float | None) -> None:
         """Sleeps until an eventfd has counted something, for at most `timeout` seconds."""
         if self._closed:
-            raise QueueClosed
+            raise QueueClosedError
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         poll.register(self._stop, select.POLLIN)
         poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
         if self._closed:
-            raise QueueClosed
+            raise QueueClosedError
 
     def _step(self) -> None:
         self._next = (self._next + 1) % self._num_chunks
@@ -146,14 +146,14 @@ class QueueWriter(_End):
         """Writes a message, of any length; waits while the slowest reader is a ring behind.
 
         Raises:
-            QueueClosed: see `close`. A write that was broken off, by Ctrl-C too, closes the queue:
+            QueueClosedError: see `close`. A write that was broken off, by Ctrl-C too, closes the queue:
                 nobody could tell where the next message begins.
         """
         room = self._chunk_nbytes - _HEADER_NBYTES
         view = memoryview(message)
         with self._lock:
             if self._closed:
-                raise QueueClosed
+                raise QueueClosedError
             try:
                 for at in range(0, len(view) or 1, room):
                     self._write_chunk(view[at : at + room], last=at + room >= len(view))
@@ -222,7 +222,7 @@ class QueueReader(_End):
             spin: seconds after which the wait becomes a sleep, which takes no processor time.
 
         Raises:
-            QueueClosed: see `close`; what is there is read before.
+            QueueClosedError: see `close`; what is there is read before.
             TimeoutError: no message came in time.
         """
         begin = time.monotonic()

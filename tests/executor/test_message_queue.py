@@ -1,4 +1,4 @@
-"""The queue in shared memory: every reader gets every message, in order, whole; nobody runs idle."""
+"""The queue in shared memory: every reader gets every message, in order and whole."""
 
 import os
 import random
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from octavo.executor.message_queue import (
-    QueueClosed,
+    QueueClosedError,
     QueueReader,
     QueueWriter,
     make_queue,
@@ -156,7 +156,7 @@ def test_close_wakes_who_waits_and_holds_from_then_on(make):
     def call(method, *args):
         try:
             method(*args)
-        except QueueClosed as error:
+        except QueueClosedError as error:
             errors.append(error)
 
     reading = threading.Thread(target=call, args=(queue.readers[0].read,))
@@ -171,10 +171,10 @@ def test_close_wakes_who_waits_and_holds_from_then_on(make):
     queue.writer.close()
     writing.join(10)
     assert len(errors) == 2
-    with pytest.raises(QueueClosed):
+    with pytest.raises(QueueClosedError):
         queue.writer.write(b"")
     assert queue.readers[0].read() == b"", "what is there is read"
-    with pytest.raises(QueueClosed):
+    with pytest.raises(QueueClosedError):
         queue.readers[0].read()
 
 
@@ -188,7 +188,7 @@ def test_a_write_that_is_broken_off_closes_the_queue(make, monkeypatch):
     monkeypatch.setattr(os, "eventfd_write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         queue.writer.write(b"half")
-    with pytest.raises(QueueClosed):
+    with pytest.raises(QueueClosedError):
         queue.writer.write(b"nothing can follow")
 
 
