@@ -285,6 +285,14 @@ class ParallelConfig(_Section, frozen=True):
             ge=1,
         ),
     ] = 1
+    distributed_executor_backend: Annotated[
+        str | None,
+        Meta(
+            description="Where an engine's workers compute. uni: in its own process; mp: each in a"
+            " process of its own, on this machine (Linux); or module and name, with a dot between,"
+            " of an Executor of one's own. Default: uni for one worker, mp for more."
+        ),
+    ] = None
 
 
 class ObservabilityConfig(_Section, frozen=True):
@@ -581,6 +589,22 @@ class EngineConfig(_Section, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Workers of an engine, which compute together."""
+        return self.device.tensor_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """Where they compute: the setting, or what it is by default."""
+        default = "uni" if self.world_size == 1 else "mp"
+        return self.parallel.distributed_executor_backend or default
+
+    @property
+    def num_worker_processes(self) -> int:
+        """Processes that the workers have beside the engine's."""
+        return 0 if self.executor_backend == "uni" else self.world_size
 
     def __repr__(self) -> str:
         """Shows the sections that differ from their defaults."""

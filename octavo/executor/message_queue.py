@@ -146,8 +146,8 @@ class QueueWriter(_End):
         """Writes a message, of any length; waits while the slowest reader is a ring behind.
 
         Raises:
-            QueueClosedError: see `close`. A write that was broken off, by Ctrl-C too, closes the queue:
-                nobody could tell where the next message begins.
+            QueueClosedError: see `close`. A write that was broken off, by Ctrl-C too, closes the
+                queue: nobody could tell where the next message begins.
         """
         room = self._chunk_nbytes - _HEADER_NBYTES
         view = memoryview(message)
@@ -222,9 +222,11 @@ class QueueReader(_End):
             spin: seconds after which the wait becomes a sleep, which takes no processor time.
 
         Raises:
-            QueueClosedError: see `close`; what is there is read before.
+            QueueClosedError: see `close`; what has not been read stays unread.
             TimeoutError: no message came in time.
         """
+        if self._closed:
+            raise QueueClosedError
         begin = time.monotonic()
         while (message := self.try_read()) is None:
             waited = time.monotonic() - begin
