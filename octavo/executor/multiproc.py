@@ -1,7 +1,8 @@
 """Workers in processes of their own, on this machine: vLLM's `MultiprocExecutor`.
 
-Who hands in a step writes it into shared memory at once; every worker takes it from there, and rank 0
-writes the result into a queue of its own. One thread starts the processes and watches them: results, what they say through their pipes, their ends, and whether somebody has stopped them.
+Who hands in a step writes it into shared memory at once; every worker takes it from there, and
+rank 0 writes the result into a queue of its own. One thread starts the processes and watches them:
+results, what they say through their pipes, their ends, and whether somebody has stopped them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
 from octavo.executor.wire import (
     LENGTH_NBYTES,
+    UNENCODABLE,
     Call,
     Died,
     Drafted,
@@ -95,14 +97,13 @@ class MultiprocExecutor(Executor):
 
     def measure_memory(self) -> MemoryBudget:
         """See `Executor`; that of the worker which has least room."""
-        found = [msgspec.convert(it, MemoryBudget) for it in self.collective_rpc("measure_memory")]
+        answers: list[Any] = self.collective_rpc("measure_memory")
+        found = [msgspec.convert(answer, MemoryBudget) for answer in answers]
         return min(found, key=lambda it: it.available - it.runtime - it.weights - it.activations)
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """See `Executor`."""
-        self.collective_rpc(
-            "initialize_kv_cache", args=(kv_cache.num_blocks, kv_cache.block_size)
-        )
+        self.collective_rpc("initialize_kv_cache", args=(kv_cache.num_blocks, kv_cache.block_size))
 
     def execute(self, work: SchedulerOutput) -> _Step:
         """See `Executor`."""
@@ -290,7 +291,7 @@ class _WorkerGroup:
         """
         try:
             data = self._encoder.encode(message)
-        except (TypeError, ValueError) as error:
+        except UNENCODABLE as error:
             raise UnsupportedError(
                 f"This cannot travel to workers in other processes ({error}); give plain values, "
                 "or set distributed_executor_backend=uni."

@@ -24,6 +24,8 @@ from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
 
 LENGTH_NBYTES = 4
+# What encoding raises for what is no plain value.
+UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class PlainSetup(msgspec.Struct):

@@ -27,6 +27,7 @@ from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWr
 from octavo.executor.registry import import_class
 from octavo.executor.wire import (
     LENGTH_NBYTES,
+    UNENCODABLE,
     Call,
     Died,
     Drafted,
@@ -203,7 +204,7 @@ class _Loop:
             value = self._find(call.method)(*call.args, **call.kwargs)
             try:
                 data = msgspec.msgpack.encode(Returned(call.call_id, value))
-            except (TypeError, ValueError) as error:
+            except UNENCODABLE as error:
                 raise UnsupportedError(
                     f"What {call.method} returned cannot travel between processes ({error}); "
                     "return plain values, or set distributed_executor_backend=uni."
