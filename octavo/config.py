@@ -598,8 +598,9 @@ class EngineConfig(_Section, frozen=True):
     @property
     def executor_backend(self) -> str:
         """Where they compute: the setting, or what it is by default."""
-        default = "uni" if self.world_size == 1 else "mp"
-        return self.parallel.distributed_executor_backend or default
+        if (backend := self.parallel.distributed_executor_backend) is not None:
+            return backend
+        return "uni" if self.world_size == 1 else "mp"
 
     @property
     def num_worker_processes(self) -> int:
@@ -663,6 +664,31 @@ class EngineConfig(_Section, frozen=True):
             )
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
+        self._check_executor()
+
+    def _check_executor(self) -> None:
+        backend = self.executor_backend
+        if backend == "uni" and self.world_size > 1:
+            raise ConfigError(
+                "distributed_executor_backend=uni has one worker, and tensor_parallel_size="
+                f"{self.world_size} needs more; set distributed_executor_backend=mp."
+            )
+        if backend == "ray":
+            raise ConfigError(
+                "distributed_executor_backend=ray is not supported yet: there is no Ray here; use "
+                "mp, which starts the workers on this machine, or uni."
+            )
+        if backend not in ("uni", "mp") and "." not in backend.strip("."):
+            raise ConfigError(
+                f"distributed_executor_backend={backend!r} is unknown; choose uni or mp, or give "
+                "module and name, with a dot between, of an Executor of your own."
+            )
+        directory = self.observability.profiler_dir
+        if backend == "mp" and directory is not None:
+            raise ConfigError(
+                f"profiler_dir={directory!r} records one process, and with "
+                "distributed_executor_backend=mp the workers are in others; leave one of them out."
+            )
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ BAD = {
     "num_threads": [0, -1, 1.5],
     "tensor_parallel_size": [0, 2, "1"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
+    "distributed_executor_backend": ["", "ray", "processes", "executor.", ".mp", 2],
     "numa_node": [-1, 0.5, "auto"],
     "profiler_dir": [5],
     "speculative_config": [
@@ -123,6 +124,12 @@ BAD = {
         {"model": "m", "prompt_lookup_max": 3},
     ],
 }
+
+
+def test_profiles_are_of_one_process():
+    message = refused(profiler_dir="p", distributed_executor_backend="mp")
+    assert "profiler_dir" in message
+    assert "distributed_executor_backend=mp" in message
 
 
 def cases(table):

@@ -1,5 +1,6 @@
 """Workers for processes of their own, which do what a step's requests are called."""
 
+import logging
 import os
 import time
 
@@ -65,6 +66,9 @@ class FakeWorker:
 
     def describe(self, *args, **kwargs):
         return [self.setup.rank, self.setup.world_size, self.setup.spec.architecture, args, kwargs]
+
+    def log(self, text):
+        logging.getLogger("octavo.fake").warning(text)
 
     def rest(self, seconds):
         time.sleep(seconds)

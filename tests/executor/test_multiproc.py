@@ -15,7 +15,6 @@ import pytest
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError, EngineDeadError, ModelError, UnsupportedError
 from octavo.executor.multiproc import MultiprocExecutor
-from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import GrammarOutput, ScheduledRequest, SchedulerOutput
 from octavo.models.hub import resolve_model
@@ -112,6 +111,12 @@ class TestThreeWorkers:
             with pytest.raises(UnsupportedError):
                 three.collective_rpc(method, args=args)
         assert len(three.collective_rpc("describe")) == 3
+
+    def test_logs_tell_the_rank(self, three, capfd):
+        three.collective_rpc("log", args=("hello",))
+        lines = capfd.readouterr().err.splitlines()
+        found = [line.partition("WARNING ")[2] for line in lines]
+        assert sorted(found) == [f"hello rank={rank}" for rank in range(3)]
 
     def test_a_call_may_take_too_long(self, three):
         with pytest.raises(TimeoutError):
@@ -287,9 +292,3 @@ def test_workers_go_with_their_parent(state):
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
     assert gone(pids)
-
-
-def test_settings_that_need_one_process_are_refused(tmp_path):
-    config = EngineConfig.from_kwargs(distributed_executor_backend="mp", profiler_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"profiler_dir.*distributed_executor_backend=mp"):
-        get_executor_class(config)
