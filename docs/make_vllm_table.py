@@ -53,7 +53,8 @@ metrics; `docs/make_vllm_table.py` writes it from the code.
 ## Scripts
 
 `python -m octavo.compat.vllm script.py` runs a script without a change. To make it Octavo's own,
-write `octavo` where it imports from `vllm`; modules inside of that become:
+write `octavo` where it imports from `vllm`; modules inside of that become (what was started with
+`python -m vllm.entrypoints.openai.api_server` is `octavo serve`):
 
 | vLLM's module | Octavo's |
 | --- | --- |

@@ -388,6 +388,10 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
 
 def _serve(args: argparse.Namespace) -> int:
     server_config, engine_config = _server_configs(args)
+    if server_config.headless:
+        from octavo.engine.node import run_node
+
+        return run_node(server_config, engine_config)
 
     from octavo.engine.core_launcher import CoreProcess
 

@@ -44,6 +44,7 @@ HIDDEN = "(hidden)"
 
 PositiveInt = Annotated[int, Meta(gt=0)]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 KVCacheDtype = Literal[
     "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"
 ]
@@ -60,11 +61,19 @@ def _read_switch(text: str) -> bool:
 
 def _read_gib(text: str) -> int | None:
     """Bytes of a number of GiB; None for 0, which says nothing."""
-    return int(float(text) * 2**30) or None
+    number = float(text)
+    if not 0 <= number < 2**30:  # more would be no number of bytes that a setting may hold
+        raise ValueError(text)
+    return int(number * 2**30) or None
 
 
 def _read_log_level(text: str) -> str:
-    return {"critical": "error"}.get(text.lower(), text.lower())
+    """A level of `log_level`; Python's other names for them are vLLM's, too."""
+    level = text.lower()
+    level = {"critical": "error", "fatal": "error", "warn": "warning"}.get(level, level)
+    if level not in typing.get_args(LogLevel):
+        raise ValueError(text)
+    return level
 
 
 ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
@@ -293,6 +302,75 @@ class ParallelConfig(_Section, frozen=True):
             " of an Executor of one's own. Default: uni for one worker, mp for more."
         ),
     ] = None
+    data_parallel_size_local: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="How many of these engines are on this machine; default: all. The others"
+            " are on nodes that join (--headless)."
+        ),
+    ] = None
+    data_parallel_start_rank: Annotated[
+        int, Meta(description="On a node: number of its first engine; the head has 0.", ge=0)
+    ] = 0
+    data_parallel_address: Annotated[
+        str | None,
+        Meta(
+            description="With engines on several machines: name or address of the head node, where"
+            " it listens for the others."
+        ),
+    ] = None
+    data_parallel_rpc_port: Annotated[
+        int, Meta(description="The head node's port for nodes and their engines.", ge=0, le=65535)
+    ] = 29550
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with the secret that all machines of a cluster have in common; all"
+            " that passes between them is encrypted under it."
+        ),
+    ] = None
+
+    @property
+    def num_local_engines(self) -> int:
+        """Engines on this machine."""
+        return self.data_parallel_size_local or self.data_parallel_size
+
+    def check(self, *, headless: bool) -> None:
+        """Whether the settings of a cluster go together.
+
+        Args:
+            headless: this machine is a node.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        size, local = self.data_parallel_size, self.num_local_engines
+        start, total = self.data_parallel_start_rank, f"data_parallel_size={size}"
+        if start + local > size:
+            raise ConfigError(
+                f"data_parallel_start_rank={start} and data_parallel_size_local={local} are more "
+                f"than {total}; {total} counts the engines of all machines."
+            )
+        if not headless and start:
+            raise ConfigError(
+                f"data_parallel_start_rank={start} is for nodes; add --headless, or leave it out."
+            )
+        if headless and not start:
+            raise ConfigError(
+                "headless: data_parallel_start_rank=0 is the head node's first engine; give the "
+                "number of this node's first one."
+            )
+        if not headless and local == size:
+            if self.data_parallel_address is not None or self.cluster_key_file is not None:
+                raise ConfigError(
+                    f"data_parallel_address and cluster_key_file are for engines on several "
+                    f"machines, and all of {total} are on this one; set data_parallel_size_local, "
+                    "or leave them out."
+                )
+            return
+        for name in ("data_parallel_address", "cluster_key_file"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} is missing: {total} has engines on other machines.")
 
 
 class ObservabilityConfig(_Section, frozen=True):
@@ -392,6 +470,13 @@ class ServerConfig(_Section, frozen=True):
             gt=0,
         ),
     ] = 60.0
+    headless: Annotated[
+        bool,
+        Meta(
+            description="Be a node: no HTTP server, only engines of the server at"
+            " --data-parallel-address."
+        ),
+    ] = False
     max_engine_restarts: Annotated[
         int,
         Meta(
@@ -429,9 +514,7 @@ class ServerConfig(_Section, frozen=True):
             ge=2**20,
         ),
     ] = 2**30
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Minimum log level.")
-    ] = "info"
+    log_level: Annotated[LogLevel, Meta(description="Minimum log level.")] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="text for people, json for machines.")
     ] = "text"
@@ -785,6 +868,8 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             raise ConfigError(f"{name}={value!r} is not allowed; choose one of {allowed}.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ConfigError(f"{name}={_shorten(value)} is not allowed: it is too large.")
+        if fields[name].is_json and isinstance(value, dict):
+            _check_parts(name, fields[name].type, value)
         try:
             plain[name] = getattr(msgspec.convert({name: value}, section), name)
         except msgspec.ValidationError as error:
@@ -792,6 +877,24 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
             shown = HIDDEN if fields[name].secret else repr(value)
             raise ConfigError(f"{name}={shown} is not allowed: {reason}.") from None
     return section(**plain)
+
+
+def _check_parts(name: str, kind: Any, value: dict[str, Any]) -> None:
+    """Refuses what a setting that is a JSON object has no part for, or no choice of a part."""
+    plain, _ = optional_type(kind)
+    if not isinstance(plain, type(msgspec.Struct)):
+        return
+    parts = {part: optional_type(hint)[0] for part, hint in typing.get_type_hints(plain).items()}
+    for part, item in value.items():
+        if part not in parts:
+            near = difflib.get_close_matches(part, parts, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parts)}."
+            raise ConfigError(f"{name} has no part called {part!r}; {hint}")
+        choices = typing.get_args(parts[part]) if typing.get_origin(parts[part]) is Literal else ()
+        if choices and item is not None and item not in choices:
+            raise ConfigError(
+                f"{name}: {part}={item!r} is not allowed; choose one of {', '.join(choices)}."
+            )
 
 
 _KINDS = {

@@ -83,17 +83,12 @@ FOREIGN: dict[str, Foreign] = {
             enable_fault_tolerance=False,
         ),
         _group(
-            "all engines of a server run on its machine so far, behind one front end "
-            "(data_parallel_size); for more machines start a server on each, and a load balancer",
-            data_parallel_size_local=1,
+            "the engines of a server, on all machines (--headless), are behind one front end so "
+            "far; for more front ends start a server for each, and a load balancer",
             data_parallel_rank=0,
-            data_parallel_start_rank=0,
-            data_parallel_address=None,
-            data_parallel_rpc_port=None,
             data_parallel_hybrid_lb=False,
             data_parallel_external_lb=False,
             data_parallel_multi_port_external_lb=False,
-            headless=False,
             api_server_count=1,
         ),
         _group("the server starts the engines itself, without Ray", data_parallel_backend="mp"),
@@ -478,6 +473,25 @@ SPECULATIVE = {
 }
 """Settings that are parts of speculative_config."""
 
+DRAFT = {
+    setting.name: setting
+    for setting in [
+        *_group(_ONE_DEVICE, draft_tensor_parallel_size=1),
+        *_group(
+            "no value changes a draft", enforce_eager=EITHER, disable_padded_drafter_batch=EITHER
+        ),
+        *_group("drafts are made one after the other; leave it out", parallel_drafting=False),
+        *_group(
+            "draft models are read as they are; leave it out, or name a folder as the model",
+            quantization=None,
+            max_model_len=None,
+            revision=None,
+            code_revision=None,
+        ),
+    ]
+}
+"""Parts of speculative_config that only vLLM has."""
+
 SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structured_outputs_config": ("backend", "guided_decoding_backend", {}),
     "profiler_config": ("torch_profiler_dir", "profiler_dir", {"profiler": "torch"}),
@@ -537,8 +551,13 @@ def check_foreign(name: str, value: Any) -> bool:
     setting = FOREIGN.get(name)
     if setting is None:
         return False
+    _refuse_unless_harmless(setting, name, value)
+    return True
+
+
+def _refuse_unless_harmless(setting: Foreign, name: str, value: Any) -> None:
     if setting.harmless is None or _is_empty(value) or _typed(value) in setting.harmless:
-        return True
+        return
     # A token must not be shown.
     shown = name if name == "hf_token" else f"{name}={value!r}"
     raise ConfigError(f"{shown} is not supported: {setting.why}.")
@@ -555,14 +574,6 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a setting of vLLM's asks for what Octavo cannot do, or two contradict.
     """
     kwargs = dict(kwargs)
-    local, size = (_typed(kwargs.get(f"data_parallel_size{end}")) for end in ("_local", ""))
-    if local is not None and local == size:  # all of them are here
-        del kwargs["data_parallel_size_local"]
-    elif local is not None and size is not None:
-        raise ConfigError(
-            f"data_parallel_size_local={local!r} is not supported with data_parallel_size={size!r}:"
-            f" {FOREIGN['data_parallel_size_local'].why}."
-        )
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
     devices = settings.get("tensor_parallel_size")
     if isinstance(devices, int) and devices > 1:
@@ -573,6 +584,13 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {SPECULATIVE[name]: settings.pop(name) for name in SPECULATIVE if name in settings}
     if parts := {name: value for name, value in parts.items() if value is not None}:
         _put(settings, "speculative_config", parts, "spec_method, spec_model and spec_tokens")
+    draft = _typed(settings.get("speculative_config"))
+    if isinstance(draft, dict):
+        for name in draft.keys() & DRAFT.keys():
+            _refuse_unless_harmless(DRAFT[name], f"speculative_config.{name}", draft[name])
+        settings["speculative_config"] = {
+            name: value for name, value in draft.items() if name not in DRAFT
+        }
     for name, (key, target, ignored) in SECTIONS.items():
         section = _typed(settings.pop(name, None))
         if _is_empty(section):

@@ -560,6 +560,12 @@ class LLM:
                 "each template gets what it can handle.",
                 "chat_template_content_format",
             )
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise RequestError(
+                f"messages is a {type(messages).__name__}; give a list of messages, "
+                '[{"role": "user", "content": "..."}], or a list of such lists.',
+                "messages",
+            )
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )

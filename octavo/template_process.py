@@ -356,6 +356,8 @@ def _plain_message(message: Mapping[str, Any], position: int) -> Message:
     plain: Message = _plain({k: v for k, v in message.items() if k != "content"}, "messages")
     content = message.get("content")
     if content is None:
+        if message["role"] in ("user", "system"):  # others may have something else to say
+            raise RequestError(f"{where} has no content; give a text.", "messages")
         content = ""
     if isinstance(content, str):
         plain["content"] = content

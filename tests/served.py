@@ -9,7 +9,7 @@ from octavo.engine import core_launcher
 def stand_in(monkeypatch, seen):
     """Has `octavo serve` put its settings into `seen`, or call it with them; nothing is started."""
 
-    def run_server(server, engine, process):
+    def run_server(server, engine, process=None):
         if callable(seen):
             return seen(server, engine)
         seen.update(server=server, engine=engine)
@@ -19,3 +19,5 @@ def stand_in(monkeypatch, seen):
     monkeypatch.setattr(core_launcher, "CoreProcess", lambda warm: process)
     module = SimpleNamespace(run_server=run_server)
     monkeypatch.setitem(sys.modules, "octavo.server.run", module)
+    node = SimpleNamespace(run_node=run_server)
+    monkeypatch.setitem(sys.modules, "octavo.engine.node", node)

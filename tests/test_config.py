@@ -111,6 +111,11 @@ BAD = {
     "tensor_parallel_size": [0, 2, "1"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
     "distributed_executor_backend": ["", "ray", "processes", "executor.", ".mp", 2],
+    "data_parallel_size_local": [0, -1, 1.5],
+    "data_parallel_start_rank": [-1, 1.5, None],
+    "data_parallel_address": [5],
+    "data_parallel_rpc_port": [-1, 65536, None],
+    "cluster_key_file": [5],
     "numa_node": [-1, 0.5, "auto"],
     "profiler_dir": [5],
     "speculative_config": [
@@ -175,6 +180,7 @@ BAD_SERVER = {
     "resume_grace": [-1, NAN, 86401],
     "shutdown_timeout": [-1, NAN, None],
     "progress_timeout": [0, -1, NAN],
+    "headless": ["yes", 1],
     "max_engine_restarts": [-1, 1.5, None],
     "warm_spare": ["yes", 1],
     "record": [5],
@@ -440,9 +446,34 @@ def test_settings_from_the_environment(monkeypatch):
     }
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
     assert "kv_cache_memory_bytes" not in settings_from_environment()
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
-    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE='much'.*GiB"):
+    for wrong in ("much", "-1", "inf", "nan", "1e300"):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", wrong)
+        with pytest.raises(ConfigError, match=rf"VLLM_CPU_KVCACHE_SPACE='{wrong}'.*GiB"):
+            settings_from_environment()
+
+
+@pytest.mark.parametrize(("text", "level"), [("CRITICAL", "error"), ("Warn", "warning")])
+def test_levels_of_the_log_in_the_environment(monkeypatch, text, level):
+    monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", text)
+    assert settings_from_environment()["log_level"] == level
+    monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", text + "G")
+    with pytest.raises(ConfigError, match=rf"OCTAVO_LOGGING_LEVEL='{text}G'.*give debug, info, "):
         settings_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"methd": "ngram"}, " has no part called 'methd'; did you mean method?"),
+        ({"method": "ngram", "zzz": 1}, " has no part called 'zzz'; it has method, model, "),
+        ({"method": "mtp"}, ": method='mtp' is not allowed; choose one of ngram, suffix, "),
+        ({"method": "ngram", "acceptance": []}, ": acceptance=[] is not allowed; choose one of"),
+    ],
+)
+def test_parts_of_a_json_object_that_are_wrong_are_named(value, said):
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig.from_kwargs(speculative_config=value)
+    assert str(raised.value).startswith(f"speculative_config{said}")
 
 
 def test_variables_without_meaning_are_named(monkeypatch):

@@ -1,5 +1,7 @@
 """Settings of vLLM's that Octavo does not have."""
 
+import json
+
 import pytest
 
 from octavo.config import EngineConfig, SpeculativeConfig
@@ -12,7 +14,6 @@ from octavo.foreign import FOREIGN, check_foreign, translate
     [
         ("pipeline_parallel_size", 1),
         ("pipeline_parallel_size", "1"),
-        ("data_parallel_address", None),
         ("compilation_config", "3"),
         ("compilation_config", {}),
         ("cpu_offload_gb", 0.0),
@@ -28,6 +29,17 @@ from octavo.foreign import FOREIGN, check_foreign, translate
 def test_what_asks_for_nothing_is_dropped(name, value):
     assert check_foreign(name, value)
     assert EngineConfig.from_kwargs(**{name: value}) == EngineConfig()
+
+
+def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
+    ours = {"method": "ngram", "num_speculative_tokens": 3}
+    theirs = {**ours, "draft_tensor_parallel_size": 1, "enforce_eager": True, "revision": None}
+    meant = EngineConfig.from_kwargs(speculative_config=ours)
+    assert EngineConfig.from_kwargs(speculative_config=theirs) == meant
+    assert EngineConfig.from_kwargs(speculative_config=json.dumps(theirs)) == meant
+    said = r"speculative_config\.draft_tensor_parallel_size=2 is not supported: .*one device"
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig.from_kwargs(speculative_config={**theirs, "draft_tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -50,18 +62,11 @@ def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
     assert "\n" not in str(error.value)
 
 
-def test_all_engines_are_on_this_machine():
-    config = EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_size_local="2")
-    assert config == EngineConfig.from_kwargs(data_parallel_size=2)
-    for size, local in ((4, 2), (4, 1), (2, "4")):
-        with pytest.raises(ConfigError, match="run on its machine so far"):
-            EngineConfig.from_kwargs(data_parallel_size=size, data_parallel_size_local=local)
-    with pytest.raises(ConfigError, match="run on its machine so far"):
-        EngineConfig.from_kwargs(data_parallel_size_local=2)
+def test_one_front_end_has_all_engines():
     with pytest.raises(ConfigError, match="without Ray"):
         EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_backend="ray")
-    for name in ("headless", "data_parallel_external_lb", "data_parallel_hybrid_lb"):
-        with pytest.raises(ConfigError, match="start a server on each"):
+    for name in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
+        with pytest.raises(ConfigError, match="behind one front end"):
             EngineConfig.from_kwargs(**{name: True})
 
 

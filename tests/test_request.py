@@ -1,5 +1,7 @@
 """The core's record of a request, and the fan-out of n > 1."""
 
+import weakref
+
 import msgspec
 
 from octavo.kv_cache.hashing import make_block_hasher
@@ -32,6 +34,13 @@ def test_one():
     assert len(request.block_hashes) == 2
     [alone] = make(1, caching=False)
     assert alone.block_hashes == []
+
+
+def test_a_request_has_no_dict_but_can_be_referred_to_weakly():
+    # With this many attributes a dict makes every look-up slower; grammars keep weak references.
+    [request] = make(1)
+    assert not hasattr(request, "__dict__")
+    assert weakref.ref(request)() is request
 
 
 def test_several():

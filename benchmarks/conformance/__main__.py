@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,9 @@ def prepare(work: Path, sdist: Path | None) -> None:
     if not (work / "src").exists():
         fetch.unpack_tests(sdist or fetch.fetch_sdist(work), work / "src")
     fetch.install_packages(work / "packages")
+    # Links to a checkout, which may be gone since.
+    for name in ("hub", "model"):
+        shutil.rmtree(work / name, ignore_errors=True)
     make_model(work / "model")
     command = _COMMAND.format(python=sys.executable)
     (work / "bin" / "vllm").write_text(command)
@@ -91,8 +95,6 @@ def prepare(work: Path, sdist: Path | None) -> None:
 
 def make_model(folder: Path) -> None:
     """The built-in model, with more positions than it has learnt."""
-    if folder.exists():
-        return
     folder.mkdir()
     lengths = {
         "config.json": "max_position_embeddings",

@@ -11,6 +11,7 @@ import gc
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,6 +127,8 @@ def install() -> None:
     for name, attributes in _MODULES.items():
         module = ModuleType(name, "Octavo, under vLLM's name.")
         module.__path__ = []  # a package, with no files
+        module.__file__ = __file__  # errors of imports name it
+        module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
         module.__dict__.update(attributes, _is_octavo=True)
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")

@@ -47,6 +47,7 @@ from octavo.errors import (
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_folders
+from octavo.models.identity import model_hash
 from octavo.models.registry import read_spec
 from octavo.offload import offload
 from octavo.outputs import RequestOutput
@@ -110,6 +111,7 @@ class AsyncLLM:
                 f"record={record.path!r} is not supported with data_parallel_size={size}: a "
                 "recording is of one engine; leave out one of them."
             )
+        config.parallel.check(headless=False)
         engine_config = share_cores(config)
         self.config = config
         self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
@@ -171,8 +173,13 @@ class AsyncLLM:
             self._client = only = Supervisor(launcher, unfinished, **settings)
             self.metrics.watch_process(lambda: only.pid)
         else:
+            remote = config.parallel.num_local_engines < size
             self._client = several = DataParallelClient(
-                launcher, unfinished, config=config, **settings
+                launcher,
+                unfinished,
+                config=config,
+                model=model_hash(path, tokenizer_path, config.load.load_format) if remote else "",
+                **settings,
             )
             for index in range(size):
                 pid_of = partial(several.pid_of, index)

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from octavo import clock
 from octavo.config import EngineConfig
@@ -44,10 +46,11 @@ class CoreProcess:
 
     def start(self, setup: CoreProcessSetup) -> None:
         """Has it load the model and compute. Once only."""
-        self._folder = tempfile.mkdtemp(prefix="octavo-")
-        self.input_address, self.output_address = (
-            f"ipc://{self._folder}/{name}" for name in ("input", "output")
-        )
+        if setup.reached_by is None:
+            self._folder = tempfile.mkdtemp(prefix="octavo-")
+            self.input_address, self.output_address = (
+                f"ipc://{self._folder}/{name}" for name in ("input", "output")
+            )
         setup = msgspec.structs.replace(
             setup,
             input_address=self.input_address,
@@ -61,6 +64,14 @@ class CoreProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(len(data).to_bytes(4, "little") + data)
             self._process.stdin.flush()
+
+    def open_channel(self) -> IpcChannel:
+        """Opens what it is talked to by; only once it was started.
+
+        Raises:
+            OSError: the system has no room for sockets.
+        """
+        return IpcChannel(self.input_address, self.output_address)
 
     def describe_exit(self) -> str | None:
         """How the process ended, for people; None while it runs."""
@@ -95,6 +106,50 @@ class CoreProcess:
             self._process.wait()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class IpcChannel:
+    """See `Channel`: two Unix sockets.
+
+    Args:
+        input_address: where the process takes messages.
+        output_address: where it sends them.
+
+    Raises:
+        OSError: the system has no room for sockets.
+    """
+
+    def __init__(self, input_address: str, output_address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        try:
+            self._input = self._context.socket(zmq.PUSH)
+            self._output = self._context.socket(zmq.PULL)
+            self._input.set_hwm(0)  # requests may queue up while the process starts
+            self._input.connect(input_address)
+            self._output.bind(output_address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
+
+    @property
+    def closed(self) -> bool:
+        """See `Channel`."""
+        return bool(self._context.closed)
+
+    async def send(self, kind: bytes, payload: bytes) -> None:
+        """See `Channel`."""
+        await self._input.send_multipart([kind, payload])
+
+    async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
+        """See `Channel`."""
+        if not await self._output.poll(timeout=int(seconds * 1000)):
+            return None
+        kind, payload = await self._output.recv_multipart()
+        return kind, payload
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._context.destroy(linger=0)
 
 
 class CoreLauncher:
@@ -150,13 +205,22 @@ class CoreLauncher:
             process.shutdown()
             process = None
         process = process or CoreProcess()
+        try:
+            process.start(self.make_setup(ready, engine_index))
+        except OSError:
+            process.shutdown(0.0)
+            raise
+        return process
+
+    def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
+        """What a process is told; see `launch`."""
         config, warm_spare = self._config, self._warm_spare
         memory_limit = None
         if ready is not None:
             config, warm_spare = with_kv_cache_of(config, ready.plan), ready.plan.warm_spare
             if config.parallel.data_parallel_size > 1:  # what is free now is not for it alone
                 memory_limit = ready.plan.limit
-        setup = CoreProcessSetup(
+        return CoreProcessSetup(
             config=config,
             model_path=str(self._model_path),
             default_batched_tokens=self._default_batched_tokens,
@@ -168,12 +232,6 @@ class CoreLauncher:
             log_format=self._log_format,
             record=self._record,
         )
-        try:
-            process.start(setup)
-        except OSError:
-            process.shutdown(0.0)
-            raise
-        return process
 
     def make_spare(self) -> None:
         """Starts an interpreter that a later process need not wait for, unless there is one."""

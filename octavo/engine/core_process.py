@@ -26,6 +26,7 @@ import zmq
 from octavo import clock
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.assemble import import_executor, make_engine_core
+from octavo.engine.cluster import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
     ABORT,
@@ -40,7 +41,7 @@ from octavo.engine.wire import (
     CoreProcessSetup,
     CoreReady,
 )
-from octavo.errors import OctavoError
+from octavo.errors import EngineDeadError, OctavoError
 from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
@@ -66,19 +67,19 @@ def main() -> None:
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
     clock.set_epoch(setup.clock_epoch)
     inputs: queue.SimpleQueue[object] = queue.SimpleQueue()
-    folder = Path(setup.input_address.removeprefix("ipc://")).parent
+    folder = None
+    if setup.reached_by is None:
+        folder = Path(setup.input_address.removeprefix("ipc://")).parent
     loaded = threading.Event()
     threading.Thread(target=_end_with_parent, args=(inputs, folder, loaded), daemon=True).start()
-    threading.Thread(
-        target=_receive_inputs, args=(setup.input_address, inputs), daemon=True
-    ).start()
+    threading.Thread(target=_receive_inputs, args=(setup, inputs), daemon=True).start()
     setup_logging(setup.log_level, setup.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL)
 
     output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()
     sender = threading.Thread(
         target=_send_outputs,
-        args=(setup.output_address, output_queue),
+        args=(setup, output_queue),
         name="octavo-outputs",
         daemon=True,
     )
@@ -182,47 +183,67 @@ class _BusyLoop:
             return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
 
 
-def _receive_inputs(address: str, inputs: queue.SimpleQueue[object]) -> None:
+def _receive_inputs(setup: CoreProcessSetup, inputs: queue.SimpleQueue[object]) -> None:
     """Input thread: decodes messages while the core computes."""
-    # The receiving end binds, so that the sender can queue messages before this process is up.
-    socket = zmq.Context().socket(zmq.PULL)
     decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
         ADD: msgspec.msgpack.Decoder(EngineCoreRequest),
         ABORT: msgspec.msgpack.Decoder(list[str]),
         UTILITY: msgspec.msgpack.Decoder(UtilityCall),
     }
+    count = 0
     try:
-        socket.bind(address)
+        if setup.reached_by is not None:
+            name = ENGINE_IN + setup.reached_by.launch_id
+            socket = connect(zmq.Context(), setup.reached_by, name)
+            socket.send(HELLO)
+        else:
+            # The receiving end binds, so that messages can be sent before this process is up.
+            socket = zmq.Context().socket(zmq.PULL)
+            socket.bind(setup.input_address)
         while True:
-            kind, payload = socket.recv_multipart()
+            kind, *number, payload = socket.recv_multipart()
+            count += 1
+            if number and int.from_bytes(number[0], "little") != count:
+                raise EngineDeadError("requests were lost when the connection to the head broke")
             inputs.put(decoders[kind].decode(payload))
     except Exception as error:
         inputs.put(error)  # the busy loop raises it: without inputs the core is of no use
 
 
 def _send_outputs(
-    address: str,
+    setup: CoreProcessSetup,
     outputs: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
 ) -> None:
     """Output thread: encodes and sends; None ends it, once all has been sent."""
     context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.connect(address)
+    socket: zmq.Socket[bytes]
+    if setup.reached_by is not None:
+        socket = connect(context, setup.reached_by, ENGINE_OUT + setup.reached_by.launch_id)
+    else:
+        socket = context.socket(zmq.PUSH)
+        socket.connect(setup.output_address)
     encoder = msgspec.msgpack.Encoder()
+    count = 0
     while (item := outputs.get()) is not None:
         with span("send_outputs"):
-            socket.send_multipart([item[0], encoder.encode(item[1])])
+            payload = encoder.encode(item[1])
+            if setup.reached_by is None:
+                socket.send_multipart([item[0], payload])
+            else:
+                count += 1
+                socket.send_multipart([item[0], count.to_bytes(8, "little"), payload])
     socket.close(linger=2000)
     context.term()
 
 
 def _end_with_parent(
-    inputs: queue.SimpleQueue[object], folder: Path, loaded: threading.Event
+    inputs: queue.SimpleQueue[object], folder: Path | None, loaded: threading.Event
 ) -> None:
     """Ends the process when standard input ends: the parent wants it to stop, or is gone."""
     while sys.stdin.buffer.read(1):
         pass
-    shutil.rmtree(folder, ignore_errors=True)  # the sockets' names; a parent that died left them
+    if folder is not None:  # the sockets' names; a parent that died left them
+        shutil.rmtree(folder, ignore_errors=True)
     if not loaded.is_set():
         os._exit(1)  # nothing has begun that could end in order
     inputs.put(None)

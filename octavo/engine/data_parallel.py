@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 from octavo import clock
 from octavo.config import EngineConfig
 from octavo.device import num_cpus, numa_cpus
+from octavo.engine.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.engine.core_launcher import CoreLauncher
 from octavo.engine.routing import Router
 from octavo.engine.supervisor import SUSPECT, Recovery, Supervisor
@@ -26,6 +28,11 @@ from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from octavo.platforms.registry import get_platform
 
 logger = logging.getLogger(__name__)
+
+# How long the nodes may take to join, after the start.
+JOIN_SECONDS = 600.0
+# How often it is looked whether that is over.
+_JOIN_POLL = 1.0
 
 
 def share_cores(config: EngineConfig) -> EngineConfig:
@@ -44,12 +51,13 @@ def share_cores(config: EngineConfig) -> EngineConfig:
     if size == 1:
         return config
     cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
-    threads = device.num_threads or max(1, cores // size)
-    if size * threads > cores:
+    local = config.parallel.num_local_engines
+    threads = device.num_threads or max(1, cores // local)
+    if local * threads > cores:
         logger.warning(
             "%d engines with %d threads each are more than the %d cores this process may use: they "
             "wait for each other, and every step takes longer",
-            size,
+            local,
             threads,
             cores,
         )
@@ -72,6 +80,10 @@ class DataParallelClient:
         max_restarts: how often an engine may be replaced within ten minutes.
         progress_timeout: see `Supervisor`.
         on_recovery: see there.
+        model: see `Join`; only where engines are on other machines.
+
+    Raises:
+        ConfigError: the port for nodes, or the cluster's key, cannot be used.
     """
 
     def __init__(
@@ -80,6 +92,7 @@ class DataParallelClient:
         unfinished: Callable[[], list[EngineCoreRequest]],
         *,
         config: EngineConfig,
+        model: str = "",
         max_restarts: int,
         progress_timeout: float,
         on_recovery: Callable[[Recovery], None],
@@ -96,10 +109,30 @@ class DataParallelClient:
         self._reads: dict[int, asyncio.Task[EngineCoreOutputs]] = {}
         """Of each engine's next outputs; begun when those before have been taken in."""
         self._last_read = -1
+        parallel = config.parallel
+        self._local = parallel.num_local_engines
+        self._hub: Hub | None = None
+        self._joined = asyncio.Event()
+        """Set when a node has joined that is not looked at yet."""
+        self._waiting_since = time.monotonic()
+        if self._local < self._size:
+            assert parallel.data_parallel_address is not None
+            assert parallel.cluster_key_file is not None
+            self._hub = Hub(
+                parallel.data_parallel_address,
+                parallel.data_parallel_rpc_port,
+                ClusterKey.from_file(parallel.cluster_key_file),
+                model=model,
+                size=self._size,
+                local=self._local,
+                on_join=self._note_join,
+            )
 
         def make(index: int, first: CoreReady | None) -> Supervisor:
             return Supervisor(
-                launcher,
+                RemoteLauncher(self._hub, launcher, index)
+                if self._hub is not None and index >= self._local
+                else launcher,
                 partial(self._requests_of, index),
                 max_restarts=max_restarts,
                 progress_timeout=progress_timeout,
@@ -110,7 +143,13 @@ class DataParallelClient:
             )
 
         self._make = make
-        self._supervisors = [make(0, None)]
+        self._supervisors: dict[int, Supervisor] = {}
+        try:
+            self._supervisors[0] = make(0, None)
+        except BaseException:
+            if self._hub is not None:
+                self._hub.close()
+            raise
 
     @cached_property
     def ready(self) -> asyncio.Future[CoreReady]:
@@ -120,20 +159,20 @@ class DataParallelClient:
     @property
     def up(self) -> bool:
         """Whether there is an engine whose model is loaded; in the beginning, whether all are."""
-        return self.ready.done() and any(supervisor.up for supervisor in self._supervisors)
+        return self.ready.done() and any(s.up for s in self._supervisors.values())
 
     @property
     def down(self) -> dict[int, str]:
         """The engines that serve nothing now, and what is done about it."""
         return {
             index: "has died too often" if index in self._gone else "is being started"
-            for index, supervisor in enumerate(self._supervisors)
+            for index, supervisor in self._supervisors.items()
             if not supervisor.up
         }
 
     def pid_of(self, index: int) -> int:
         """An engine process' number; -1: there is none yet."""
-        return self._supervisors[index].pid if index < len(self._supervisors) else -1
+        return self._supervisors[index].pid if index in self._supervisors else -1
 
     def engine_of(self, request_id: str) -> int | None:
         """Where a live core request is."""
@@ -149,7 +188,14 @@ class DataParallelClient:
             if not any(read.done() for read in self._reads.values()):
                 awaited: set[asyncio.Future[Any]] = set(self._reads.values())
                 awaited |= {s.ready for _, s in self._alive() if not s.ready.done()}
-                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if self._hub is not None:
+                    awaited.add(joined := asyncio.ensure_future(self._joined.wait()))
+                    await asyncio.wait(
+                        awaited, timeout=_JOIN_POLL, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    joined.cancel()
+                else:
+                    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             done = [index for index, read in self._reads.items() if read.done()]
             if not done:
                 continue
@@ -208,7 +254,7 @@ class DataParallelClient:
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # whether anybody waits for it or not
-        for supervisor in self._supervisors:
+        for supervisor in self._supervisors.values():
             supervisor.fail_calls(error)
 
     async def shutdown(self) -> None:
@@ -216,16 +262,20 @@ class DataParallelClient:
         for read in self._reads.values():
             read.cancel()
         await asyncio.gather(*self._reads.values(), return_exceptions=True)
-        await asyncio.gather(*(supervisor.shutdown() for supervisor in self._supervisors))
+        await asyncio.gather(*(s.shutdown() for s in self._supervisors.values()))
+        if self._hub is not None:
+            await self._hub.shutdown()
 
     def close(self) -> None:
         """`shutdown` for callers without an event loop."""
-        for supervisor in self._supervisors:
+        for supervisor in self._supervisors.values():
             supervisor.close()
+        if self._hub is not None:
+            self._hub.close()
 
     def _alive(self) -> Iterator[tuple[int, Supervisor]]:
         """The engines that run or are being started."""
-        return (item for item in enumerate(self._supervisors) if item[0] not in self._gone)
+        return (item for item in self._supervisors.items() if item[0] not in self._gone)
 
     def _candidates(self, but: int | None = None) -> list[int]:
         """Those that may get a request: who serves, or else who will."""
@@ -233,15 +283,43 @@ class DataParallelClient:
         return [index for index, s in alive if s.serving] or [index for index, _ in alive]
 
     def _note_ready(self) -> None:
-        """Starts the others when the first one is ready, and tells when all are."""
-        if self.ready.done() or not all(s.ready.done() for s in self._supervisors):
+        """Starts the others when the first one is ready, and tells when all are.
+
+        Raises:
+            EngineDeadError: no node has come for some.
+        """
+        if self._hub is not None:
+            self._hub.attach()
+            self._revive()
+        if self.ready.done() or not self._supervisors[0].ready.done():
             return
         first = self._supervisors[0].ready.result()
-        if len(self._supervisors) == 1:
-            for index in range(1, self._size):
-                self._supervisors.append(self._make(index, first))
-        else:
-            self.ready.set_result(first)
+        missing = [index for index in range(self._size) if index not in self._supervisors]
+        for index in missing:
+            if self._hub is None or index < self._local or self._hub.has(index):
+                self._supervisors[index] = self._make(index, first)
+        if not missing:
+            if all(s.ready.done() for s in self._supervisors.values()):
+                self.ready.set_result(first)
+        elif time.monotonic() - self._waiting_since > JOIN_SECONDS:
+            alone = ", ".join(str(index) for index in missing)
+            raise EngineDeadError(
+                f"no node has joined for engine {alone} within {JOIN_SECONDS:.0f} s: start `octavo "
+                f"serve --headless --data-parallel-start-rank {missing[0]}` on the other machine"
+            )
+
+    def _note_join(self, ranks: range) -> None:
+        self._joined.set()
+
+    def _revive(self) -> None:
+        """Engines that were given up are started again where a node has come for them."""
+        self._joined.clear()
+        assert self._hub is not None
+        for index in [i for i in self._gone if i >= self._local and self._hub.has(i)]:
+            logger.info("engine %d is started again, since its node is there", index)
+            del self._gone[index]
+            self._reads.pop(index, None)
+            self._supervisors[index] = self._make(index, self._supervisors[0].ready.result())
 
     def _requests_of(self, index: int) -> list[EngineCoreRequest]:
         """The live requests of an engine."""

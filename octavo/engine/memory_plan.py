@@ -221,7 +221,7 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    engines = config.parallel.data_parallel_size
+    engines = config.parallel.num_local_engines
     if limit is None:
         limit = int(budget.available * cache.gpu_memory_utilization) // engines
     server = requests = of_spare = 0

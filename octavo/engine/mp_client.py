@@ -5,19 +5,66 @@ from __future__ import annotations
 import asyncio
 import itertools
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from octavo.engine import wire
-from octavo.engine.core_launcher import CoreProcess
 from octavo.errors import EngineDeadError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
 # How long the process' end may go unnoticed.
-_LOOK_MILLISECONDS = 100
+_LOOK_SECONDS = 0.1
+
+
+class Channel(Protocol):
+    """Messages to an engine process and from it, each with its kind."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        ...
+
+    async def send(self, kind: bytes, payload: bytes) -> None:
+        """Sends; what the process is not there for yet waits for it."""
+        ...
+
+    async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
+        """The next message; None if none came within that time."""
+        ...
+
+    def close(self) -> None:
+        """Closes it. May be called twice."""
+        ...
+
+
+class EngineProcess(Protocol):
+    """An engine core's process, here or on another machine; see `CoreProcess`."""
+
+    @property
+    def pid(self) -> int:
+        """Its number; -1: it is on another machine."""
+        ...
+
+    def open_channel(self) -> Channel:
+        """Opens what it is talked to by.
+
+        Raises:
+            OSError: the system has no room for sockets.
+        """
+        ...
+
+    def describe_exit(self) -> str | None:
+        """How it ended, for people; None while it runs."""
+        ...
+
+    def kill(self, reason: str) -> None:
+        """Ends it at once; `describe_exit` will say why."""
+        ...
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Ends it: asks it to, and after `timeout` seconds makes it. May be called twice."""
+        ...
 
 
 class AsyncMPClient:
@@ -32,18 +79,9 @@ class AsyncMPClient:
         OSError: the system has no room for sockets.
     """
 
-    def __init__(self, process: CoreProcess) -> None:
+    def __init__(self, process: EngineProcess) -> None:
         self.process = process
-        self._context = zmq.asyncio.Context()
-        try:
-            self._input = self._context.socket(zmq.PUSH)
-            self._output = self._context.socket(zmq.PULL)
-            self._input.set_hwm(0)  # requests may queue up while the process starts
-            self._input.connect(process.input_address)
-            self._output.bind(process.output_address)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OSError(error.errno, error.strerror) from error
+        self._channel = process.open_channel()
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -57,12 +95,15 @@ class AsyncMPClient:
     async def get_output(self) -> EngineCoreOutputs:
         """See `EngineClient`; with the process' end, waiting for outputs ends too."""
         while True:
-            if not await self._output.poll(timeout=_LOOK_MILLISECONDS):
+            message = await self._channel.receive(_LOOK_SECONDS)
+            if message is None:
                 ended = self.process.describe_exit()
-                if ended is not None and not await self._output.poll(0):
+                if ended is None:
+                    continue
+                message = await self._channel.receive(0.0)
+                if message is None:
                     raise EngineDeadError(ended)
-                continue
-            kind, payload = await self._output.recv_multipart()
+            kind, payload = message
             if kind == wire.OUTPUTS:
                 return self._outputs_decoder.decode(payload)
             if kind == wire.READY:
@@ -98,7 +139,7 @@ class AsyncMPClient:
     @property
     def closed(self) -> bool:
         """Whether it was closed or shut down."""
-        return bool(self._context.closed)
+        return self._channel.closed
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """See `EngineClient`.
@@ -110,11 +151,11 @@ class AsyncMPClient:
         await asyncio.to_thread(self.process.shutdown, timeout)
 
     def close(self) -> None:
-        """Closes the sockets. May be called twice."""
-        self._context.destroy(linger=0)
+        """Closes the channel. May be called twice."""
+        self._channel.close()
 
     async def _send(self, kind: bytes, message: object) -> None:
-        await self._input.send_multipart([kind, self._encoder.encode(message)])
+        await self._channel.send(kind, self._encoder.encode(message))
 
     def _finish_call(self, result: UtilityResult) -> None:
         future = self._calls.pop(result.call_id, None)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from octavo import clock
+from octavo.engine.cluster import RemoteLauncher
 from octavo.engine.core_launcher import CoreLauncher
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreReady
@@ -113,7 +114,7 @@ class Supervisor:
 
     def __init__(
         self,
-        launcher: CoreLauncher,
+        launcher: CoreLauncher | RemoteLauncher,
         unfinished: Callable[[], list[EngineCoreRequest]],
         *,
         max_restarts: int,

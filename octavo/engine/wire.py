@@ -16,6 +16,18 @@ READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 WARM = "warm"
 
 
+class ReachedBy(msgspec.Struct):
+    """How an engine on another machine reaches its head node."""
+
+    address: str
+    """As ZMQ writes it."""
+    public: bytes
+    secret: bytes
+    """The cluster's key pair, as Z85."""
+    launch_id: bytes
+    """The process' number there."""
+
+
 class CoreProcessSetup(msgspec.Struct):
     """What the parent writes to the new process's standard input."""
 
@@ -36,6 +48,8 @@ class CoreProcessSetup(msgspec.Struct):
     """Bytes that it may use; None: its share of what is free."""
     clock_epoch: float = 0.0
     """`clock.epoch` of the process that starts it."""
+    reached_by: ReachedBy | None = None
+    """Instead of the two addresses: its front end is on another machine."""
 
 
 class CoreReady(msgspec.Struct):

@@ -199,7 +199,12 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"), "prompt_logprobs"),
     **dict.fromkeys(("reasoning_effort", "documents"), "chat_template_kwargs"),
     "chat_template": "--chat-template when the server starts",
-    **dict.fromkeys(("tools", "tool_choice"), "response_format to ask for JSON"),
+    **dict.fromkeys(("tools", "tool_choice", "functions"), "response_format to ask for JSON"),
+    "max_completion_tokens": "max_tokens",
+    "messages": "prompt, or POST /v1/chat/completions",
+    "prompt": "messages, or POST /v1/completions",
+    "prompt_embeds": "POST /v1/completions",
+    "top_logprobs": "logprobs",
     "disable_additional_properties": "additionalProperties: false in the schema",
     "disable_fallback": "backend",
 }

@@ -278,6 +278,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
             many cores.
     """
     device = engine_config.device
+    engine_config.parallel.check(headless=False)
     get_platform(device.device).check_settings(device)
     if config.chat_template is not None:
         read_override(config.chat_template)

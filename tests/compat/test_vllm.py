@@ -14,6 +14,7 @@ from octavo.engine.llm_engine import LLMEngine
 
 SCRIPT = """
 import sys
+from importlib.util import find_spec
 
 from helper import PROMPT
 from vllm import LLM, EngineArgs, SamplingParams
@@ -38,9 +39,15 @@ if __name__ == "__main__":
     del llm
     cleanup_dist_env_and_memory()
     try:
+        from vllm import PoolingParams
+    except ImportError as error:
+        print(error)
+    try:
         import vllm.model_executor
     except ImportError as error:
         print(error)
+    # Other libraries ask so whether vLLM is there.
+    print(find_spec("vllm") is not None, find_spec("vllm.lora") is None)
 """
 
 
@@ -66,7 +73,9 @@ def test_a_script_runs_unchanged(tmp_path):
         "tokens 3",
         "tokens 3",
         "6 generated True",
+        f"cannot import name 'PoolingParams' from 'vllm' ({vllm.__file__})",
         "No module named 'vllm.model_executor'",
+        "True True",
     ]
 
 

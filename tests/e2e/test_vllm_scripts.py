@@ -118,6 +118,12 @@ def test_chat_takes_vllms_arguments_by_position(llm):
     assert went_on[0].prompt.endswith("Once")
 
 
+@pytest.mark.parametrize("messages", [CHAT[0], "Hello!", None, [{"role": "user", "text": "Hi"}]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(RequestError, match=r"messages is a .*; give a list|messages\[0\] has no"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
 def test_tools_are_shown_to_the_model(llm):
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
     template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"

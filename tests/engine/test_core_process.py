@@ -249,16 +249,16 @@ def test_the_last_words_of_a_process_that_ended_are_heard():
     async def main():
         config = EngineConfig.from_kwargs(**{**CONFIG, "num_threads": 1000})
         client = AsyncMPClient(launcher(config).launch(None))
-        poll, looks = client._output.poll, []
+        receive, looks = client._channel.receive, []
 
-        async def poll_that_misses_the_first(timeout):
-            looks.append(timeout)
+        async def receive_but_the_first(seconds):
+            looks.append(seconds)
             if len(looks) == 1:
                 await asyncio.to_thread(client.process._process.wait)
-                return 0
-            return await poll(timeout or 1000)  # what was sent is on its way
+                return None
+            return await receive(seconds or 1.0)  # what was sent is on its way
 
-        client._output.poll = poll_that_misses_the_first
+        client._channel.receive = receive_but_the_first
         with pytest.raises(EngineDeadError, match="num_threads=1000"):
             await client.get_output()
         await client.shutdown()

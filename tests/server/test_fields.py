@@ -82,6 +82,10 @@ def test_the_error_says_what_to_use_instead():
     async def scenario(served):
         error = (await served.complete(n_predict=5)).json()["error"]
         assert error["message"] == "n_predict=5 is not supported yet; use max_tokens."
+        other = (await served.complete(messages=[])).json()["error"]
+        assert other["message"].endswith("; use prompt, or POST /v1/chat/completions.")
+        other = (await served.chat(prompt="hi")).json()["error"]
+        assert other["message"].endswith("; use messages, or POST /v1/completions.")
 
     with_server(scenario)
 

@@ -1,0 +1,139 @@
+"""An engine here and one on a node that joins, which is killed and comes back."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.e2e import harness
+from tests.e2e.test_data_parallel import ask_all, expected, of_engines
+
+__all__ = ["expected"]  # a fixture
+
+FLAGS = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
+
+
+class Cluster:
+    """What the machines of a cluster have in common."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.key = self.make_key("key", "k" * 40)
+        self.port = harness.free_port()
+        self.logs = []
+
+    def make_key(self, name, text):
+        path = self.folder / name
+        path.write_text(text)
+        path.chmod(0o600)
+        return path
+
+    def flags(self, key=None):
+        return [
+            *("-dp", "2", "--data-parallel-size-local", "1", *FLAGS),
+            *("--data-parallel-address", "127.0.0.1"),
+            *("--data-parallel-rpc-port", str(self.port)),
+            *("--cluster-key-file", str(key or self.key)),
+        ]
+
+    @contextlib.contextmanager
+    def node(self, *flags, key=None):
+        """A node's process, and its log."""
+        command = [sys.executable, "-m", "octavo", "serve", "--headless"]
+        command += ["--data-parallel-start-rank", "1", *self.flags(key), *flags]
+        log = self.folder / f"node-{len(self.logs)}.log"
+        self.logs.append(log)
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield process, log
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def until(condition, log):
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(log.read_text())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    return Cluster(tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture(scope="module")
+def server(cluster):
+    # The node is there before its head, which it waits for.
+    with cluster.node() as (node, _), harness.serve(cluster.folder, *cluster.flags()) as made:
+        made.node = node
+        yield made
+
+
+def test_the_answers_are_those_of_one_engine(server, expected):
+    assert asyncio.run(ask_all(server)) == expected
+    counts = of_engines(server, "octavo:generation_tokens_total")
+    assert min(counts) > 0
+
+
+def test_a_node_without_the_key_or_for_a_taken_engine_is_turned_away(cluster, server):
+    other = cluster.make_key("other", "j" * 40)
+    with cluster.node(key=other) as (_, log):
+        asyncio.run(until(lambda: "without its key" in server.log.read_text(), log))
+    with cluster.node() as (node, log):
+        assert node.wait(30) == 2
+        assert "refuses this node: engine 1 is another node's already" in log.read_text()
+
+
+def test_an_engine_and_then_its_node_are_killed_and_come_back(cluster, server, expected):
+    def reason():
+        return server.get("/health").json()["reason"]
+
+    def storm(kill, at):
+        chunks = 0
+
+        def on_chunk():
+            nonlocal chunks
+            chunks += 1
+            if chunks == at:
+                kill()
+
+        assert asyncio.run(ask_all(server, on_chunk)) == expected
+        assert chunks > at
+
+    [engine] = [
+        c
+        for c in psutil.Process(server.node.pid).children()
+        if c.cmdline()[-1] == "octavo.engine.core_process"
+    ]
+    storm(lambda: engine.send_signal(signal.SIGKILL), 150)
+    asyncio.run(until(lambda: reason() == "ok", server.log))
+    assert "was killed by SIGKILL" in server.log.read_text()
+    storm(server.node.kill, 150)
+    assert reason() != "ok"
+    with cluster.node() as (node, log):
+        asyncio.run(until(lambda: reason() == "ok", log))
+        assert asyncio.run(ask_all(server)) == expected
+        family = psutil.Process(node.pid).children(recursive=True)
+        node.send_signal(signal.SIGTERM)
+        assert node.wait(20) == 0
+        _, left = psutil.wait_procs(family, timeout=5)
+        assert left == []
+    asyncio.run(until(lambda: "was stopped" in server.log.read_text(), server.log))
+    assert asyncio.run(ask_all(server)) == expected
+
+
+def test_a_node_goes_home_with_its_head(cluster, server):
+    """The last of this file: it ends the server."""
+    with cluster.node() as (node, log):
+        asyncio.run(until(lambda: "has welcomed" in log.read_text(), log))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert node.wait(20) == 0
