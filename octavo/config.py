@@ -301,6 +301,14 @@ class ParallelConfig(_Section, frozen=True):
             " /scale_elastic_ep, octavo scale)."
         ),
     ] = False
+    distributed_executor_backend: Annotated[
+        str | None,
+        Meta(
+            description="Where an engine's workers compute. uni: in its own process; mp: each in a"
+            " process of its own, on this machine (Linux); or module and name, with a dot between,"
+            " of an Executor of one's own. Default: uni for one worker, mp for more."
+        ),
+    ] = None
     data_parallel_size_local: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
@@ -677,6 +685,23 @@ class EngineConfig(_Section, frozen=True):
     speculation: SpeculationConfig = SpeculationConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 
+    @property
+    def world_size(self) -> int:
+        """Workers of an engine, which compute together."""
+        return self.device.tensor_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """Where they compute: the setting, or what it is by default."""
+        if (backend := self.parallel.distributed_executor_backend) is not None:
+            return backend
+        return "uni" if self.world_size == 1 else "mp"
+
+    @property
+    def num_worker_processes(self) -> int:
+        """Processes that the workers have beside the engine's."""
+        return 0 if self.executor_backend == "uni" else self.world_size
+
     def __repr__(self) -> str:
         """Shows the sections that differ from their defaults."""
         default = EngineConfig()
@@ -734,6 +759,31 @@ class EngineConfig(_Section, frozen=True):
             )
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
+        self._check_executor()
+
+    def _check_executor(self) -> None:
+        backend = self.executor_backend
+        if backend == "uni" and self.world_size > 1:
+            raise ConfigError(
+                "distributed_executor_backend=uni has one worker, and tensor_parallel_size="
+                f"{self.world_size} needs more; set distributed_executor_backend=mp."
+            )
+        if backend == "ray":
+            raise ConfigError(
+                "distributed_executor_backend=ray is not supported yet: there is no Ray here; use "
+                "mp, which starts the workers on this machine, or uni."
+            )
+        if backend not in ("uni", "mp") and "." not in backend.strip("."):
+            raise ConfigError(
+                f"distributed_executor_backend={backend!r} is unknown; choose uni or mp, or give "
+                "module and name, with a dot between, of an Executor of your own."
+            )
+        directory = self.observability.profiler_dir
+        if backend == "mp" and directory is not None:
+            raise ConfigError(
+                f"profiler_dir={directory!r} records one process, and with "
+                "distributed_executor_backend=mp the workers are in others; leave one of them out."
+            )
 
 
 @dataclass(frozen=True)

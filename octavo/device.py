@@ -158,10 +158,14 @@ def _parse_list(text: str) -> set[int]:
     return cpus
 
 
-def resident_memory() -> int | None:
-    """Bytes of this process that are in memory, shared libraries included; None if unknown."""
+def resident_memory(pid: int | None = None) -> int | None:
+    """Bytes of a process that are in memory, shared libraries included; None if unknown.
+
+    Args:
+        pid: the process; None: this one.
+    """
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path(f"/proc/{pid or 'self'}/status").read_text()
     except OSError:  # not Linux
         return None
     found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)

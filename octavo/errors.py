@@ -27,6 +27,7 @@ The tree::
 from __future__ import annotations
 
 import re
+import signal
 
 
 class OctavoError(Exception):
@@ -206,3 +207,11 @@ def make_error(kind: str | None, message: str) -> OctavoError:
 def reason_of(error: BaseException) -> str:
     """What an error of the system says, without its number, for people."""
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+
+
+def signal_name(number: int) -> str:
+    """What a signal is called."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have none
+        return f"signal {number}"

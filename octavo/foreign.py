@@ -58,7 +58,7 @@ def _group(why: str, **harmless: Any) -> list[Foreign]:
 
 
 _ONE_DEVICE = (
-    "a model runs on one device here, in one process; to use more of them, start a server for each "
+    "a model runs on one device here; to use more of them, start a server for each "
     "and a load balancer in front"
 )
 
@@ -72,7 +72,6 @@ FOREIGN: dict[str, Foreign] = {
             decode_context_parallel_size=1,
             nnodes=1,
             node_rank=0,
-            distributed_executor_backend=("uni", "mp"),
             enable_expert_parallel=False,
             enable_ep_weight_filter=False,
             elastic_ep_max_dp_size=None,

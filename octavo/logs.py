@@ -54,10 +54,22 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(entry, enc_hook=str).decode()
 
 
-def setup_logging(level: str, log_format: str) -> None:
-    """Sends the logs of Octavo and of uvicorn to stderr, in one form."""
+def setup_logging(level: str, log_format: str, **fields: object) -> None:
+    """Sends the logs of Octavo and of uvicorn to stderr, in one form.
+
+    Args:
+        level: minimum level of Octavo's.
+        log_format: "text" or "json".
+        fields: what every line says beside its own, such as the rank of a worker.
+    """
+
+    def add_fields(record: logging.LogRecord) -> bool:
+        record.__dict__.update(fields)
+        return True
+
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(add_fields)
     for name, least in (("octavo", level), ("uvicorn", "warning")):
         log = logging.getLogger(name)
         log.handlers = [handler]
@@ -69,3 +81,10 @@ def setup_default_logging(level: str) -> None:
     """Shows Octavo's logs on stderr, unless the program has set up logging itself."""
     if not logging.getLogger("octavo").handlers and not logging.getLogger().handlers:
         setup_logging(level, "text")
+
+
+def current_logging() -> tuple[str, str]:
+    """Level and format of Octavo's logs in this process, for one that it starts."""
+    log = logging.getLogger("octavo")
+    json = any(isinstance(handler.formatter, JsonFormatter) for handler in log.handlers)
+    return logging.getLevelName(log.getEffectiveLevel()).lower(), "json" if json else "text"

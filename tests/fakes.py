@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from octavo.config import SchedulerConfig
-from octavo.executor.base import Executor
+from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.messages import (
@@ -339,8 +339,8 @@ class FakeExecutor(Executor):
         self.steps.append(work)
         return FakeStep(self, work)
 
-    def collective_rpc(self, call, timeout=None):
-        return [call(self.worker)]
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return [find_method(self.worker, method)(*args, **(kwargs or {}))]
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")

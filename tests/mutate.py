@@ -60,7 +60,11 @@ WIDER = {
         "tests/test_metrics.py",
         "tests/test_profiler.py",
     ],
-    "octavo/executor": ["tests/e2e/test_llm.py", "tests/e2e/test_fake_gpu.py"],
+    "octavo/executor": [
+        "tests/e2e/test_llm.py",
+        "tests/e2e/test_multiproc.py",
+        "tests/e2e/test_fake_gpu.py",
+    ],
     "octavo/kv_cache": ["tests/scheduler/test_*.py", "tests/engine/test_memory_plan.py"],
     "octavo/layers": ["tests/models/test_parity.py"],
     "octavo/models": ["tests/layers/test_*.py", "tests/e2e/test_llm.py"],

@@ -70,6 +70,8 @@ def example(field):
         )
     if field.name == "default_chat_template_kwargs":
         return ['{"a": 1}'], {"a": 1}
+    if field.name == "distributed_executor_backend":
+        return ["mp"], "mp"
     if field.name == "root_path":
         return ["/text"], "/text"
     return ["text"], "text"

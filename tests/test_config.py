@@ -111,6 +111,7 @@ BAD = {
     "tensor_parallel_size": [0, 2, "1"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
     "enable_elastic_ep": ["yes", 1],
+    "distributed_executor_backend": ["", "ray", "processes", "executor.", ".mp", 2],
     "data_parallel_size_local": [0, -1, 1.5],
     "data_parallel_start_rank": [-1, 1.5, None],
     "data_parallel_address": [5],
@@ -129,6 +130,12 @@ BAD = {
         {"model": "m", "prompt_lookup_max": 3},
     ],
 }
+
+
+def test_profiles_are_of_one_process():
+    message = refused(profiler_dir="p", distributed_executor_backend="mp")
+    assert "profiler_dir" in message
+    assert "distributed_executor_backend=mp" in message
 
 
 def cases(table):

@@ -14,7 +14,6 @@ from octavo.foreign import FOREIGN, check_foreign, translate
     [
         ("pipeline_parallel_size", 1),
         ("pipeline_parallel_size", "1"),
-        ("distributed_executor_backend", "mp"),
         ("compilation_config", "3"),
         ("compilation_config", {}),
         ("cpu_offload_gb", 0.0),
@@ -47,7 +46,6 @@ def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
     ("name", "value", "advice"),
     [
         ("pipeline_parallel_size", 2, "load balancer"),
-        ("distributed_executor_backend", "ray", "one process"),
         ("compilation_config", '{"mode": 0}', "enforce_eager"),
         ("cpu_offload_gb", "4", "quantization"),
         ("enable_lora", True, "merge the adapter"),

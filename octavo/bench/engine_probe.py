@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -198,9 +198,24 @@ class _WatchedExecutor(Executor):
         """See `Executor`."""
         self.executor.initialize_kv_cache(kv_cache)
 
-    def collective_rpc(self, call: Callable[[Any], Any], timeout: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         """See `Executor`."""
-        return self.executor.collective_rpc(call, timeout)
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
+
+    @property
+    def pids(self) -> list[int]:
+        """See `Executor`."""
+        return self.executor.pids
+
+    def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
+        """See `Executor`."""
+        self.executor.register_failure_callback(callback)
 
     def shutdown(self) -> None:
         """See `Executor`."""

@@ -7,7 +7,7 @@ are all 0, and its time is what `StepTimes` says. Time that nothing happens in c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -268,7 +268,13 @@ class ModelledExecutor(Executor):
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Nothing is kept."""
 
-    def collective_rpc(self, call: Callable[[Any], Any], timeout: float | None = None) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
         """There are no workers."""
         return []
 

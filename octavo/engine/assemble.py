@@ -26,6 +26,7 @@ from octavo.engine.memory_plan import (
 )
 from octavo.errors import ConfigError
 from octavo.executor.base import Executor
+from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
@@ -74,7 +75,7 @@ def make_engine_core(
         memory_limit: bytes that the engine may use; None: its share of what is free.
         record: see `EngineCore`.
         platform: default: the config's.
-        make_executor: default: a worker in this process.
+        make_executor: default: what the config says.
 
     Raises:
         ConfigError: if the memory does not suffice or settings do not fit the model.
@@ -99,7 +100,7 @@ def make_engine_core(
     platform = platform or get_platform(config.device.device)
     platform.check_settings(config.device)
     read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
-    make_executor = make_executor or import_executor()
+    make_executor = make_executor or import_executor(config)
     estimate = platform.estimate_memory(setup)
     # Kernels of others keep their memory in their own ways.
     native = estimate is not None and config.device.attention_backend != "triton"
@@ -136,42 +137,46 @@ def make_engine_core(
             draft = replace(draft, max_model_len=length, scratch=estimate.draft_scratch)
             setup = replace(setup, draft=draft)
     executor = make_executor(setup, platform)
-    if estimate is None:
-        measured = executor.measure_memory()
-        plan, kv_cache = make_memory_plan(
-            config, spec, measured, max_num_batched_tokens=budget, warm_spare=warm_spare
+    try:
+        if estimate is None:
+            measured = executor.measure_memory()
+            plan, kv_cache = make_memory_plan(
+                config, spec, measured, max_num_batched_tokens=budget, warm_spare=warm_spare
+            )
+            _log_plan(plan, details)
+        executor.initialize_kv_cache(kv_cache)
+        watched = observer.logger.isEnabledFor(logging.DEBUG)
+        scheduler = Scheduler(
+            config.scheduler,
+            kv_cache,
+            max_model_len=plan.max_model_len,
+            max_num_batched_tokens=budget,
+            enable_caching=config.cache.enable_prefix_caching,
+            num_speculative_tokens=setup.num_speculative_tokens,
+            max_num_drafts=setup.max_num_drafts,
+            clock=clock.now,
+            observer=observer.LogObserver() if watched else None,
         )
-        _log_plan(plan, details)
-    executor.initialize_kv_cache(kv_cache)
-    watched = observer.logger.isEnabledFor(logging.DEBUG)
-    scheduler = Scheduler(
-        config.scheduler,
-        kv_cache,
-        max_model_len=plan.max_model_len,
-        max_num_batched_tokens=budget,
-        enable_caching=config.cache.enable_prefix_caching,
-        num_speculative_tokens=setup.num_speculative_tokens,
-        max_num_drafts=setup.max_num_drafts,
-        clock=clock.now,
-        observer=observer.LogObserver() if watched else None,
-    )
-    grammars = StructuredOutputManager(
-        lambda: _make_grammar_backends(config, spec, model_path), spec.vocab_size
-    )
-    core = EngineCore(
-        scheduler,
-        executor,
-        clock=clock.now,
-        structured_output=None if config.model.skip_tokenizer_init else grammars,
-        profiler=profiler,
-        engine_index=engine_index,
-        enable_sleep_mode=config.model.enable_sleep_mode,
-        record=record,
-    )
-    logger.info("model ready in %.2f s", time.monotonic() - started)
-    resident = resident_memory()
-    if resident is not None and estimate is not None:
-        logger.log(details, "%s", plan.compare(resident))
+        grammars = StructuredOutputManager(
+            lambda: _make_grammar_backends(config, spec, model_path), spec.vocab_size
+        )
+        core = EngineCore(
+            scheduler,
+            executor,
+            clock=clock.now,
+            structured_output=None if config.model.skip_tokenizer_init else grammars,
+            profiler=profiler,
+            engine_index=engine_index,
+            enable_sleep_mode=config.model.enable_sleep_mode,
+            record=record,
+        )
+        logger.info("model ready in %.2f s", time.monotonic() - started)
+        resident = [resident_memory(pid) for pid in (None, *executor.pids)]
+        if estimate is not None and None not in resident:
+            logger.log(details, "%s", plan.compare(sum(filter(None, resident))))
+    except BaseException:
+        executor.shutdown()
+        raise
     return core, plan
 
 
@@ -241,15 +246,20 @@ def _log_plan(plan: MemoryPlan, details: int) -> None:
         logger.log(details, "%s", line)
 
 
-def import_executor() -> MakeExecutor:
-    """The executor, with torch: what takes longest of an engine's start.
+def import_executor(config: EngineConfig | None = None) -> MakeExecutor:
+    """The executor; with workers in this process also torch: what takes longest of a start.
 
-    The import makes some 200,000 objects that stay: looking through them again and again for
+    That import makes some 200,000 objects that stay: looking through them again and again for
     garbage would take a tenth of its time.
+
+    Args:
+        config: the settings; None: they are not known yet.
+
+    Raises:
+        ConfigError: see `get_executor_class`.
     """
     with _no_garbage_collection():
-        from octavo.executor.uniproc import UniProcExecutor
-    return UniProcExecutor
+        return get_executor_class(config or EngineConfig())
 
 
 @contextlib.contextmanager

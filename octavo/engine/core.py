@@ -451,7 +451,7 @@ class EngineCore:
             was_reset = self.reset_prefix_cache()
             assert was_reset, "blocks are in use though nothing runs"
             if self._asleep != _MEMORY:
-                self.executor.collective_rpc(lambda worker: worker.sleep())
+                self.executor.collective_rpc("sleep")
             self._same_weights = level == 1 and (
                 self._same_weights or "weights" not in self._asleep
             )
@@ -485,7 +485,7 @@ class EngineCore:
         woken = self._asleep if tags is None else self._asleep & set(tags)
         if "weights" in woken:
             same = self._same_weights
-            self.executor.collective_rpc(lambda worker: worker.reload_weights(same=same))
+            self.executor.collective_rpc("reload_weights", kwargs={"same": same})
             self._same_weights = True
         self._asleep -= woken
         if self._asleep:

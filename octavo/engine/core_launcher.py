@@ -19,7 +19,7 @@ from octavo import clock
 from octavo.config import EngineConfig
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.wire import WARM, CoreProcessSetup, CoreReady
-from octavo.errors import reason_of
+from octavo.errors import reason_of, signal_name
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class CoreProcess:
             return f"{self._killed_for} and was killed"
         if code < 0:
             hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-            return f"the engine process was killed by {_signal_name(-code)}{hint}"
+            return f"the engine process was killed by {signal_name(-code)}{hint}"
         return f"the engine process ended with status {code}"
 
     def kill(self, reason: str) -> None:
@@ -250,13 +250,6 @@ class CoreLauncher:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.shutdown(0.0)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most of the real-time signals have none
-        return f"signal {number}"
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -266,27 +266,14 @@ class LLMEngine:
 
         Raises:
             TimeoutError: it took longer than `timeout`.
-            UnsupportedError: workers have no such method.
+            UnsupportedError: workers have no such method; or they are in other processes, and
+                something cannot travel there or back, such as a function.
         """
-        if isinstance(method, str):
-            name = method
-
-            def call(worker: Any) -> Any:
-                found = None if name.startswith("_") else getattr(worker, name, None)
-                if not callable(found):
-                    raise UnsupportedError(f"Workers have no method {name!r}.")
-                return found(*args, **(kwargs or {}))
-        else:
-            function = method
-
-            def call(worker: Any) -> Any:
-                return function(worker, *args, **(kwargs or {}))
-
         if not isinstance(self.client, InprocClient):
             raise UnsupportedError(
                 "The worker is in another process (isolate=True); leave isolate out to call it."
             )
-        return self.client.core.executor.collective_rpc(call, timeout)
+        return self.client.core.executor.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], T]) -> list[T]:
         """Calls a function with the model of each worker: an `octavo.models.base.Model`."""

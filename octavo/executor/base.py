@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from octavo.errors import UnsupportedError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from octavo.worker.memory import MemoryBudget
@@ -59,13 +60,52 @@ class Executor(ABC):
         """Starts a step's forward pass, and returns at once."""
 
     @abstractmethod
-    def collective_rpc(self, call: Callable[[Any], T], timeout: float | None = None) -> list[T]:
-        """Calls a function with each worker, between two steps; returns what each call returned.
+    def collective_rpc(
+        self,
+        method: str | Callable[..., T],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[T]:
+        """Calls a method of each worker, between two steps; returns what each call returned.
+
+        Args:
+            method: its name; or a function, which gets the worker before the other arguments.
+            timeout: seconds to wait; None: no limit.
+            args: what the method gets.
+            kwargs: likewise, by name.
 
         Raises:
-            TimeoutError: it took longer than `timeout` seconds.
+            TimeoutError: it took longer than `timeout`.
+            UnsupportedError: workers have no such method, or something cannot travel to them or
+                back.
         """
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' processes, where they have some of their own, by rank."""
+        return []
+
+    def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
+        """Has somebody told, on any thread, if workers die or stop while nothing waits for them.
+
+        Workers in this process do not.
+        """
+        return
 
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the workers and frees their memory. May be called twice."""
+
+
+def find_method(worker: object, name: str) -> Callable[..., Any]:
+    """A worker's method by its name.
+
+    Raises:
+        UnsupportedError: it has none of that name that others may call.
+    """
+    found = None if name.startswith("_") else getattr(worker, name, None)
+    if not callable(found):
+        raise UnsupportedError(f"Workers have no method {name!r}.")
+    method: Callable[..., Any] = found
+    return method

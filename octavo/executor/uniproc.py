@@ -7,11 +7,12 @@ their way from a GPU, a second thread waits for them, so that the worker can lau
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
-from octavo.executor.base import Executor
+from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from octavo.platforms.base import Platform
@@ -52,9 +53,17 @@ class UniProcExecutor(Executor):
         """See `Executor`."""
         return _UniProcStep(self._worker, self._thread, self._results, work)
 
-    def collective_rpc(self, call: Callable[[Any], T], timeout: float | None = None) -> list[T]:
+    def collective_rpc(
+        self,
+        method: str | Callable[..., T],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[T]:
         """See `Executor`."""
-        return [self._thread.submit(call, self._worker).result(timeout)]
+        worker = self._worker
+        call = partial(method, worker) if callable(method) else find_method(worker, method)
+        return [self._thread.submit(call, *args, **(kwargs or {})).result(timeout)]
 
     def shutdown(self) -> None:
         """See `Executor`."""

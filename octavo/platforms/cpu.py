@@ -200,7 +200,7 @@ def memory_budget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],
         most_kv_cache=DEFAULT_KV_NBYTES,
-        runtime=RUNTIME_NBYTES,
+        runtime=RUNTIME_NBYTES * (1 + config.num_worker_processes),
         weights=spec.weight_nbytes(setup.dtype, setup.max_model_len, config.model.quantization),
         activations=scratch.activations + scratch.kernels,
         # Logits as they come; as much again for those of prompt tokens, of which there are fewer at

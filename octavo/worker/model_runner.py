@@ -158,7 +158,7 @@ class ModelRunner:
         self._released = False
         # Before the weights: what is wrong with them is to be known at once.
         self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
-        with loading_bar(config.model.model) as progress:
+        with loading_bar(config.model.model, shown=setup.rank == 0) as progress:
             self.model = load_model(
                 setup.spec,
                 setup.model_path,
@@ -219,7 +219,8 @@ class ModelRunner:
                 f"Weights and KV cache take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB "
                 "are free; free some, and wake up again."
             )
-        with loading_bar(self.setup.config.model.model) as progress:
+        setup = self.setup
+        with loading_bar(setup.config.model.model, shown=setup.rank == 0) as progress:
             for weights in self._weights:
                 weights.reload(progress, same=same)
         self._released = False

@@ -32,6 +32,10 @@ class WorkerSetup:
     """Layers whose hidden states steps return, for draft heads and pooling."""
     draft: WorkerSetup | None = None
     """Of the model that drafts. Its blocks are those of the target."""
+    rank: int = 0
+    """The worker's number among those that compute together."""
+    world_size: int = 1
+    """How many these are."""
 
     @property
     def num_speculative_tokens(self) -> int:

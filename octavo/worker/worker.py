@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from octavo.device import trim_memory
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, SchedulerOutput
@@ -88,6 +89,7 @@ class Worker:
         empty, as it is used.
         """
         self.runner.sleep()
+        trim_memory()
 
     def reload_weights(self, *, same: bool = False) -> None:
         """Reads the weights of all models again.

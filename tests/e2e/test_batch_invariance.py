@@ -99,9 +99,15 @@ def expected(dtype):
         return result
 
 
-def test_among_64_others(dtype, expected):
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_among_64_others(dtype, expected, backend):
     crowd = others(64)
-    with LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=512) as llm:
+    with LLM(
+        dtype=dtype,
+        enable_prefix_caching=False,
+        max_model_len=512,
+        distributed_executor_backend=backend,
+    ) as llm:
         result = answers(llm, [*crowd[:20], TARGETS[0], *crowd[20:50], TARGETS[1], *crowd[50:]])
     assert [result[20], result[51]] == expected
 

@@ -97,7 +97,7 @@ def test_a_program_of_ones_own_gets_two_lines(estimates, caplog):
 def test_memory_is_planned_before_loading_if_it_can_be_known(estimates, monkeypatch, caplog):
     order = []
     caplog.set_level(logging.INFO, "octavo.engine.assemble")
-    monkeypatch.setattr(assemble, "resident_memory", lambda: 123 * 2**20)
+    monkeypatch.setattr(assemble, "resident_memory", lambda pid: 123 * 2**20)
     core, plan = make(order, estimates=estimates, request_memory=2**20, max_model_len=-1)
     longest = 19 * 16
     lines = "\n".join(record.getMessage() for record in caplog.records)
@@ -143,3 +143,16 @@ def test_the_import_leaves_garbage_collection_as_it_was(collecting):
         assert gc.isenabled() == collecting
     finally:
         gc.enable()
+
+
+def test_what_fails_once_the_workers_are_there_ends_them(monkeypatch):
+    order = []
+
+    def fail(executor, kv_cache):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(FakeExecutor, "initialize_kv_cache", fail)
+    monkeypatch.setattr(FakeExecutor, "shutdown", lambda executor: order.append("shutdown"))
+    with pytest.raises(MemoryError, match="no room"):
+        make()
+    assert order == ["shutdown"]

@@ -474,11 +474,13 @@ def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):
 
 STAND_IN = """
 import gc, json, signal, sys
+from types import SimpleNamespace
 from octavo import clock
 from octavo.engine import core_process
 from tests.engine.plans import make_plan
 
 class Core:
+    executor = SimpleNamespace(register_failure_callback=lambda callback: None)
     structured_output = None
     def has_work(self):
         return False

@@ -1,0 +1,84 @@
+"""How long a message takes to two worker processes and back, by `octavo.executor.message_queue`.
+
+    python benchmarks/message_queue.py [--messages 5000] [--size 400] [--workers 2]
+
+A message goes to all workers, and the first one answers, as with steps. Once back to back, when the
+workers have not fallen asleep, and once with a pause of 2 ms before each message, when they have.
+Needs a quiet machine with a core for each worker and one more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from octavo.executor.message_queue import (
+    QueueHandle,
+    QueueReader,
+    QueueWriter,
+    make_queue,
+)
+
+PAUSE_SECONDS = 2e-3
+
+
+def work(steps: QueueHandle, results: QueueHandle | None) -> None:
+    """What a worker does: answers every message with one of the same size; an empty one ends it."""
+    reader = QueueReader(steps)
+    writer = None if results is None else QueueWriter(results)
+    while message := reader.read():
+        if writer is not None:
+            writer.write(message)
+
+
+def measure(writer: QueueWriter, reader: QueueReader, message: bytes, count: int) -> None:
+    """Prints the times of round trips, back to back and with pauses."""
+    for name, pause in (("back to back", 0.0), ("with pauses", PAUSE_SECONDS)):
+        times = []
+        for _ in range(count):
+            if pause:
+                time.sleep(pause)
+            begin = time.perf_counter()
+            writer.write(message)
+            reader.read(10.0)
+            times.append(1e6 * (time.perf_counter() - begin))
+        median, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
+        print(f"{name:13} median {median:7.1f} us, p99 {p99:7.1f} us")
+
+
+def main() -> None:
+    """Starts the workers and measures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--messages", type=int, default=5000)
+    parser.add_argument("--size", type=int, default=400, help="bytes; about a step of 8 requests")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        work(*msgspec.json.decode(args.worker, type=tuple[QueueHandle, QueueHandle | None]))
+        return
+    steps, results = make_queue(args.workers), make_queue(1)
+    with contextlib.ExitStack() as stack:
+        for rank in range(args.workers):
+            handles = (steps.for_reader(rank), results if rank == 0 else None)
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--worker", msgspec.json.encode(handles).decode()],
+                pass_fds=[fd for handle in handles if handle for fd in handle.descriptors],
+            )
+            stack.callback(process.wait)
+        writer, reader = QueueWriter(steps), QueueReader(results)
+        stack.callback(writer.write, b"")
+        message = bytes(args.size)
+        writer.write(message)
+        reader.read(60.0)  # all is imported
+        measure(writer, reader, message, args.messages)
+
+
+if __name__ == "__main__":
+    main()

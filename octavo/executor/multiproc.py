@@ -1,0 +1,508 @@
+"""Workers in processes of their own, on this machine: vLLM's `MultiprocExecutor`.
+
+Who hands in a step writes it into shared memory at once; every worker takes it from there, and
+rank 0 writes the result into a queue of its own. One thread starts the processes and watches them:
+results, what they say through their pipes, their ends, and whether somebody has stopped them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.errors import EngineDeadError, OctavoError, UnsupportedError, signal_name
+from octavo.executor.base import Executor
+from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
+from octavo.executor.wire import (
+    LENGTH_NBYTES,
+    UNENCODABLE,
+    Call,
+    Died,
+    Drafted,
+    Execute,
+    FromWorker,
+    PlainSetup,
+    Ready,
+    Returned,
+    Sample,
+    Sampled,
+    StepFailed,
+    ToWorker,
+    WorkerProcessSetup,
+)
+from octavo.kv_cache.groups import KVCacheConfig
+from octavo.logs import current_logging
+from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.platforms.base import Platform
+from octavo.worker.memory import MemoryBudget
+from octavo.worker.setup import WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Drafts = dict[str, list[int]]
+
+# Between two looks whether a worker is stopped; a stop that outlasts two of them counts.
+_CHECK_SECONDS = 0.25
+_END_SECONDS = 5.0
+
+
+class MultiprocExecutor(Executor):
+    """Runs `world_size` workers, each in a process.
+
+    Args:
+        setup: what they are built from; each reads the models' specs from their folders again.
+        platform: the device's; each makes its own from the settings.
+        world_size: how many; None: as the settings say.
+        worker_cls: module and name of their class, with a dot between; it is made like `Worker`.
+
+    Raises:
+        ConfigError, ModelError: if a worker cannot start; see `Worker`.
+        EngineDeadError: if one dies meanwhile.
+        OSError: the system has no room for the processes.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        platform: Platform,
+        *,
+        world_size: int | None = None,
+        worker_cls: str = "octavo.worker.worker.Worker",
+    ) -> None:
+        self.max_in_flight = 2 if setup.config.scheduler.async_scheduling else 1
+        world_size = world_size or setup.config.world_size
+        self._group = group = _WorkerGroup(PlainSetup.of(setup), world_size, worker_cls)
+        # Also where nobody calls `shutdown`.
+        self._finalize = weakref.finalize(self, group.shutdown)
+        try:
+            group.start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def measure_memory(self) -> MemoryBudget:
+        """See `Executor`; that of the worker which has least room."""
+        answers: list[Any] = self.collective_rpc("measure_memory")
+        found = [msgspec.convert(answer, MemoryBudget) for answer in answers]
+        return min(found, key=lambda it: it.available - it.runtime - it.weights - it.activations)
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """See `Executor`."""
+        self.collective_rpc("initialize_kv_cache", args=(kv_cache.num_blocks, kv_cache.block_size))
+
+    def execute(self, work: SchedulerOutput) -> _Step:
+        """See `Executor`."""
+        return self._group.execute(work)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., T],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[T]:
+        """See `Executor`; arguments and results are plain values, as msgpack has them."""
+        if callable(method):
+            raise UnsupportedError(
+                "A function cannot travel to workers in other processes "
+                "(distributed_executor_backend=mp); name a method of the worker, or set "
+                "distributed_executor_backend=uni."
+            )
+        return self._group.call(method, timeout, list(args), dict(kwargs or {}))
+
+    @property
+    def pids(self) -> list[int]:
+        """See `Executor`."""
+        return [worker.process.pid for worker in self._group.workers]
+
+    def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
+        """See `Executor`."""
+        self._group.register(callback)
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        self._finalize()
+
+
+class _Step:
+    """See `StepHandle`."""
+
+    __slots__ = ("_group", "_number", "drafted", "sampled")
+
+    def __init__(self, group: _WorkerGroup, number: int, *, drafting: bool) -> None:
+        self._group, self._number = group, number
+        self.drafted: Future[Drafts] = Future()
+        """The workers speak of drafts only where there are places for them."""
+        self.sampled: Future[ModelRunnerOutput] = Future()
+        if not drafting:
+            self.drafted.set_result({})
+
+    def drafts(self) -> Drafts:
+        """See `StepHandle`."""
+        return self.drafted.result()
+
+    def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
+        """See `StepHandle`."""
+        self._group.write(Sample(self._number, grammar))
+        return self.sampled
+
+
+class _Worker:
+    """A worker's process, and the pipe through which it speaks of what is rare."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], pipe: int) -> None:
+        self.rank, self.process, self.pipe = rank, process, pipe
+        self.ready: Future[None] = Future()
+        self.pidfd = os.pidfd_open(process.pid)
+        self.stopped = False
+        """Whether it was so at the last look."""
+        self._received = b""
+        self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+        os.set_blocking(pipe, False)
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} (pid {self.process.pid})"
+
+    def receive(self) -> tuple[list[FromWorker], bool]:
+        """What it has said since, and whether it can say more."""
+        opened = True
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.pipe, 2**16):
+                self._received += data
+            opened = False
+        messages: list[FromWorker] = []
+        while len(self._received) >= LENGTH_NBYTES:
+            size = int.from_bytes(self._received[:LENGTH_NBYTES], "little") + LENGTH_NBYTES
+            if len(self._received) < size:
+                break
+            messages.append(self._decoder.decode(self._received[LENGTH_NBYTES:size]))
+            self._received = self._received[size:]
+        return messages, opened
+
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP holds it; not whether a debugger does."""
+        try:
+            options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.process.pid, options) is not None
+        except ChildProcessError:  # it has ended, and been seen to
+            return False
+
+    def describe_exit(self) -> str:
+        """How it ended, once it has."""
+        code = self.process.wait()
+        if code >= 0:
+            return f"{self} ended with status {code}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"{self} was killed by {signal_name(-code)}{hint}"
+
+    def close(self) -> None:
+        """Lets go of the descriptors, once it has ended."""
+        os.close(self.pipe)
+        os.close(self.pidfd)
+
+
+class _WorkerGroup:
+    """The processes, what they were told and have not answered, and the thread that watches them.
+
+    The executor is not known here, so that it may be forgotten without being shut down.
+    """
+
+    def __init__(self, setup: PlainSetup, world_size: int, worker_cls: str) -> None:
+        self._setup, self._world_size, self._worker_cls = setup, world_size, worker_cls
+        self.workers: list[_Worker] = []
+        with contextlib.ExitStack() as undo:
+            self._step_queue = make_queue(world_size)
+            undo.callback(self._step_queue.close)
+            self._result_queue = make_queue(1)
+            undo.pop_all()
+        self._writer = QueueWriter(self._step_queue)
+        self._results = QueueReader(self._result_queue)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._started: Future[None] = Future()
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._failure: Exception | None = None
+        self._ending = False
+        self._callbacks: list[Callable[[Exception], object]] = []
+        self._steps: dict[int, _Step] = {}
+        self._num_steps = 0
+        self._calls: dict[int, list[Future[Any]]] = {}
+        self._call_ids = itertools.count()
+        # The system ends the processes with the thread that started them.
+        self._thread = threading.Thread(target=self._watch, name="octavo-workers", daemon=True)
+
+    def start(self) -> None:
+        """Starts the processes; returns when all of them are ready."""
+        self._thread.start()
+        self._started.result()
+        for worker in self.workers:
+            worker.ready.result()
+
+    def execute(self, work: SchedulerOutput) -> _Step:
+        """Hands in a step."""
+        drafting = any(request.num_drafts for request in work.scheduled_reqs)
+        with self._lock:
+            self._num_steps = number = self._num_steps + 1
+            self._steps[number] = step = _Step(self, number, drafting=drafting)
+        self.write(Execute(number, work))
+        return step
+
+    def call(
+        self, method: str, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Calls a method of each worker."""
+        futures: list[Future[Any]] = [Future() for _ in range(self._world_size)]
+        call_id = next(self._call_ids)
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            self._calls[call_id] = futures
+        try:
+            self.write(Call(call_id, method, args, kwargs))
+            return [
+                future.result(None if end is None else max(0.0, end - time.monotonic()))
+                for future in futures
+            ]
+        finally:
+            with self._lock:
+                del self._calls[call_id]
+
+    def write(self, message: ToWorker) -> None:
+        """Tells all workers something.
+
+        Raises:
+            EngineDeadError: there are none any more.
+            UnsupportedError: it cannot be encoded.
+        """
+        try:
+            data = self._encoder.encode(message)
+        except UNENCODABLE as error:
+            raise UnsupportedError(
+                f"This cannot travel to workers in other processes ({error}); give plain values, "
+                "or set distributed_executor_backend=uni."
+            ) from error
+        try:
+            self._writer.write(data)
+        except QueueClosedError:
+            raise self._failure or EngineDeadError("The workers have been shut down.") from None
+
+    def register(self, callback: Callable[[Exception], object]) -> None:
+        """See `Executor.register_failure_callback`."""
+        with self._lock:
+            self._callbacks.append(callback)
+            failure = self._failure
+        if failure is not None:
+            callback(failure)
+
+    def shutdown(self) -> None:
+        """Ends the processes: asks them to, and after some seconds makes them."""
+        with self._lock:
+            self._ending = True
+        self._writer.close()
+        if self._thread.ident is not None:
+            with contextlib.suppress(BaseException):
+                self._started.result()  # all of them are known
+        end = time.monotonic() + _END_SECONDS
+        for worker in self.workers:
+            assert worker.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # its setup may still lie there
+                worker.process.stdin.close()
+        for worker in self.workers:
+            try:
+                worker.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        os.eventfd_write(self._wake, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._resolve_all(EngineDeadError("The workers have been shut down."))
+        for worker in self.workers:
+            worker.close()
+        self._writer.release()
+        self._results.release()
+        for queue in (self._step_queue, self._result_queue):
+            queue.close()
+        os.close(self._wake)
+
+    def _watch(self) -> None:
+        """The thread."""
+        try:
+            for rank in range(self._world_size):
+                self.workers.append(self._launch(rank))
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        try:
+            self._watch_workers()
+        except Exception as error:  # a message that nobody understands, for one
+            logger.exception("the workers cannot be understood")
+            self._fail(f"the workers cannot be understood ({type(error).__name__}: {error})")
+
+    def _launch(self, rank: int) -> _Worker:
+        steps = self._step_queue.for_reader(rank)
+        results = self._result_queue if rank == 0 else None
+        pipe, end = os.pipe()
+        try:
+            descriptors = [end, *steps.descriptors]
+            if results is not None:
+                descriptors += results.descriptors
+            process = subprocess.Popen(
+                [sys.executable, "-m", "octavo.executor.worker_process", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                pass_fds=descriptors,
+                process_group=0,  # a Ctrl-C in the terminal is for the parent
+            )
+        except BaseException:
+            os.close(pipe)
+            raise
+        finally:
+            os.close(end)
+        worker = _Worker(rank, process, pipe)
+        level, log_format = current_logging()
+        setup = WorkerProcessSetup(
+            self._setup,
+            self._worker_cls,
+            rank,
+            self._world_size,
+            steps,
+            results,
+            end,
+            level,
+            log_format,
+        )
+        data = msgspec.msgpack.encode(setup)
+        assert process.stdin is not None
+        # What a child says that has died already is found by who looks for its end.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(len(data).to_bytes(LENGTH_NBYTES, "little") + data)
+            process.stdin.flush()
+        return worker
+
+    def _watch_workers(self) -> None:
+        poll = select.poll()
+        for fd in (self._wake, self._results.filled):
+            poll.register(fd, select.POLLIN)
+        pipes = {worker.pipe: worker for worker in self.workers}
+        for worker in self.workers:
+            poll.register(worker.pipe, select.POLLIN)
+            poll.register(worker.pidfd, select.POLLIN)
+        decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+        checked = time.monotonic()
+        while self._failure is None:
+            ready = {fd for fd, _ in poll.poll(1000 * _CHECK_SECONDS)}
+            if self._wake in ready:
+                return
+            while (data := self._results.try_read()) is not None:
+                self._take(self.workers[0], decoder.decode(data))
+            for fd in ready & pipes.keys():
+                messages, opened = pipes[fd].receive()
+                for message in messages:
+                    self._take(pipes[fd], message)
+                if not opened:
+                    poll.unregister(fd)
+            for worker in self.workers:
+                if worker.pidfd in ready:
+                    poll.unregister(worker.pidfd)
+                    for message in worker.receive()[0]:
+                        self._take(worker, message)
+                    self._fail(worker.describe_exit())
+            if time.monotonic() - checked >= _CHECK_SECONDS:
+                checked = time.monotonic()
+                self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        for worker in self.workers:
+            stopped = worker.is_stopped()
+            if stopped and worker.stopped:
+                self._fail(f"{worker} is stopped by a signal such as SIGSTOP, and was killed")
+            worker.stopped = stopped
+
+    def _take(self, worker: _Worker, message: FromWorker) -> None:
+        """Takes in what a worker says."""
+        if self._failure is not None:
+            return
+        match message:
+            case Sampled(step=number, output=output):
+                self._pop(number).sampled.set_result(output)
+            case Drafted(step=number, drafts=drafts, failure=failure):
+                drafted = self._steps[number].drafted
+                if failure is None:
+                    drafted.set_result(drafts)
+                else:
+                    drafted.set_exception(failure.to_exception())
+            case StepFailed(step=number, failure=failure) if self._world_size == 1:
+                self._pop(number).sampled.set_exception(failure.to_exception())
+            case StepFailed(step=number, failure=failure):
+                # Whether the others computed it or wait for this one, nobody knows.
+                self._fail(f"{worker} failed in step {number}: {failure}")
+            case Ready():
+                worker.ready.set_result(None)
+            case Died(failure=failure):
+                if worker.ready.done():
+                    self._fail(f"{worker} failed: {failure}")
+                else:
+                    error = failure.to_exception()
+                    if not isinstance(error, OctavoError):
+                        error = EngineDeadError(f"{worker} could not start: {failure}")
+                    self._give_up(error)
+            case Returned(call_id=call_id, value=value, failure=failure):
+                with self._lock:
+                    futures = self._calls.get(call_id)
+                if futures is None:
+                    return  # nobody waited that long
+                if failure is None:
+                    futures[worker.rank].set_result(value)
+                else:
+                    futures[worker.rank].set_exception(failure.to_exception())
+
+    def _pop(self, number: int) -> _Step:
+        with self._lock:
+            return self._steps.pop(number)
+
+    def _fail(self, what: str) -> None:
+        """The engine cannot go on: says so once, to all who wait, and ends the other workers."""
+        if self._num_steps:
+            what += f"; the last step handed in was {self._num_steps}"
+        self._give_up(EngineDeadError(what))
+
+    def _give_up(self, error: Exception) -> None:
+        with self._lock:
+            if self._ending or self._failure is not None:
+                return
+            self._failure = error
+            callbacks = list(self._callbacks)
+        self._writer.close()
+        for worker in self.workers:
+            worker.process.kill()
+        self._resolve_all(error)
+        for callback in callbacks:
+            callback(error)
+
+    def _resolve_all(self, error: Exception) -> None:
+        """Has all who wait for workers get an error."""
+        with self._lock:
+            steps = list(self._steps.values())
+            self._steps.clear()
+            futures: list[Future[Any]] = [it for call in self._calls.values() for it in call]
+        futures += [worker.ready for worker in self.workers]
+        futures += [future for step in steps for future in (step.drafted, step.sampled)]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)

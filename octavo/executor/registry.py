@@ -1,0 +1,51 @@
+"""Which executor a config means. The classes, some of which bring torch, are imported here only."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.executor.base import Executor
+
+
+def get_executor_class(config: EngineConfig) -> type[Any]:
+    """The class of the executor, a subclass of `Executor`; made from a setup and a platform.
+
+    Raises:
+        ConfigError: it does not work on this system, or one's own cannot be imported or is none.
+    """
+    backend = config.executor_backend
+    if backend == "uni":
+        from octavo.executor.uniproc import UniProcExecutor
+
+        return UniProcExecutor
+    if backend == "mp":
+        if sys.platform != "linux":
+            raise ConfigError(
+                "distributed_executor_backend=mp works on Linux only; use uni, in one process."
+            )
+        from octavo.executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor
+    try:
+        found = import_class(backend)
+    except Exception as error:
+        raise ConfigError(
+            f"distributed_executor_backend={backend!r} cannot be imported "
+            f"({type(error).__name__}: {error}); choose uni or mp, or mend it."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Executor)):
+        raise ConfigError(
+            f"distributed_executor_backend={backend!r} is not a subclass of "
+            "octavo.executor.base.Executor."
+        )
+    return found
+
+
+def import_class(path: str) -> Any:
+    """What a module has under a name, the two with a dot between."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

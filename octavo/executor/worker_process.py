@@ -1,0 +1,245 @@
+"""A worker in a process of its own: see `MultiprocExecutor`.
+
+The process gets its setup on standard input and keeps reading there: end of file tells it to end.
+When the process that started it is gone, the system kills it, whatever it is doing or waiting for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.device import SWITCH_INTERVAL
+from octavo.errors import OctavoError, UnsupportedError
+from octavo.executor.base import find_method
+from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter
+from octavo.executor.registry import import_class
+from octavo.executor.wire import (
+    LENGTH_NBYTES,
+    UNENCODABLE,
+    Call,
+    Died,
+    Drafted,
+    Execute,
+    Failure,
+    FromWorker,
+    Ready,
+    Returned,
+    Sample,
+    Sampled,
+    StepFailed,
+    ToWorker,
+    WorkerProcessSetup,
+)
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.logs import setup_logging
+from octavo.platforms.registry import get_platform
+from octavo.worker.setup import WorkerSetup
+
+if TYPE_CHECKING:
+    from octavo.worker.model_runner import PendingOutput
+    from octavo.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+# Time that the worker gets to end in order when it is told to.
+_GRACE_SECONDS = 2.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Runs a worker until told to stop or until the parent is gone; its pid is the argument."""
+    _die_with_parent(int(sys.argv[1]))
+    # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    size = int.from_bytes(sys.stdin.buffer.read(LENGTH_NBYTES), "little")
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=WorkerProcessSetup)
+    steps, loaded = QueueReader(setup.steps), threading.Event()
+    threading.Thread(target=_end_with_input, args=(steps, loaded), daemon=True).start()
+    setup_logging(setup.log_level, setup.log_format, rank=setup.rank)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    pipe = _Pipe(setup.pipe)
+    status = 0
+    try:
+        plain = setup.setup.complete(setup.rank, setup.world_size)
+        gc.disable()  # the imports make 200,000 objects that stay
+        worker_cls = import_class(setup.worker_cls)
+        gc.enable()
+        worker: Worker = worker_cls(plain, get_platform(plain.config.device.device))
+        gc.freeze()  # collections need not look at what is there now
+        loaded.set()
+        pipe.write(Ready())
+        results = None if setup.results is None else QueueWriter(setup.results)
+        _Loop(plain, worker, steps, results, pipe).run()
+        worker.shutdown()
+    except OctavoError as error:
+        status = 1
+        pipe.write(Died(Failure.of(error)))
+    except BaseException as error:
+        status = 1
+        logger.exception("the worker failed")
+        pipe.write(Died(Failure.of(error)))
+    # Threads that wait for standard input or a device must not keep a finished process alive.
+    os._exit(status)
+
+
+class _Pipe:
+    """What is rare, on its way to the executor. From any thread."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lock = fd, threading.Lock()
+
+    def write(self, message: FromWorker) -> None:
+        """Sends a message."""
+        self.write_encoded(msgspec.msgpack.encode(message))
+
+    def write_encoded(self, data: bytes) -> None:
+        """Sends what is encoded already."""
+        view = memoryview(len(data).to_bytes(LENGTH_NBYTES, "little") + data)
+        with self._lock:
+            while view:
+                view = view[os.write(self._fd, view) :]
+
+
+class _Loop:
+    """Does what the executor says, in its order."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        worker: Worker,
+        steps: QueueReader,
+        results: QueueWriter | None,
+        pipe: _Pipe,
+    ) -> None:
+        self._setup, self._worker = setup, worker
+        self._steps, self._results, self._pipe = steps, results, pipe
+        self._encoder = msgspec.msgpack.Encoder()
+        self._failure: Exception | None = None
+        """What made the forward pass of the current step fail."""
+        self._late = ThreadPoolExecutor(1, "octavo-results")
+        """Waits for tokens that are on their way from a device; the next step begins meanwhile."""
+
+    def run(self) -> None:
+        """Runs until the queue is closed."""
+        decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+        while True:
+            try:
+                data = self._steps.read()
+            except QueueClosedError:
+                return
+            match decoder.decode(data):
+                case Execute() as message:
+                    self._execute(message)
+                case Sample() as message:
+                    self._sample(message)
+                case Call() as message:
+                    self._call(message)
+
+    def _execute(self, message: Execute) -> None:
+        drafting = any(request.num_drafts for request in message.work.scheduled_reqs)
+
+        def announce(drafts: dict[str, list[int]], failure: Failure | None = None) -> None:
+            nonlocal drafting
+            if drafting:
+                drafting = False
+                self._answer(Drafted(message.step, drafts, failure))
+
+        try:
+            self._worker.execute_model(message.work, announce)
+        except Exception as error:
+            self._failure = error
+            announce({}, Failure.of(error))
+
+    def _sample(self, message: Sample) -> None:
+        failure, self._failure = self._failure, None
+        try:
+            # Lets go of a step that failed, too.
+            pending = self._worker.sample_tokens(message.grammar)
+            if failure is not None:
+                raise failure
+            ready = pending.ready()
+        except Exception as error:
+            self._fail(message.step, failure or error)
+            return
+        if ready:
+            self._finish(message.step, pending)
+        else:
+            self._late.submit(self._finish, message.step, pending)
+
+    def _finish(self, step: int, pending: PendingOutput) -> None:
+        try:
+            output = pending.get()
+        except Exception as error:
+            self._fail(step, error)
+        else:
+            self._answer(Sampled(step, output))
+
+    def _fail(self, step: int, error: Exception) -> None:
+        message = StepFailed(step, Failure.of(self._worker.cause(error)))
+        if self._results is None:
+            self._pipe.write(message)
+        else:
+            self._answer(message)
+
+    def _answer(self, message: FromWorker) -> None:
+        """Sends what every worker has and one of them tells."""
+        if self._results is not None:
+            self._results.write(self._encoder.encode(message))
+
+    def _call(self, call: Call) -> None:
+        try:
+            value = self._find(call.method)(*call.args, **call.kwargs)
+            try:
+                data = msgspec.msgpack.encode(Returned(call.call_id, value))
+            except UNENCODABLE as error:
+                raise UnsupportedError(
+                    f"What {call.method} returned cannot travel between processes ({error}); "
+                    "return plain values, or set distributed_executor_backend=uni."
+                ) from error
+        except Exception as error:
+            data = msgspec.msgpack.encode(Returned(call.call_id, failure=Failure.of(error)))
+        self._pipe.write_encoded(data)
+
+    def _find(self, method: str) -> Callable[..., Any]:
+        if method == "initialize_kv_cache":
+            return self._initialize_kv_cache
+        return find_method(self._worker, method)
+
+    def _initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        groups = make_kv_cache_groups(self._setup.spec.caches)
+        self._worker.initialize_kv_cache(KVCacheConfig(num_blocks, block_size, groups))
+
+
+def _die_with_parent(pid: int) -> None:
+    """Has the system kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != pid:  # it was gone before
+        os._exit(1)
+
+
+def _end_with_input(steps: QueueReader, loaded: threading.Event) -> None:
+    """Ends the process when standard input ends."""
+    while sys.stdin.buffer.read(1):
+        pass
+    if not loaded.is_set():
+        os._exit(1)  # nothing has begun that could end in order
+    steps.close()
+    time.sleep(_GRACE_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
