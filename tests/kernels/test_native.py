@@ -293,7 +293,14 @@ def test_gelu_relu_soft_cap(dtype: torch.dtype) -> None:
 def apply(kind: int, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _native.unary(
-        x=x.data_ptr(), out=out.data_ptr(), rows=1, dim=x.numel(), param=0.0, kind=kind, dtype=0
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=x.numel(),
+        rows=1,
+        dim=x.numel(),
+        param=0.0,
+        kind=kind,
+        dtype=0,
     )
     return out
 
