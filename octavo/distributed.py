@@ -40,6 +40,9 @@ class Rank:
         return begin, begin + each + (self.index < more)
 
 
+ALONE = Rank()
+
+
 class GroupMemory:
     """Memory of all processes of a group, and the barrier in it.
 

@@ -42,9 +42,7 @@ def test_shares_are_all_there_is_once(n, size):
 
 
 def test_processes_see_what_others_wrote_before_a_barrier(descriptor):
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(descriptor)], pass_fds=[descriptor]
-    )
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(descriptor)], pass_fds=[descriptor])
     memory = GroupMemory(descriptor, 4096, 2)
     data = memory.data.view(np.int64)
     try:

@@ -215,9 +215,7 @@ class Ops(Protocol):
         """Layer norm of x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization")."""
         ...
 
-    def act_and_mul(
-        self, gate_up: Tensor, activation: Gate, out: Tensor | None = None
-    ) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """act(gate) * up of gate_up [T, 2 I], gate first: [T, I]; `out` as in `linear`."""
         ...
 

@@ -448,9 +448,7 @@ class NativeOps:
             dtype=DTYPE_CODES[x.dtype],
         )
 
-    def act_and_mul(
-        self, gate_up: Tensor, activation: Gate, out: Tensor | None = None
-    ) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """act(gate) is rounded to the dtype before the product, as Hugging Face does."""
         _rows(gate_up)
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2

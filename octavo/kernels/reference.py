@@ -283,9 +283,7 @@ class ReferenceOps:
         wide_bias = None if bias is None else bias.float()
         return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
-    def act_and_mul(
-        self, gate_up: Tensor, activation: Gate, out: Tensor | None = None
-    ) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """As Hugging Face's LlamaMLP and GemmaMLP."""
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":

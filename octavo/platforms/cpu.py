@@ -179,7 +179,7 @@ def memory_budget(
     setup: WorkerSetup, scratch: Scratch, draft_scratch: Scratch | None = None
 ) -> MemoryBudget:
     """What there is and what will be taken on a CPU, with what steps take."""
-    config, spec = setup.config, setup.spec
+    config, spec, ranks = setup.config, setup.part, setup.rank.size
     max_num_seqs = config.scheduler.max_num_seqs
     groups = make_kv_cache_groups(spec.caches)
     rows = input_batch_nbytes(
@@ -188,7 +188,9 @@ def memory_budget(
     speculative = config.speculation.speculative_config
     if speculative is not None and speculative.method == "suffix":
         rows += suffix_nbytes()
-    loading, draft = spec.loading_nbytes(setup.dtype), 0
+    # Random weights are made whole, others are read in part.
+    loads = setup.spec if config.load.load_format == "dummy" else spec
+    loading, draft = loads.loading_nbytes(setup.dtype), 0
     if setup.draft is not None:
         assert draft_scratch is not None
         draft = _draft_nbytes(setup, setup.draft, draft_scratch)
@@ -196,19 +198,26 @@ def memory_budget(
         # The kernels' own memory serves both.
         kernels = max(scratch.kernels, draft_scratch.kernels)
         scratch = dataclasses.replace(scratch, kernels=kernels)
+    copy = 0
+    if ranks > 1:  # that of one rank, which samples: the logits are in the shared memory
+        copy = setup.largest_step.samples * spec.vocab_size * DTYPE_NBYTES["float32"]
     return MemoryBudget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],
         most_kv_cache=DEFAULT_KV_NBYTES,
-        runtime=RUNTIME_NBYTES,
-        weights=spec.weight_nbytes(setup.dtype, setup.max_model_len, config.model.quantization),
-        activations=scratch.activations + scratch.kernels,
+        # No other rank has more of anything than the first.
+        runtime=ranks * RUNTIME_NBYTES,
+        weights=ranks
+        * spec.weight_nbytes(setup.dtype, setup.max_model_len, config.model.quantization),
+        activations=ranks * (scratch.activations + scratch.kernels) + scratch.shared,
         # Logits as they come; as much again for those of prompt tokens, of which there are fewer at
         # once, or for a copy before they are changed, where logprobs are asked for; and what the
         # sampler works in.
-        logits=2 * scratch.logits + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
-        loading=loading,
-        rows=rows + state_nbytes(max_num_seqs, spec.vocab_size),
+        logits=ranks * 2 * scratch.logits
+        + copy
+        + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
+        loading=ranks * loading,
+        rows=ranks * rows + state_nbytes(max_num_seqs, spec.vocab_size),
         draft=draft,
         scratch=scratch,
         draft_scratch=draft_scratch,

@@ -74,9 +74,7 @@ class TritonOps(ReferenceOps):
         """One program for each row."""
         return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
 
-    def act_and_mul(
-        self, gate_up: Tensor, activation: Gate, out: Tensor | None = None
-    ) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """One pass."""
         return into(out, _activation.act_and_mul(gate_up, activation))
 
