@@ -19,8 +19,8 @@ _ALIGNMENT = 64  # a cache line
 class Columns:
     """The columns of one rank in one of the buffers.
 
-    All ranks fill theirs, then meet, then read. A buffer is filled again only behind another barrier
-    than the one behind which it is read; a layer has four, one for each of its buffers.
+    All ranks fill theirs, then meet, then read. A buffer is filled again only behind another
+    barrier than the one behind which it is read; a layer has four, one for each of its buffers.
     """
 
     buffers: SharedBuffers

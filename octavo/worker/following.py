@@ -28,7 +28,7 @@ class FollowingRunner(ModelRunner):
     """
 
     _sampled: tuple[LongArray, LongArray] = (_NONE, _NONE)
-    """Of the last step's requests that sampled, rows and how many tokens they were to get at most."""
+    """Of the last step's requests that sampled: rows, and how many tokens each got at most."""
 
     def execute_model(
         self,

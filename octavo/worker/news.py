@@ -50,7 +50,7 @@ class News:
         self._tokens[: len(tokens)] = tokens
 
     def publish(self, req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> None:
-        """Rank 0: what the requests of the step that begins have for drafts; waits until all begin."""
+        """Rank 0: the drafts of the requests of a step that begins; waits until all begin it."""
         at = 0
         for i, req_id in enumerate(req_ids):
             tokens = drafts.get(req_id, ())

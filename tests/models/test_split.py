@@ -1,6 +1,5 @@
 """Parts of models: what ranks compute together is what one computes, bit for bit."""
 
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +23,6 @@ TOKENS = 64
 REFUSED = {
     "olmo2": "norm all heads together",
     "granite": "factor",
-    "mpt-clip": "",
 }
 
 
@@ -74,31 +72,37 @@ def run_ranks(
                 memory = GroupMemory(descriptor, nbytes[0], size, timeout=20)
                 buffers.attach(memory, 0)
                 futures.append(threads.submit(run, model, memory.barrier))
-            return [future.result() for future in futures][0]
+            results = [future.result() for future in futures]
+            return results[0]
     finally:
         os.close(descriptor)
 
 
-def check(case: str, tmp_path: Path, size: int, dtype: torch.dtype, form: str | None) -> None:
+def check(
+    case: str, tmp_path: Path, size: int | None, dtype: torch.dtype, form: str | None
+) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
     spec = read_spec(tmp_path)
+    heads = spec.layers[0].mixer.num_heads
+    size = size or min(n for n in range(2, heads + 1) if heads % n == 0)
     whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, quantization=form, ops=NativeOps())
     expected = run(whole, lambda: None)
     got = run_ranks(spec, tmp_path, size, dtype, form)
+    assert len(got) == len(expected) > 8
     assert all(map(torch.equal, got, expected))
     assert torch.cat(expected).isfinite().all()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
-    if case in REFUSED and REFUSED[case]:
+def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
+    if case in REFUSED:
         architecture, config = CASES[case]
         make_hf(architecture, **config).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match=REFUSED[case]):
             read_spec(tmp_path).split(Rank(0, 2))
     else:
-        check(case, tmp_path, 2, torch.bfloat16, None)
+        check(case, tmp_path, None, torch.bfloat16, None)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
@@ -117,23 +121,18 @@ def test_keys_of_one_head_are_several_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bloom", "phi3"])
-def test_parts_are_slices_of_the_whole(case: str, tmp_path: Path) -> None:
+def test_parts_are_all_of_the_whole(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
     spec = read_spec(tmp_path)
-    parts = [spec.split(Rank(index, 2)) for index in range(2)]
+    size = 3 if case == "phi3" else 2
+    parts = [spec.split(Rank(index, size)) for index in range(size)]
     whole = {weight.name: weight for weight in spec.weights()}
     for weights in zip(*(part.weights() for part in parts), strict=True):
         name = weights[0].name
         rows = sum(weight.shape[0] for weight in weights)
-        if name in whole and weights[0].whole is not None:
+        if weights[0].whole is not None:
             assert rows == whole[name].shape[0] == weights[0].whole_rows
-    split = sum(math.prod(w.shape) for part in parts for w in part.weights() if w.whole)
-    assert split == sum(
-        math.prod(w.shape)
-        for w in spec.weights()
-        if w.name in {w.name for w in parts[0].weights() if w.whole}
-    )
 
 
 @pytest.mark.parametrize("size", [3, 8])
