@@ -1,6 +1,7 @@
 """Several ranks give one engine's answers, bit for bit."""
 
 import random
+import time
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from octavo.engine.assemble import make_engine_core
 from octavo.errors import ConfigError, EngineDeadError
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
-from tests.ranks import RanksExecutor
+from tests.ranks import ProcessesExecutor, RanksExecutor
 
 SETTINGS = {
     "skip_tokenizer_init": True,
@@ -27,11 +28,11 @@ SETTINGS = {
 def in_ranks(monkeypatch):
     """Has every engine from now on computed by so many ranks."""
 
-    def use(size):
+    def use(size, executor=RanksExecutor):
         def make(config, *args, **kwargs):
             device = replace(config.device, tensor_parallel_size=size)
             config = replace(config, device=device)
-            return make_engine_core(config, *args, make_executor=RanksExecutor, **kwargs)
+            return make_engine_core(config, *args, make_executor=executor, **kwargs)
 
         monkeypatch.setattr(llm_engine, "make_engine_core", make)
 
@@ -107,11 +108,25 @@ def test_a_failed_rank_ends_the_engine(folder, in_ranks):
     in_ranks(2)
     with LLM(str(folder), **SETTINGS) as llm:
         answers(llm, count=1)
-        core = llm.engine.core.core
-        runner = core.executor.ranks[1]._worker.runner
+        runner = llm.llm_engine.client.core.executor.ranks[1]._worker.runner
         runner.state.steps.run = partial(int, "broken")
         with pytest.raises(EngineDeadError, match="group"):
             answers(llm, count=1)
+
+
+def test_processes(folder, in_ranks):
+    settings = SETTINGS | {"num_threads": 1}
+    with LLM(str(folder), **settings) as llm:
+        expected = answers(llm)
+    in_ranks(2, ProcessesExecutor)
+    with LLM(str(folder), **settings) as llm:
+        assert answers(llm) == expected
+        (follower,) = llm.llm_engine.client.core.executor.followers
+        follower.kill()
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match="group"):
+            answers(llm)
+        assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"enable_prompt_embeds": True}])
