@@ -260,8 +260,12 @@ class DeviceConfig(_Section, frozen=True):
         ),
     ] = False
     tensor_parallel_size: Annotated[
-        Literal[1],
-        Meta(description="Number of devices that share the model; only 1 is supported so far."),
+        int,
+        Meta(
+            description="Processes that compute the model together, each with a part of its"
+            " weights; only 1 is supported so far.",
+            ge=1,
+        ),
     ] = 1
     num_threads: Annotated[
         PositiveInt | None,

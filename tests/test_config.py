@@ -108,7 +108,7 @@ BAD = {
     "attention_backend": ["fast"],
     "batch_invariant": [1, "yes", None],
     "num_threads": [0, -1, 1.5],
-    "tensor_parallel_size": [0, 2, "1"],
+    "tensor_parallel_size": [0, -1, 1.5, "2", None],
     "data_parallel_size": [0, -1, 1.5, "2", None],
     "numa_node": [-1, 0.5, "auto"],
     "profiler_dir": [5],

@@ -102,6 +102,14 @@ def make_engine_core(
     platform.check_settings(config.device)
     if setup.rank.size > 1:
         _check_parallel(setup, platform)
+        if make_executor is None:
+            # Here belongs the executor that starts the ranks: it makes `GroupMemory` of
+            # `setup.group_nbytes`, gives each process the setup with its rank and the descriptor,
+            # hands every step to all of them, and breaks the group when one ends.
+            raise ConfigError(
+                f"tensor_parallel_size={setup.rank.size} is not supported: nothing starts the "
+                "other processes yet; leave it out."
+            )
     read_ahead(config, setup.part, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or import_executor()
     estimate = platform.estimate_memory(setup)

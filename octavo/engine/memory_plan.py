@@ -221,7 +221,7 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    ranks: int = config.device.tensor_parallel_size
+    ranks = config.device.tensor_parallel_size
     block_nbytes *= ranks  # each has its heads of it
     engines = config.parallel.data_parallel_size
     if limit is None:

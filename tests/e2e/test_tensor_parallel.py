@@ -8,9 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
 from octavo.engine import llm_engine
 from octavo.engine.assemble import make_engine_core
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.models.registry import read_spec
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
 from tests.ranks import ProcessesExecutor, RanksExecutor
@@ -127,6 +129,13 @@ def test_processes(folder, in_ranks):
         with pytest.raises(EngineDeadError, match="group"):
             answers(llm)
         assert time.monotonic() - started < 10
+
+
+def test_nothing_starts_ranks_yet(folder):
+    config = EngineConfig.from_kwargs(model=str(folder))
+    config = replace(config, device=replace(config.device, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported"):
+        make_engine_core(config, read_spec(folder), folder, default_batched_tokens=64)
 
 
 @pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"enable_prompt_embeds": True}])
