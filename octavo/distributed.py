@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo import _native
 from octavo.errors import ConfigError, EngineDeadError
 
 HEADER_NBYTES = 4096
@@ -62,6 +61,8 @@ class GroupMemory:
     def __init__(
         self, descriptor: int, nbytes: int, ranks: int, timeout: float = BARRIER_TIMEOUT
     ) -> None:
+        from octavo import _native  # memory is planned without it
+
         if os.fstat(descriptor).st_size != HEADER_NBYTES + nbytes:
             raise ConfigError(
                 f"The group's memory has {os.fstat(descriptor).st_size} bytes instead of "
@@ -72,6 +73,7 @@ class GroupMemory:
         )
         self.barrier_address: int = self._bytes.ctypes.data
         self.ranks = ranks
+        self._native = _native
         self._timeout = timeout
 
     @staticmethod
@@ -101,18 +103,18 @@ class GroupMemory:
             GroupError: `octavo._native`'s, also when a plan runs: another process has failed, or
                 did not come in time.
         """
-        _native.shared_barrier(
+        self._native.shared_barrier(
             barrier=self.barrier_address, ranks=self.ranks, timeout=self._timeout
         )
 
     def break_(self) -> None:
         """Has all waiting end, now and later, with an error: this process, or another, is lost."""
-        _native.break_group(self.barrier_address)
+        self._native.break_group(self.barrier_address)
 
     @property
     def broken(self) -> bool:
         """Whether somebody has called `break_`, or waited in vain."""
-        return _native.group_broken(self.barrier_address)
+        return self._native.group_broken(self.barrier_address)
 
 
 def group_failure(error: BaseException) -> EngineDeadError:
