@@ -106,6 +106,20 @@ def test_two_ranks_answer_as_one(settings, folder, in_ranks):
         assert answers(llm) == expected
 
 
+def test_the_plan_counts_all_ranks(folder, in_ranks):
+    with LLM(str(folder), **SETTINGS) as llm:
+        alone = llm.llm_engine.memory_plan
+    in_ranks(2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        plan = llm.llm_engine.memory_plan
+        ranks = llm.llm_engine.client.core.executor.ranks
+        caches = [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
+    assert plan.runtime == 2 * alone.runtime
+    assert alone.weights < plan.weights < 2 * alone.weights  # norms and embedding twice
+    assert (plan.num_blocks, plan.block_nbytes) == (alone.num_blocks, alone.block_nbytes)
+    assert sum(caches) == plan.kv_cache
+
+
 def test_a_failed_rank_ends_the_engine(folder, in_ranks):
     in_ranks(2)
     with LLM(str(folder), **SETTINGS) as llm:

@@ -17,6 +17,7 @@ from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import weights_key
+from octavo.quantization.int4 import SMALL
 from tests.models.harness import CPU, Runner, make_hf
 from tests.models.test_parity import CASES, VOCAB
 
@@ -81,10 +82,10 @@ def run_ranks(
 
 
 def check(
-    case: str, tmp_path: Path, size: int | None, dtype: torch.dtype, form: str | None
+    case: str, tmp_path: Path, size: int | None, dtype: torch.dtype, form: str | None, **more: int
 ) -> None:
     architecture, config = CASES[case]
-    make_hf(architecture, **config).save_pretrained(tmp_path)
+    make_hf(architecture, **config | more).save_pretrained(tmp_path)
     spec = read_spec(tmp_path)
     heads = spec.layers[0].mixer.num_heads
     size = size or min(n for n in range(2, heads + 1) if heads % n == 0)
@@ -142,6 +143,15 @@ def test_a_number_that_does_not_fit_is_refused(size: int, tmp_path: Path) -> Non
     make_hf(architecture, **config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} does not divide the 4"):
         read_spec(tmp_path).split(Rank(0, size))
+
+
+def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:
+    """Though they are small enough for int8 by themselves."""
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
+    check("llama", tmp_path, 2, torch.bfloat16, "int4", **sizes)
+    names = {w.name: w for w in read_spec(tmp_path).split(Rank(0, 2)).weights()}
+    part = names["layers.0.o_proj.weight"]
+    assert part.shape[0] * part.shape[1] < SMALL <= part.whole_rows * part.shape[1]
 
 
 def test_ranks_keep_their_packed_weights_apart(tmp_path: Path) -> None:
