@@ -1,7 +1,7 @@
 """Processes of one host that compute one model together, and the memory that they share. No torch.
 
 Linear layers are split by their outputs, so each number is still summed by one process in the one
-order: whoever many there are, the bits are those of one process. What a next layer reads whole lies
+order: however many there are, the bits are those of one process. What a next layer reads whole lies
 in shared memory, of which each writes its part; barriers lie between writing and reading.
 """
 
