@@ -240,7 +240,7 @@ void check_rows_alone(const char* name, int64_t m, const std::function<std::vect
 template <class T>
 std::vector<T> gated(const std::vector<T>& x, int64_t rows, int64_t dim, Gated kind) {
   std::vector<T> out(rows * dim);
-  kernels().gated({x.data(), 2 * dim, out.data(), rows, dim, kind, Type<T>::dtype});
+  kernels().gated({x.data(), 2 * dim, out.data(), dim, rows, dim, kind, Type<T>::dtype});
   return out;
 }
 
@@ -297,7 +297,7 @@ void test_conversions() {
   constexpr Float format = Type<T>::format;
   std::vector<T> every, back(1 << 16);
   for (int i = 0; i < 1 << 16; i++) every.push_back({uint16_t(i)});
-  kernels().unary({every.data(), back.data(), 1, 1 << 16, 1.0f, Unary::scale, Type<T>::dtype});
+  kernels().unary({every.data(), back.data(), 1 << 16, 1, 1 << 16, 1.0f, Unary::scale, Type<T>::dtype});
   for (int i = 0; i < 1 << 16; i++) {
     const double v = get(every[i]), w = get(back[i]);
     check(v != v ? w != w : every[i].bits == back[i].bits, "%s %04x came back as %04x", Type<T>::name, i,
