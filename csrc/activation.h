@@ -26,7 +26,7 @@ void gated(const GatedArgs& a) {
       using T = decltype(t);
       const T* gate = static_cast<const T*>(a.x) + row * a.x_stride + start;
       const T* up = gate + a.dim;
-      T* out = static_cast<T*>(a.out) + row * a.dim + start;
+      T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
       with_gate(a.kind, [&](auto f) {
         for_lanes(min(kPiece, a.dim - start), [&](int64_t i, int n) {
           store(out + i, round_to(f(load(gate + i, n)), T{}) * load(up + i, n), n);
@@ -38,12 +38,16 @@ void gated(const GatedArgs& a) {
 
 void unary(const UnaryArgs& a) {
   const int64_t total = a.rows * a.dim;
-  parallel_for(ceil_div(total, kPiece), total / W * 16, [&](int64_t task) {
-    const int64_t start = task * kPiece, count = min(kPiece, total - start);
+  const bool dense = a.out_stride == a.dim;  // all rows as one
+  const int64_t rows = dense ? 1 : a.rows, dim = dense ? total : a.dim;
+  const int64_t pieces = ceil_div(dim, kPiece);
+  parallel_for(rows * pieces, total / W * 16, [&](int64_t task) {
+    const int64_t row = task / pieces, start = task % pieces * kPiece;
+    const int64_t count = min(kPiece, dim - start);
     with_type(a.dtype, [&](auto t) {
       using T = decltype(t);
-      const T* x = static_cast<const T*>(a.x) + start;
-      T* out = static_cast<T*>(a.out) + start;
+      const T* x = static_cast<const T*>(a.x) + row * dim + start;
+      T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
       auto apply = [&](auto f) {
         for_lanes(count, [&](int64_t i, int n) { store(out + i, f(load(x + i, n)), n); });
       };

@@ -160,8 +160,8 @@ struct NormArgs {
 struct GatedArgs {
   const void* x;  // [rows, 2 * dim]: gate, then up
   int64_t x_stride;
-  void* out;  // [rows, dim], dense
-  int64_t rows, dim;
+  void* out;  // [rows, dim]
+  int64_t out_stride, rows, dim;
   Gated kind;
   DType dtype;
 
@@ -170,9 +170,9 @@ struct GatedArgs {
 };
 
 struct UnaryArgs {
-  const void* x;
+  const void* x;  // [rows, dim], dense
   void* out;
-  int64_t rows, dim;  // both dense
+  int64_t out_stride, rows, dim;
   float param;  // soft_cap: the cap; scale: the factor; clamp: the largest magnitude
   Unary kind;
   DType dtype;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 #endif
 
+#include "barrier.h"
 #include "dispatch.h"
 #include "inputs.h"
 #include "philox.h"
@@ -216,6 +217,17 @@ NB_MODULE(_native, m) {
                BY(out), BY(out_stride), BY(m), BY(n), BY(k), BY(gated), BY(dtype), BY(out_dtype));
   }
 
+  nb::exception<GroupError>(m, "GroupError", PyExc_RuntimeError);
+  m.def(
+      "shared_barrier",
+      [](Address barrier, int64_t ranks, double timeout) {
+        submit("shared_barrier", &shared_barrier,
+               BarrierArgs{at<SharedBarrier>(barrier), ranks, timeout, 0});
+      },
+      nb::kw_only(), nb::arg("barrier"), nb::arg("ranks"), nb::arg("timeout"));
+  m.def("break_group", [](Address barrier) { break_group(at<SharedBarrier>(barrier)); });
+  m.def("group_broken", [](Address barrier) { return at<SharedBarrier>(barrier)->broken.load() != 0; });
+
   m.def("linear_scratch", [](int64_t rows, int64_t k, int64_t threads) {
     return kernels().linear_scratch(rows, k, threads);
   });
@@ -250,13 +262,13 @@ NB_MODULE(_native, m) {
   }
   {
     using Args = GatedArgs;
-    def_kernel(m, "gated", &KernelTable::gated, BY(x), BY(x_stride), BY(out), BY(rows), BY(dim),
-               BY(kind), BY(dtype));
+    def_kernel(m, "gated", &KernelTable::gated, BY(x), BY(x_stride), BY(out), BY(out_stride),
+               BY(rows), BY(dim), BY(kind), BY(dtype));
   }
   {
     using Args = UnaryArgs;
-    def_kernel(m, "unary", &KernelTable::unary, BY(x), BY(out), BY(rows), BY(dim), BY(param),
-               BY(kind), BY(dtype));
+    def_kernel(m, "unary", &KernelTable::unary, BY(x), BY(out), BY(out_stride), BY(rows), BY(dim),
+               BY(param), BY(kind), BY(dtype));
   }
   {
     using Args = AddArgs;

@@ -68,6 +68,16 @@ def release_pages(address: int, nbytes: int, /) -> None: ...
 def read_memory(address: int, nbytes: int, locality: int, /) -> int:
     """The exclusive or of the 64-bit numbers there, read by all threads; see csrc/read_memory.h."""
 
+class GroupError(RuntimeError):
+    """A process of a group has failed, or did not come to a barrier in time."""
+
+def shared_barrier(*, barrier: int, ranks: int, timeout: float) -> None:
+    """Waits for the other processes; see csrc/barrier.h. Seconds."""
+
+def break_group(barrier: int, /) -> None:
+    """Ends all waiting at a barrier, now and later."""
+
+def group_broken(barrier: int, /) -> bool: ...
 def isa() -> str: ...
 def panel() -> int: ...
 def available_isas() -> list[str]: ...
@@ -182,6 +192,7 @@ def gated(
     x: int,
     x_stride: int,
     out: int,
+    out_stride: int,
     rows: int,
     dim: int,
     kind: int,
@@ -191,6 +202,7 @@ def unary(
     *,
     x: int,
     out: int,
+    out_stride: int,
     rows: int,
     dim: int,
     param: float,

@@ -269,12 +269,19 @@ class DeviceConfig(_Section, frozen=True):
         ),
     ] = False
     tensor_parallel_size: Annotated[
-        Literal[1],
-        Meta(description="Number of devices that share the model; only 1 is supported so far."),
+        int,
+        Meta(
+            description="Processes that compute the model together, each with a part of its"
+            " weights and heads; on one machine's CPU.",
+            ge=1,
+        ),
     ] = 1
     num_threads: Annotated[
         PositiveInt | None,
-        Meta(description="Threads of the CPU kernels; default: one per core that may be used."),
+        Meta(
+            description="Threads of the CPU kernels, of each process that computes; default: one"
+            " per core that may be used, shared among these."
+        ),
     ] = None
     numa_node: Annotated[
         Annotated[int, Meta(ge=0)] | None,

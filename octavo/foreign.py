@@ -58,8 +58,8 @@ def _group(why: str, **harmless: Any) -> list[Foreign]:
 
 
 _ONE_DEVICE = (
-    "a model runs on one device here; to use more of them, start a server for each "
-    "and a load balancer in front"
+    "a model is divided among processes only by tensor_parallel_size so far, on one machine's CPU; "
+    "to use more devices, start a server for each and a load balancer in front"
 )
 
 FOREIGN: dict[str, Foreign] = {
@@ -574,9 +574,6 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """
     kwargs = dict(kwargs)
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
-    devices = settings.get("tensor_parallel_size")
-    if isinstance(devices, int) and devices > 1:
-        raise ConfigError(f"tensor_parallel_size={devices} is not supported: {_ONE_DEVICE}.")
     for name, renamed in RENAMED.items():
         if name in settings:
             _put(settings, renamed, settings.pop(name), name)

@@ -46,7 +46,6 @@ def test_what_asks_for_nothing_changes_nothing(serve, words):
         (["-pp", "2"], "pipeline_parallel_size='2' is not supported: "),
         (["--enable-lora"], "enable_lora=True is not supported: "),
         (["-cc.mode=3"], "compilation_config='{\"mode\": 3}' is not supported: "),
-        (["-tp", "2"], "tensor_parallel_size=2 is not supported: a model runs on one device"),
         (["--max-num-seqs", "1.5"], "'1.5' is not a whole number"),
         (["--port", "1", "--port", "1"], "--port is given twice"),
         (["-tp", "1", "--tensor-parallel-size", "1"], "--tensor-parallel-size is given twice"),

@@ -108,7 +108,7 @@ BAD = {
     "attention_backend": ["fast"],
     "batch_invariant": [1, "yes", None],
     "num_threads": [0, -1, 1.5],
-    "tensor_parallel_size": [0, 2, "1"],
+    "tensor_parallel_size": [0, -1, 1.5, "2", None],
     "data_parallel_size": [0, -1, 1.5, "2", None],
     "enable_elastic_ep": ["yes", 1],
     "distributed_executor_backend": ["", "ray", "processes", "executor.", ".mp", 2],

@@ -16,6 +16,7 @@ import msgspec
 from octavo import clock
 from octavo.config import EngineConfig, SpeculationConfig
 from octavo.device import resident_memory
+from octavo.distributed import Rank
 from octavo.engine.core import EngineCore
 from octavo.engine.memory_plan import (
     MemoryPlan,
@@ -94,12 +95,15 @@ def make_engine_core(
         dtype=resolve_dtype(config, spec),
         max_model_len=resolve_max_model_len(config, spec),
         max_num_batched_tokens=budget,
+        rank=Rank(0, config.device.tensor_parallel_size),
     )
     setup = _with_draft(setup)
     draft = setup.draft
     platform = platform or get_platform(config.device.device)
     platform.check_settings(config.device)
-    read_ahead(config, spec, model_path, setup.dtype)  # while torch is imported
+    if setup.rank.size > 1:
+        _check_parallel(setup, platform)
+    read_ahead(config, setup.part, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or import_executor(config)
     estimate = platform.estimate_memory(setup)
     # Kernels of others keep their memory in their own ways.
@@ -122,7 +126,7 @@ def make_engine_core(
     if estimate is not None:  # what does not fit is refused before anything is loaded
         plan, kv_cache = make_memory_plan(
             config,
-            spec,
+            setup.part,
             estimate,
             max_num_batched_tokens=budget,
             request_memory=request_memory,
@@ -178,6 +182,27 @@ def make_engine_core(
         executor.shutdown()
         raise
     return core, plan
+
+
+def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:
+    """Refuses what several ranks cannot do together.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    config, ranks = setup.config, setup.rank.size
+    reasons = {
+        "device=cpu without Triton": platform.name != "cpu"
+        or config.device.attention_backend == "triton",
+        "no draft model or heads (use the methods ngram or suffix)": setup.draft is not None,
+        "enable_prompt_embeds=false": config.model.enable_prompt_embeds,
+        "enable_sleep_mode=false": config.model.enable_sleep_mode,
+    }
+    for needed, wrong in reasons.items():
+        if wrong:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks} needs {needed}; change one of the two."
+            )
 
 
 def _with_draft(setup: WorkerSetup) -> WorkerSetup:

@@ -48,16 +48,17 @@ def share_cores(config: EngineConfig) -> EngineConfig:
             f"data_parallel_size={size} is not supported on device={platform.name}, where an "
             "engine takes all of the device; start a server for each, and a load balancer in front."
         )
-    if size == 1:
+    if size == 1 and config.world_size == 1:
         return config
     cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
     local = config.parallel.num_local_engines
-    threads = device.num_threads or max(1, cores // local)
-    if local * threads > cores:
+    workers = local * config.world_size
+    threads = device.num_threads or max(1, cores // workers)
+    if workers * threads > cores:
         logger.warning(
-            "%d engines with %d threads each are more than the %d cores this process may use: they "
+            "%d processes with %d threads each are more than the %d cores there are for them: they "
             "wait for each other, and every step takes longer",
-            local,
+            workers,
             threads,
             cores,
         )

@@ -195,7 +195,7 @@ def make_memory_plan(
 
     Args:
         config: the settings.
-        spec: the model.
+        spec: the model; of several ranks, the first one's part.
         budget: what there is, and what is taken beside the KV cache.
         max_num_batched_tokens: token budget of a step.
         request_memory: bytes for a server's requests, if they come from the same memory; None:
@@ -221,6 +221,7 @@ def make_memory_plan(
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
+    block_nbytes *= config.device.tensor_parallel_size  # each rank has its heads of it
     engines = config.parallel.num_local_engines
     if limit is None:
         limit = int(budget.available * cache.gpu_memory_utilization) // engines

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.distributed import GroupMemory
 from octavo.errors import EngineDeadError, OctavoError, UnsupportedError, signal_name
 from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
@@ -86,7 +87,14 @@ class MultiprocExecutor(Executor):
     ) -> None:
         self.max_in_flight = 2 if setup.config.scheduler.async_scheduling else 1
         world_size = world_size or setup.config.world_size
-        self._group = group = _WorkerGroup(PlainSetup.of(setup), world_size, worker_cls)
+        memory = GroupMemory.create(setup.group_nbytes) if setup.rank.size > 1 else None
+        try:
+            group = _WorkerGroup(PlainSetup.of(setup), world_size, worker_cls, memory)
+        except BaseException:
+            if memory is not None:
+                os.close(memory)
+            raise
+        self._group = group
         # Also where nobody calls `shutdown`.
         self._finalize = weakref.finalize(self, group.shutdown)
         try:
@@ -222,8 +230,12 @@ class _WorkerGroup:
     The executor is not known here, so that it may be forgotten without being shut down.
     """
 
-    def __init__(self, setup: PlainSetup, world_size: int, worker_cls: str) -> None:
+    def __init__(
+        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
+    ) -> None:
         self._setup, self._world_size, self._worker_cls = setup, world_size, worker_cls
+        self._memory = memory
+        """The descriptor of what the workers share, beside the queues."""
         self.workers: list[_Worker] = []
         with contextlib.ExitStack() as undo:
             self._step_queue = make_queue(world_size)
@@ -339,6 +351,8 @@ class _WorkerGroup:
         for queue in (self._step_queue, self._result_queue):
             queue.close()
         os.close(self._wake)
+        if self._memory is not None:
+            os.close(self._memory)
 
     def _watch(self) -> None:
         """The thread."""
@@ -363,6 +377,8 @@ class _WorkerGroup:
             descriptors = [end, *steps.descriptors]
             if results is not None:
                 descriptors += results.descriptors
+            if self._memory is not None:
+                descriptors.append(self._memory)
             process = subprocess.Popen(
                 [sys.executable, "-m", "octavo.executor.worker_process", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -384,6 +400,7 @@ class _WorkerGroup:
             steps,
             results,
             end,
+            self._memory,
             level,
             log_format,
         )

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.distributed import Rank
 from octavo.errors import OctavoError, make_error
 from octavo.executor.message_queue import QueueHandle
 from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -54,8 +55,12 @@ class PlainSetup(msgspec.Struct):
             None if setup.draft is None else cls.of(setup.draft),
         )
 
-    def complete(self, rank: int, world_size: int) -> WorkerSetup:
+    def complete(self, rank: Rank, group: int | None) -> WorkerSetup:
         """The setup of a worker.
+
+        Args:
+            rank: which it is.
+            group: the descriptor of the workers' memory.
 
         Raises:
             ConfigError, ModelError: the folders are not what they were.
@@ -74,7 +79,7 @@ class PlainSetup(msgspec.Struct):
             found = find_draft(msgspec.structs.replace(config, speculation=speculation), spec)
             assert found is not None
             setup = replace(setup, draft=self.draft._with(found.spec))
-        return replace(setup, rank=rank, world_size=world_size)
+        return replace(setup, rank=rank, group=group)
 
     def _with(self, spec: ModelSpec) -> WorkerSetup:
         return WorkerSetup(
@@ -102,6 +107,8 @@ class WorkerProcessSetup(msgspec.Struct):
     results: QueueHandle | None
     """Back; from rank 0 only, since all compute the same."""
     pipe: int
+    group: int | None
+    """The descriptor of the workers' memory, if they compute one model together."""
     log_level: str
     log_format: str
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.device import SWITCH_INTERVAL
+from octavo.distributed import Rank
 from octavo.errors import OctavoError, UnsupportedError
 from octavo.executor.base import find_method
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter
@@ -73,7 +74,7 @@ def main() -> None:
     pipe = _Pipe(setup.pipe)
     status = 0
     try:
-        plain = setup.setup.complete(setup.rank, setup.world_size)
+        plain = setup.setup.complete(Rank(setup.rank, setup.world_size), setup.group)
         gc.disable()  # the imports make 200,000 objects that stay
         worker_cls = import_class(setup.worker_cls)
         gc.enable()
@@ -219,7 +220,7 @@ class _Loop:
         return find_method(self._worker, method)
 
     def _initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        groups = make_kv_cache_groups(self._setup.spec.caches)
+        groups = make_kv_cache_groups(self._setup.part.caches)
         self._worker.initialize_kv_cache(KVCacheConfig(num_blocks, block_size, groups))
 
 

@@ -150,8 +150,11 @@ class Ops(Protocol):
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N].
+
+        `out`: where the result goes; its rows may have any stride.
 
         With a quantized weight x is quantized, too: each row, or with groups each group of a row,
         to -127 ... 127 times a scale that makes its largest number 127 (Dettmers et al.,
@@ -212,8 +215,8 @@ class Ops(Protocol):
         """Layer norm of x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization")."""
         ...
 
-    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
-        """act(gate) * up of gate_up [T, 2 I], gate first: [T, I]."""
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
+        """act(gate) * up of gate_up [T, 2 I], gate first: [T, I]; `out` as in `linear`."""
         ...
 
     def linear_act_and_mul(
@@ -222,16 +225,17 @@ class Ops(Protocol):
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None,
         activation: Gate,
+        out: Tensor | None = None,
     ) -> Tensor:
         """`act_and_mul` of `linear`: [T, K] to [T, N / 2], the same bits as one after the other."""
         ...
 
-    def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
-        """GELU of a dense x (Hendrycks and Gimpel)."""
+    def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
+        """GELU of a dense x (Hendrycks and Gimpel); `out` as in `linear`."""
         ...
 
-    def relu(self, x: Tensor) -> Tensor:
-        """max(x, 0) of a dense x."""
+    def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """max(x, 0) of a dense x; `out` as in `linear`."""
         ...
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:

@@ -171,6 +171,15 @@ class NativeOps:
             torch.empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
         )
 
+    def _result(self, out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Where a result goes: to `out`, if that is given, or to new memory."""
+        if out is None:
+            return self._empty(*shape, dtype=dtype)
+        _rows(out)
+        assert out.shape == shape
+        assert out.dtype == dtype
+        return out
+
     def pack_weight(
         self,
         weight: Tensor | Sequence[Tensor],
@@ -209,9 +218,10 @@ class NativeOps:
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One accumulation order along K for every T."""
-        return self._linear(x, weight, bias, out_dtype or x.dtype)
+        return self._linear(x, weight, bias, out_dtype or x.dtype, out=out)
 
     def _linear(
         self,
@@ -220,6 +230,7 @@ class NativeOps:
         bias: Tensor | None,
         out_dtype: torch.dtype,
         gate: Gate | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         _rows(x)
         assert x.shape[1] == weight.k
@@ -229,7 +240,7 @@ class NativeOps:
             assert bias.dtype == x.dtype
             assert bias.is_contiguous()
         width = weight.n if gate is None else weight.n // 2
-        out = self._empty(x.shape[0], width, dtype=out_dtype)
+        out = self._result(out, x.shape[0], width, dtype=out_dtype)
         if isinstance(weight, QuantizedWeight):
             form = {"group": weight.group_size, "format": _QUANT_FORMATS[weight.format]}
             kernel = partial(_native.linear_q, **form)
@@ -242,7 +253,7 @@ class NativeOps:
             weight=weight.data.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
             out=out.data_ptr(),
-            out_stride=width,
+            out_stride=out.stride(0),
             m=x.shape[0],
             n=weight.n,
             k=weight.k,
@@ -417,35 +428,38 @@ class NativeOps:
         )
         return out
 
-    def _unary(self, kind: int, x: Tensor) -> Tensor:
-        out = self._empty(*x.shape, dtype=x.dtype)
+    def _unary(self, kind: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+        out = self._result(out, *x.shape, dtype=x.dtype)
         self._unary_into(out, kind, x, 0.0)
         return out
 
     def _unary_into(self, out: Tensor, kind: int, x: Tensor, param: float) -> None:
         assert x.is_contiguous()
         rows = x.shape[0]
+        dim = x.numel() // max(rows, 1)
         _native.unary(
             kind=kind,
             x=x.data_ptr(),
             out=out.data_ptr(),
+            out_stride=dim if out.is_contiguous() else out.stride(0),
             rows=rows,
-            dim=x.numel() // max(rows, 1),
+            dim=dim,
             param=param,
             dtype=DTYPE_CODES[x.dtype],
         )
 
-    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """act(gate) is rounded to the dtype before the product, as Hugging Face does."""
         _rows(gate_up)
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.shape[1] == 2 * dim
-        out = self._empty(rows, dim, dtype=gate_up.dtype)
+        out = self._result(out, rows, dim, dtype=gate_up.dtype)
         _native.gated(
             kind=_GATES[activation],
             x=gate_up.data_ptr(),
             x_stride=gate_up.stride(0),
             out=out.data_ptr(),
+            out_stride=out.stride(0),
             rows=rows,
             dim=dim,
             dtype=DTYPE_CODES[gate_up.dtype],
@@ -458,19 +472,20 @@ class NativeOps:
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None,
         activation: Gate,
+        out: Tensor | None = None,
     ) -> Tensor:
         """In one go where gate and up are whole panels: gate and up stay in the cache."""
         if weight.n % (2 * weight.panel) == 0:
-            return self._linear(x, weight, bias, x.dtype, activation)
-        return self.act_and_mul(self._linear(x, weight, bias, x.dtype), activation)
+            return self._linear(x, weight, bias, x.dtype, activation, out)
+        return self.act_and_mul(self._linear(x, weight, bias, x.dtype), activation, out)
 
-    def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
+    def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         """Computed in float32, rounded once."""
-        return self._unary(_GELU[approximate], x)
+        return self._unary(_GELU[approximate], x, out)
 
-    def relu(self, x: Tensor) -> Tensor:
+    def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """A comparison."""
-        return self._unary(_RELU, x)
+        return self._unary(_RELU, x, out)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """In float32, rounded once."""

@@ -32,6 +32,11 @@ _CHUNK = 2**19  # elements that are worked on together where temporaries are lar
 _TRIES = (0.96, 0.8, 1.04, 0.84, -0.76, 1.0)
 
 
+def into(out: Tensor | None, result: Tensor) -> Tensor:
+    """The result, put where the caller wants it."""
+    return result if out is None else out.copy_(result)
+
+
 def _in_groups(rows: Tensor, group: int) -> Tensor:
     """[R, K] -> [R, ceil(K / group), group], padded with zeros."""
     return F.pad(rows, (0, -rows.shape[1] % group)).view(
@@ -176,13 +181,14 @@ class ReferenceOps:
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Computed in float32 whatever the dtype; with quantized weights, group by group."""
         assert weight.panel == 0, "weight was packed by another table"
         if isinstance(weight, QuantizedWeight):
-            return self._linear_q(x, weight, bias, out_dtype)
+            return into(out, self._linear_q(x, weight, bias, out_dtype))
         y = F.linear(x.float(), weight.data.float(), None if bias is None else bias.float())
-        return y.to(out_dtype or x.dtype)
+        return into(out, y.to(out_dtype or x.dtype))
 
     def _linear_q(
         self,
@@ -277,12 +283,13 @@ class ReferenceOps:
         wide_bias = None if bias is None else bias.float()
         return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
-    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """As Hugging Face's LlamaMLP and GemmaMLP."""
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":
-            return F.silu(gate) * up
-        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+            return into(out, F.silu(gate) * up)
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        return into(out, F.gelu(gate, approximate=approximate) * up)
 
     def linear_act_and_mul(
         self,
@@ -290,17 +297,18 @@ class ReferenceOps:
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None,
         activation: Gate,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One after the other."""
-        return self.act_and_mul(self.linear(x, weight, bias), activation)
+        return self.act_and_mul(self.linear(x, weight, bias), activation, out)
 
-    def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
+    def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         """Torch's own."""
-        return F.gelu(x, approximate=approximate)
+        return into(out, F.gelu(x, approximate=approximate))
 
-    def relu(self, x: Tensor) -> Tensor:
+    def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Torch's own."""
-        return torch.relu(x)
+        return into(out, torch.relu(x))
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Torch's own."""

@@ -10,6 +10,7 @@ from octavo.attention.base import Rotary
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
+from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 
 
@@ -46,6 +47,8 @@ class Attention:
     k_norm: RMSNorm | None = None
     clip: float | None = None
     """Queries, keys and values are cut to [-clip, clip]."""
+    columns: Columns | None = None
+    """Which columns of all heads' results these heads are, where other ranks have the others."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; writes this step's keys and values."""
@@ -66,7 +69,12 @@ class Attention:
                 self.ops.rotary_embedding, step.positions, query, self.cos_sin_cache, self.is_neox
             )
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
-        out = self.ops.empty(tokens, self.num_heads, self.head_size, like=x)
+        if self.columns is None:
+            out = self.ops.empty(tokens, self.num_heads, self.head_size, like=x)
+            whole = out.view(tokens, -1)
+        else:
+            whole, own = self.columns.empty(tokens, x.dtype)
+            out = own.view(tokens, self.num_heads, self.head_size)
         backend.forward(
             query,
             kv_cache,
@@ -77,4 +85,6 @@ class Attention:
             logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
         )
-        return self.o_proj(out.view(tokens, -1))
+        if self.columns is not None:
+            self.columns.join()
+        return self.o_proj(whole)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.base import Gate, Ops, PackedWeight, QuantizedWeight
+from octavo.layers.shared import Columns
 
 
 @dataclass(slots=True)
@@ -20,11 +21,24 @@ class Linear:
     all, stacked."""
     bias: Tensor | None = None
     """[out_features] in the model's dtype."""
+    columns: Columns | None = None
+    """Where out_features are some of the result's columns, and other ranks compute the others."""
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[T, in_features] -> [T, out_features], in `out_dtype` or else the model's dtype."""
-        return self.ops.linear(x, self.weight, self.bias, out_dtype)
+        """[T, in_features] -> [T, out_features], in `out_dtype` or else the model's dtype.
 
-    def act_and_mul(self, x: Tensor, activation: Gate) -> Tensor:
-        """[T, in_features] -> [T, out_features / 2]: act(gate) * up of gate and up, stacked."""
-        return self.ops.linear_act_and_mul(x, self.weight, self.bias, activation)
+        With other ranks the columns of all, in memory that must not be changed.
+        """
+        if self.columns is None:
+            return self.ops.linear(x, self.weight, self.bias, out_dtype)
+        whole, own = self.columns.empty(x.shape[0], out_dtype or x.dtype)
+        self.ops.linear(x, self.weight, self.bias, out_dtype, own)
+        self.columns.join()
+        return whole
+
+    def act_and_mul(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
+        """[T, in_features] -> [T, out_features / 2]: act(gate) * up of gate and up, stacked.
+
+        `out` as in `Ops.linear`.
+        """
+        return self.ops.linear_act_and_mul(x, self.weight, self.bias, activation, out)

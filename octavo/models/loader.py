@@ -20,6 +20,7 @@ from octavo import _native
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory, release_memory
+from octavo.layers.shared import SharedBuffers
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
 from octavo.models.config_json import require_file
@@ -56,6 +57,7 @@ def load_model(
     progress: Progress | None = None,
     cache: WeightCache | None = None,
     keep: list[LoadedWeights] | None = None,
+    shared: SharedBuffers | None = None,
 ) -> Model:
     """Loads a model folder.
 
@@ -77,6 +79,7 @@ def load_model(
         ops: table of operations.
         progress: called as loading goes on.
         cache: where weights that were packed are kept from one start to the next.
+        shared: where ranks put what they compute together, if the spec is a rank's part.
         keep: is given the model's weights, for whom will release them and read them again.
 
     Raises:
@@ -96,7 +99,8 @@ def load_model(
     )
     with torch.inference_mode():
         loaded = weights.load(progress)
-        parts = Parts(loaded, ops, device=device, max_model_len=max_model_len or spec.max_model_len)
+        length = max_model_len or spec.max_model_len
+        parts = Parts(loaded, ops, device=device, max_model_len=length, shared=shared)
         model = build_model(spec, parts)
     if keep is not None:
         keep.append(weights)
@@ -256,7 +260,8 @@ class _Memory:
         if weight.kind != "linear":
             return math.prod(weight.shape) * self._dtype.itemsize
         n, k = weight.shape
-        return linear_nbytes(n, k, str(self._dtype).removeprefix("torch."), self._form)
+        dtype = str(self._dtype).removeprefix("torch.")
+        return linear_nbytes(n, k, dtype, self._form, weight.whole_rows)
 
     def place(self, weight: Weight) -> Tensor | None:
         """A weight's share, uint8; None for operations that keep weights as they are."""
@@ -270,7 +275,7 @@ class _Memory:
             return place.view(self._dtype).view(weight.shape)
         n, k = weight.shape
         if self._form is not None:
-            return self._form.wrap(place, n, k, _native.panel())
+            return self._form.wrap(place, n, k, _native.panel(), weight.whole_rows)
         return PackedWeight(place, n, k, self._dtype, _native.panel())
 
     def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:
@@ -301,7 +306,7 @@ def _load(
     memory: _Memory,
     form: Quantization | None,
 ) -> _Loaded:
-    parts = [_rows(s, checkpoint, weight) for s in weight.sources]
+    parts = [part for s in weight.sources for part in _rows(s, checkpoint, weight)]
     out = memory.place(weight)
     result: _Loaded
     if weight.kind == "linear":
@@ -310,7 +315,7 @@ def _load(
         if form is None:
             result = ops.pack_weight(rows, dtype, out)
         else:
-            result = form.pack(ops, rows, out)
+            result = form.pack(ops, rows, out, weight.whole_rows)
     else:
         if out is None:
             result = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -329,21 +334,25 @@ def _narrow(part: Tensor, dtype: torch.dtype, form: Quantization | None) -> Tens
     return part.to(dtype if form is None else torch.float32)
 
 
-def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> Tensor:
-    """A source as the rows that go into a weight."""
+def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> list[Tensor]:
+    """The rows of a source that go into a weight; nothing else of it is touched."""
     tensor = checkpoint.read(source, weight)
+    if source.transform == "by_group":
+        queries = source.group_queries
+        heads = torch.arange(len(tensor)).view(source.groups, queries + 2, -1)
+        order = torch.cat(
+            [part.flatten() for part in heads.split_with_sizes((queries, 1, 1), dim=1)]
+        )
+        parts = source.parts or ((0, len(order)),)
+        return [tensor[order[begin:end].to(tensor.device)] for begin, end in parts]
     match source.transform:
-        case "none":
-            return tensor
         case "transpose":
-            return tensor.T
+            tensor = tensor.T
         case "skip_rows":
-            return tensor[source.shape[0] - weight.shape[0] :]
-        case "by_group":
-            queries = source.group_queries
-            heads = tensor.view(source.groups, queries + 2, -1, *tensor.shape[1:])
-            parts = heads.split_with_sizes((queries, 1, 1), dim=1)
-            return torch.cat([part.flatten(0, 2) for part in parts])
+            tensor = tensor[source.shape[0] - weight.shape[0] :]
+    if source.parts is None:
+        return [tensor]
+    return [tensor[begin:end] for begin, end in source.parts]
 
 
 class _Checkpoint(Protocol):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from octavo.distributed import Rank
 from octavo.dtypes import DTYPE_NBYTES
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.models.blocks.attention import Alibi
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
@@ -57,6 +58,28 @@ class ModelSpec:
         """Numbers of an embedding, as it may come with a prompt."""
         return self.embed.size
 
+    def split(self, rank: Rank) -> ModelSpec:
+        """What a rank has of it: some outputs and heads of each layer, a part of the LM head.
+
+        The embedding is whole.
+
+        Raises:
+            ConfigError: it cannot be split, or not among so many.
+        """
+        if rank.size == 1:
+            return self
+        if self.model_class != ModelSpec.model_class:
+            raise ConfigError(
+                f"tensor_parallel_size={rank.size} is not supported with {self.architecture}; "
+                "leave it out."
+            )
+        layers = {id(layer): layer.split(rank) for layer in self.distinct_layers}
+        return replace(
+            self,
+            layers=tuple(layers[id(layer)] for layer in self.layers),
+            head=self.head.split(rank),
+        )
+
     @property
     def tied(self) -> bool:
         """Whether the LM head is the embedding's table."""
@@ -85,9 +108,11 @@ class ModelSpec:
         """All weights, in the order in which the forward pass uses them.
 
         Args:
-            quantized: the LM head will be, so that it cannot serve as embedding table, too.
+            quantized: the LM head will be, so that it cannot serve as embedding table, too. A part
+                of it cannot either.
         """
-        weights = list(self.embed.weights(Names("embed."), shared=self.tied and not quantized))
+        shared = self.tied and not quantized and self.head.lm_head.parts is None
+        weights = list(self.embed.weights(Names("embed."), shared=shared))
         for i, layer in enumerate(self.layers):
             weights += layer.weights(Names(f"layers.{i}.", self.layer_names.format(i)))
         return weights + list(self.head.weights(Names()))
@@ -106,7 +131,8 @@ class ModelSpec:
         total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
         for weight in self.weights(quantized=form is not None):
             if weight.kind == "linear":
-                total += linear_nbytes(weight.shape[0], weight.shape[1], dtype, form)
+                n, k = weight.shape
+                total += linear_nbytes(n, k, dtype, form, weight.whole_rows)
             else:
                 total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
         return total

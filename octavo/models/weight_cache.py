@@ -37,7 +37,7 @@ from octavo.models.weights import weight_files
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of what the loader puts where
+_VERSION = 3  # of what the loader puts where
 _CHUNK = 2 * 2**20
 _SUFFIX, _UNFINISHED, _LOCK = ".weights", ".unfinished", "lock"
 # Of the disk, and at least: what is left to others, whatever the cache may hold.

@@ -25,6 +25,8 @@ class Source:
     """by_group: heads of keys and values."""
     group_queries: int = 1
     """by_group: query heads of each of them."""
+    parts: tuple[tuple[int, int], ...] | None = None
+    """Of the rows that are come to those from ... to ... that are wanted; None: all."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class Weight:
     """To be stacked along the first dimension."""
     dummy: float | None = None
     """What it is filled with in a model without a checkpoint; None: random numbers."""
+    whole: int | None = None
+    """Rows of the weight that this is a rank's part of; None: it is no part."""
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of the weight, or of the one that it is a part of."""
+        return self.shape[0] if self.whole is None else self.whole
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from octavo.device import (
     check_isa,
     check_num_threads,
     cpu_memory,
+    num_cpus,
     numa_cpus,
     set_num_threads,
 )
@@ -88,7 +89,8 @@ class CPUPlatform(Platform):
         # Before the pool starts and weights are read: both inherit it from this thread.
         if config.numa_node is not None:
             bind_to_numa_node(config.numa_node)
-        set_num_threads(config.num_threads)
+        cores = num_cpus() if config.numa_node is None else len(numa_cpus(config.numa_node))
+        set_num_threads(config.num_threads or max(1, cores // setup.rank.size))
         return torch.device("cpu")
 
     def make_ops(self, config: DeviceConfig) -> Ops:
@@ -179,7 +181,7 @@ def memory_budget(
     setup: WorkerSetup, scratch: Scratch, draft_scratch: Scratch | None = None
 ) -> MemoryBudget:
     """What there is and what will be taken on a CPU, with what steps take."""
-    config, spec = setup.config, setup.spec
+    config, spec, ranks = setup.config, setup.part, setup.rank.size
     max_num_seqs = config.scheduler.max_num_seqs
     groups = make_kv_cache_groups(spec.caches)
     rows = input_batch_nbytes(
@@ -188,7 +190,9 @@ def memory_budget(
     speculative = config.speculation.speculative_config
     if speculative is not None and speculative.method == "suffix":
         rows += suffix_nbytes()
-    loading, draft = spec.loading_nbytes(setup.dtype), 0
+    # Random weights are made whole, others are read in part.
+    loads = setup.spec if config.load.load_format == "dummy" else spec
+    loading, draft = loads.loading_nbytes(setup.dtype), 0
     if setup.draft is not None:
         assert draft_scratch is not None
         draft = _draft_nbytes(setup, setup.draft, draft_scratch)
@@ -196,19 +200,26 @@ def memory_budget(
         # The kernels' own memory serves both.
         kernels = max(scratch.kernels, draft_scratch.kernels)
         scratch = dataclasses.replace(scratch, kernels=kernels)
+    copy = 0
+    if ranks > 1:  # that of one rank, which samples: the logits are in the shared memory
+        copy = setup.largest_step.samples * spec.vocab_size * DTYPE_NBYTES["float32"]
     return MemoryBudget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],
         most_kv_cache=DEFAULT_KV_NBYTES,
+        # No other rank has more of anything than the first.
         runtime=RUNTIME_NBYTES * (1 + config.num_worker_processes),
-        weights=spec.weight_nbytes(setup.dtype, setup.max_model_len, config.model.quantization),
-        activations=scratch.activations + scratch.kernels,
+        weights=ranks
+        * spec.weight_nbytes(setup.dtype, setup.max_model_len, config.model.quantization),
+        activations=ranks * (scratch.activations + scratch.kernels) + scratch.shared,
         # Logits as they come; as much again for those of prompt tokens, of which there are fewer at
         # once, or for a copy before they are changed, where logprobs are asked for; and what the
         # sampler works in.
-        logits=2 * scratch.logits + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
-        loading=loading,
-        rows=rows + state_nbytes(max_num_seqs, spec.vocab_size),
+        logits=ranks * 2 * scratch.logits
+        + copy
+        + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
+        loading=ranks * loading,
+        rows=ranks * rows + state_nbytes(max_num_seqs, spec.vocab_size),
         draft=draft,
         scratch=scratch,
         draft_scratch=draft_scratch,

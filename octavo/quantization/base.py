@@ -26,21 +26,33 @@ class Quantization(Protocol):
 
     name: str
 
-    def nbytes(self, n: int, k: int) -> int:
-        """Bytes of a packed weight with n outputs and k inputs."""
+    def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
+        """Bytes of a packed weight with n outputs and k inputs.
+
+        `whole`: outputs of the weight that these are a part of, which is written as the whole is.
+        """
         ...
 
-    def wrap(self, data: Tensor, n: int, k: int, panel: int) -> QuantizedWeight:
+    def wrap(
+        self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
+    ) -> QuantizedWeight:
         """A weight that was packed before, in panels of `panel`, from its bytes [`nbytes`]."""
         ...
 
-    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
+    def pack(
+        self,
+        ops: Ops,
+        parts: Sequence[Tensor],
+        out: Tensor | None = None,
+        whole: int | None = None,
+    ) -> QuantizedWeight:
         """Quantizes and packs a weight.
 
         Args:
             ops: the table of operations that will use it.
             parts: [N_i, K] each, float32, bfloat16 or float16; stacked along N.
             out: memory for the result: uint8 [`nbytes`].
+            whole: as for `nbytes`.
         """
         ...
 
@@ -54,6 +66,11 @@ def get_quantization(name: str | None) -> Quantization | None:
     return None if name is None else forms[name]
 
 
-def linear_nbytes(n: int, k: int, dtype: str, form: Quantization | None) -> int:
-    """Bytes of a packed linear weight with n outputs and k inputs, quantized or of a dtype."""
-    return packed_nbytes(n, k, dtype) if form is None else form.nbytes(n, k)
+def linear_nbytes(
+    n: int, k: int, dtype: str, form: Quantization | None, whole: int | None = None
+) -> int:
+    """Bytes of a packed linear weight with n outputs and k inputs, quantized or of a dtype.
+
+    `whole` as in `Quantization.nbytes`.
+    """
+    return packed_nbytes(n, k, dtype) if form is None else form.nbytes(n, k, whole)

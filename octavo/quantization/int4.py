@@ -27,20 +27,28 @@ class Int4:
 
     name = "int4"
 
-    def nbytes(self, n: int, k: int) -> int:
+    def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
         """As in `pack`."""
-        return quantized_nbytes(n, k, *_format(n, k))
+        return quantized_nbytes(n, k, *_format(whole or n, k))
 
-    def wrap(self, data: Tensor, n: int, k: int, panel: int) -> QuantizedWeight:
+    def wrap(
+        self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
+    ) -> QuantizedWeight:
         """As `pack` made it."""
         from octavo.kernels.base import QuantizedWeight
 
-        return QuantizedWeight(data, n, k, *_format(n, k), panel)
+        return QuantizedWeight(data, n, k, *_format(whole or n, k), panel)
 
-    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
+    def pack(
+        self,
+        ops: Ops,
+        parts: Sequence[Tensor],
+        out: Tensor | None = None,
+        whole: int | None = None,
+    ) -> QuantizedWeight:
         """Of some scales for a group the one with the smallest squared error."""
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        return ops.quantize_weight(parts, *_format(n, k), out)
+        return ops.quantize_weight(parts, *_format(whole or n, k), out)
 
 
 def _format(n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:

@@ -18,16 +18,24 @@ class Int8:
 
     name = "int8"
 
-    def nbytes(self, n: int, k: int) -> int:
+    def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
         """A byte a weight, and the scales."""
         return quantized_nbytes(n, k, "int8", 0)
 
-    def wrap(self, data: Tensor, n: int, k: int, panel: int) -> QuantizedWeight:
+    def wrap(
+        self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
+    ) -> QuantizedWeight:
         """As `pack` made it."""
         from octavo.kernels.base import QuantizedWeight
 
         return QuantizedWeight(data, n, k, "int8", 0, panel)
 
-    def pack(self, ops: Ops, parts: Sequence[Tensor], out: Tensor | None = None) -> QuantizedWeight:
+    def pack(
+        self,
+        ops: Ops,
+        parts: Sequence[Tensor],
+        out: Tensor | None = None,
+        whole: int | None = None,
+    ) -> QuantizedWeight:
         """The largest magnitude of each output becomes 127."""
         return ops.quantize_weight(parts, "int8", 0, out)

@@ -13,11 +13,13 @@ class Scratch:
         activations: bytes of the arena that the forward pass of the largest step fits exactly.
         logits: the same of its logits, with all that they are made from.
         kernels: what the kernels keep for themselves, at most.
+        shared: what ranks fill together, once for all of them.
     """
 
     activations: int
     logits: int
     kernels: int
+    shared: int = 0
 
 
 @dataclass(frozen=True)

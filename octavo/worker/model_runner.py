@@ -35,13 +35,18 @@ from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_
 from octavo.sampling.state import SamplingState
 from octavo.spec_decode.base import Proposer, Target
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
-from octavo.worker.input_batch import UNKNOWN, InputBatch, LongArray, StepBuffers, StepInputs
+from octavo.worker.group import Group, make_buffers
+from octavo.worker.input_batch import (
+    UNKNOWN,
+    InputBatch,
+    IntArray,
+    LongArray,
+    StepBuffers,
+    StepInputs,
+)
 from octavo.worker.loading_bar import loading_bar
 from octavo.worker.setup import WorkerSetup
 
-# Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
-# or for `max_num_seqs` if that is less: no more than the memory plan has for an ordinary step.
-PROMPT_LOGPROBS_ROWS = 64
 _NO_DRAFT = -2  # no token, nor `UNKNOWN`
 
 Drafts = dict[str, list[int]]
@@ -158,9 +163,10 @@ class ModelRunner:
         self._released = False
         # Before the weights: what is wrong with them is to be known at once.
         self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
-        with loading_bar(config.model.model, shown=setup.rank == 0) as progress:
+        buffers = make_buffers(setup)
+        with loading_bar(config.model.model, shown=setup.rank.index == 0) as progress:
             self.model = load_model(
-                setup.spec,
+                setup.part,
                 setup.model_path,
                 dtype=getattr(torch, setup.dtype),
                 device=device,
@@ -172,10 +178,12 @@ class ModelRunner:
                 progress=progress,
                 cache=WeightCache.from_config(config),
                 keep=self._weights,
+                shared=buffers,
             )
+        self.group = None if buffers is None else Group(setup, buffers)
+        """What is shared with other ranks."""
         self.sampler = Sampler(self.ops)
         self._state: RunnerState | None = None
-        self._prompt_logprobs_rows = min(PROMPT_LOGPROBS_ROWS, config.scheduler.max_num_seqs)
         self._prompt_logprobs: dict[str, int] = {}
         """Requests that asked for prompt logprobs, and how many for each position."""
         self._failed: dict[str, str] = {}
@@ -220,7 +228,7 @@ class ModelRunner:
                 "are free; free some, and wake up again."
             )
         setup = self.setup
-        with loading_bar(setup.config.model.model, shown=setup.rank == 0) as progress:
+        with loading_bar(setup.config.model.model, shown=setup.rank.index == 0) as progress:
             for weights in self._weights:
                 weights.reload(progress, same=same)
         self._released = False
@@ -229,7 +237,7 @@ class ModelRunner:
         setup, device = self.setup, self.device
         dtype = KV_CACHE_DTYPES.get(setup.config.cache.kv_cache_dtype, self.model.dtype)
         shapes = []
-        for cache in setup.spec.caches:
+        for cache in setup.part.caches:
             assert isinstance(cache, AttentionCache)
             heads = cache.num_kv_heads, cache.head_size
             shapes.append(self.backend.kv_cache_shape(kv.num_blocks, kv.block_size, *heads, dtype))
@@ -325,6 +333,8 @@ class ModelRunner:
                 return
             state, drafts = self.state, self._propose(scheduled)
             announce(drafts)
+            if self.group is not None:
+                self.group.news.publish([request.req_id for request in scheduled], drafts)
             # A place for a draft that there is none for is no token.
             tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
             tokens += sum(map(len, drafts.values()))
@@ -404,6 +414,8 @@ class ModelRunner:
             known = np.maximum(on_their_way.numpy(), 0)  # a row that failed computes on in vain
             state.batch.append(rows, known, ones)
             state.sampling.append(rows, known, ones)
+            if self.group is not None:
+                self.group.news.note_tokens(known, ones)
         else:
             places = state.batch.append(rows, np.full(len(rows), UNKNOWN), ones)
             state.sampling.advance(rows, ones)
@@ -468,6 +480,8 @@ class ModelRunner:
         kept -= (tokens[first + kept - 1] < 0) & (kept > 1)
         new = np.maximum(tokens, 0)  # a row that failed computes on in vain
         state.batch.append(rows, new[_ranges(first, kept)], kept)
+        if self.group is not None:
+            self.group.news.note_tokens(new[_ranges(first, kept)], kept)
         state.sampling.append(rows, new[_ranges(first + known, kept - known)], kept - known)
         state.batch.num_computed_tokens[rows] -= counts - kept
         for i, begin, count in zip(
@@ -558,7 +572,7 @@ class ModelRunner:
             if row is not None:
                 if state.proposer is not None:
                     state.proposer.remove_row(row)
-                state.sampling.remove_row(row)
+                self._remove_sampling(row)
                 self._prompt_logprobs.pop(req_id, None)
                 self._forced.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
@@ -573,6 +587,16 @@ class ModelRunner:
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)
+        self._add_sampling(req_id, row, data)
+        if self.state.proposer is not None:
+            self.state.proposer.add_row(row, data)
+        if data.sampling_params.prompt_logprobs is not None:
+            self._prompt_logprobs[req_id] = data.sampling_params.prompt_logprobs
+
+    def _remove_sampling(self, row: int) -> None:
+        self.state.sampling.remove_row(row)
+
+    def _add_sampling(self, req_id: str, row: int, data: NewRequestData) -> None:
         params = data.sampling_params
         # Penalties and the like know nothing of what came as embeddings.
         first = 0 if data.prompt_embeds is None else data.prompt_embeds.num_tokens
@@ -583,10 +607,6 @@ class ModelRunner:
         except Exception as error:  # whatever one request makes fail, fails that request only
             # The row stays without sampling state: greedy and plain.
             self._failed[req_id] = f"its sampling parameters cannot be used: {error}"
-        if self.state.proposer is not None:
-            self.state.proposer.add_row(row, data)
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs[req_id] = params.prompt_logprobs
 
     def _compute_prompt_logprobs(
         self, inputs: StepInputs, hidden: torch.Tensor
@@ -607,14 +627,19 @@ class ModelRunner:
             if count <= 0:
                 continue
             parts: list[LogprobsLists] = []
-            for at in range(0, count, self._prompt_logprobs_rows):
-                n = min(self._prompt_logprobs_rows, count - at)
+            for at in range(0, count, self.setup.prompt_logprobs_rows):
+                n = min(self.setup.prompt_logprobs_rows, count - at)
                 logits = self.model.head(hidden[begin + at : begin + at + n])
                 targets = batch.token_ids[row, first + at + 1 : first + at + 1 + n]
-                ids = to_device(targets.astype(np.int64), self.device)
-                parts.append(prompt_logprobs(self.sampler.ops, logits, ids, k))
+                parts.append(self._prompt_lists(logits, targets, k))
+                if self.group is not None:  # the next ones come to the same place
+                    self.group.memory.barrier()
             result[req_id] = LogprobsLists.join(parts)
         return result
+
+    def _prompt_lists(self, logits: torch.Tensor, targets: IntArray, k: int) -> LogprobsLists:
+        ids = to_device(targets.astype(np.int64), self.device)
+        return prompt_logprobs(self.sampler.ops, logits, ids, k)
 
 
 def _ranges(starts: LongArray, counts: LongArray) -> LongArray:

@@ -24,6 +24,7 @@ from octavo.models.loader import build_model
 from octavo.models.weights import Weight
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.worker.graphs import CapturedSteps, EagerSteps
+from octavo.worker.group import make_buffers
 from octavo.worker.input_batch import StepBuffers
 from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
@@ -40,7 +41,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     Raises:
         ConfigError: if that one cannot do the model's heads or the block size.
     """
-    config, spec, device = setup.config, setup.spec, torch.device("cpu")
+    config, spec, device = setup.config, setup.part, torch.device("cpu")
     dtype: torch.dtype = getattr(torch, setup.dtype)
     cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
     tokens, threads = setup.max_num_batched_tokens, config.device.num_threads or num_cpus()
@@ -62,6 +63,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         ops,
         device=device,
         max_model_len=1,
+        shared=(buffers := make_buffers(setup)),
     )
     kv = KVCacheConfig(1, config.cache.block_size, make_kv_cache_groups(spec.caches))
     layout = StepLayout(setup.largest_step, 1, len(kv.groups))
@@ -88,7 +90,8 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
-    return Scratch(activations.peak, logits.peak, kernels)
+    shared = 0 if buffers is None else buffers.nbytes
+    return Scratch(activations.peak, logits.peak, kernels, shared)
 
 
 def _weight(weight: Weight, dtype: torch.dtype) -> Tensor | PackedWeight | QuantizedWeight:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from octavo.config import EngineConfig
+from octavo.distributed import ALONE, Rank
 from octavo.models.spec import ModelSpec
 from octavo.structured_output.base import MAX_FORCED
 from octavo.worker.memory import Scratch
+from octavo.worker.news import news_nbytes
 from octavo.worker.step_table import StepSize
 
+# Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
+# or for `max_num_seqs` if that is less: no more than the memory plan has for an ordinary step.
+PROMPT_LOGPROBS_ROWS = 64
 FORCED_DRAFTS = 32
 """Most places in a step for drafts of grammars, where there are no others."""
 
@@ -32,10 +38,26 @@ class WorkerSetup:
     """Layers whose hidden states steps return, for draft heads and pooling."""
     draft: WorkerSetup | None = None
     """Of the model that drafts. Its blocks are those of the target."""
-    rank: int = 0
-    """The worker's number among those that compute together."""
-    world_size: int = 1
-    """How many these are."""
+    rank: Rank = ALONE
+    """Which of the processes that compute the model together this worker is in."""
+    group: int | None = None
+    """The descriptor of their memory, of `group_nbytes`; inherited."""
+
+    @cached_property
+    def part(self) -> ModelSpec:
+        """What of the model this rank has."""
+        return self.spec.split(self.rank)
+
+    @property
+    def prompt_logprobs_rows(self) -> int:
+        """Most rows of logits of prompt tokens at a time."""
+        return min(PROMPT_LOGPROBS_ROWS, self.config.scheduler.max_num_seqs)
+
+    @property
+    def group_nbytes(self) -> int:
+        """What the memory of a group takes: what rank 0 tells the others, and the buffers."""
+        assert self.scratch is not None
+        return news_nbytes(self.largest_step, self.max_num_drafts) + self.scratch.shared
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from octavo.device import trim_memory
+from octavo.distributed import group_failure
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, SchedulerOutput
 from octavo.platforms.base import Platform
 from octavo.profiler import drain_kernels, span
 from octavo.spec_decode.registry import make_proposer
+from octavo.worker.following import FollowingRunner
 from octavo.worker.memory import MemoryBudget
 from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
 from octavo.worker.setup import WorkerSetup
@@ -35,8 +37,10 @@ class Worker:
         self.device = platform.open_device(setup)
         self._allocated_before = platform.allocated_nbytes(self.device)
         with torch.inference_mode(), _out_of_memory("loading the model"):
-            self._runner: ModelRunner | None = ModelRunner(
-                setup, platform, self.device, make_proposer
+            self._runner: ModelRunner | None = (
+                ModelRunner(setup, platform, self.device, make_proposer)
+                if setup.rank.index == 0
+                else FollowingRunner(setup, platform, self.device)
             )
         self._step = 0  # number of the current one: the engine core counts alike
 
@@ -72,13 +76,15 @@ class Worker:
                 requests=len(scheduler_output.scheduled_reqs),
                 tokens=scheduler_output.total_num_scheduled_tokens,
             )
-            self.runner.execute_model(scheduler_output, announce)
+            with self._breaking():
+                self.runner.execute_model(scheduler_output, announce)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Samples the tokens of the step run last; see `StepHandle.sample`."""
         with torch.inference_mode(), span("sample_tokens") as note:
             note(step=self._step)
-            output = self.runner.sample_tokens(grammar)
+            with self._breaking():
+                output = self.runner.sample_tokens(grammar)
         drain_kernels()
         return output
 
@@ -104,8 +110,23 @@ class Worker:
         self.runner.reload_weights(same=same)
 
     def cause(self, error: BaseException) -> BaseException:
-        """What a step's failure means: `EngineDeadError` if the device cannot be used any more."""
+        """What a step's failure means: `EngineDeadError` if the device cannot be used any more.
+
+        So is one in a group of ranks, which cannot know how far the others came.
+        """
+        if self.runner.group is not None:
+            return group_failure(error)
         return self._platform.cause(self.device, error)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Lets other ranks not wait for one that has failed."""
+        try:
+            yield
+        except BaseException:
+            if self.runner.group is not None:
+                self.runner.group.memory.break_()
+            raise
 
     def shutdown(self) -> None:
         """Lets go of the model and the KV cache."""

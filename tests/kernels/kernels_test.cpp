@@ -240,7 +240,7 @@ void check_rows_alone(const char* name, int64_t m, const std::function<std::vect
 template <class T>
 std::vector<T> gated(const std::vector<T>& x, int64_t rows, int64_t dim, Gated kind) {
   std::vector<T> out(rows * dim);
-  kernels().gated({x.data(), 2 * dim, out.data(), rows, dim, kind, Type<T>::dtype});
+  kernels().gated({x.data(), 2 * dim, out.data(), dim, rows, dim, kind, Type<T>::dtype});
   return out;
 }
 
@@ -297,7 +297,7 @@ void test_conversions() {
   constexpr Float format = Type<T>::format;
   std::vector<T> every, back(1 << 16);
   for (int i = 0; i < 1 << 16; i++) every.push_back({uint16_t(i)});
-  kernels().unary({every.data(), back.data(), 1, 1 << 16, 1.0f, Unary::scale, Type<T>::dtype});
+  kernels().unary({every.data(), back.data(), 1 << 16, 1, 1 << 16, 1.0f, Unary::scale, Type<T>::dtype});
   for (int i = 0; i < 1 << 16; i++) {
     const double v = get(every[i]), w = get(back[i]);
     check(v != v ? w != w : every[i].bits == back[i].bits, "%s %04x came back as %04x", Type<T>::name, i,
@@ -527,12 +527,13 @@ void test_elementwise() {
         std::vector<T> x = random<T>(count, 4), out(count), some(count - count / 3);
         if (kind == Unary::log)
           for (T& v : x) v = make<T>(std::fabs(get(v)));
-        kernels().unary({x.data(), out.data(), 1, count, 1.5f, kind, Type<T>::dtype});
+        kernels().unary({x.data(), out.data(), count, 1, count, 1.5f, kind, Type<T>::dtype});
         for (int64_t i = 0; i < count; i++)
           check(near(out[i], f(get(x[i])), 1e-6), "unary %d of %s %g is %g, not %g", int(kind), Type<T>::name,
                 get(x[i]), get(out[i]), f(get(x[i])));
         // The same at another place
-        kernels().unary({x.data() + count / 3, some.data(), 1, int64_t(some.size()), 1.5f, kind,
+        const int64_t dim = some.size();
+        kernels().unary({x.data() + count / 3, some.data(), dim, 1, dim, 1.5f, kind,
             Type<T>::dtype});
         check(same(some, std::vector<T>(out.begin() + count / 3, out.end())), "unary %d %s", int(kind),
             Type<T>::name);
@@ -557,7 +558,7 @@ void test_elementwise() {
   });
   const float special[] = {-INFINITY, INFINITY, NAN, 88.8f, -104.1f, -0.0f};
   float out[6];
-  kernels().unary({special, out, 1, 6, 0, Unary::exp, DType::f32});
+  kernels().unary({special, out, 6, 1, 6, 0, Unary::exp, DType::f32});
   check(out[0] == 0 && out[1] == INFINITY && out[2] != out[2] && out[3] == INFINITY &&
             out[4] == 0 && out[5] == 1,
         "exp of special numbers");

@@ -293,7 +293,14 @@ def test_gelu_relu_soft_cap(dtype: torch.dtype) -> None:
 def apply(kind: int, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _native.unary(
-        x=x.data_ptr(), out=out.data_ptr(), rows=1, dim=x.numel(), param=0.0, kind=kind, dtype=0
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=x.numel(),
+        rows=1,
+        dim=x.numel(),
+        param=0.0,
+        kind=kind,
+        dtype=0,
     )
     return out
 
@@ -552,3 +559,32 @@ def test_number_of_threads() -> None:
         assert _native.num_threads() == n
     native.set_num_threads(0)
     assert _native.num_threads() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [64, 37])
+def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> None:
+    """Into columns of wider rows, with the same bits, and nothing beside them."""
+    ops, k = NativeOps(), 48
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(5, k, generator=generator).to(dtype)
+    weight = torch.randn(2 * columns, k, generator=generator).to(dtype)
+    packed = ops.pack_weight(weight)
+    y = ops.linear(x, packed)
+    cases = {
+        "linear": lambda out: ops.linear(x, ops.pack_weight(weight[:columns]), out=out),
+        "linear_act_and_mul": lambda out: ops.linear_act_and_mul(x, packed, None, "silu", out),
+        "act_and_mul": lambda out: ops.act_and_mul(y, "gelu", out),
+        "gelu": lambda out: ops.gelu(y[:, :columns].contiguous(), "none", out),
+        "relu": lambda out: ops.relu(y[:, :columns].contiguous(), out),
+        "quantized": lambda out: ops.linear(
+            x, ops.quantize_weight([weight[:columns]], "int8", 0), out=out
+        ),
+    }
+    for name, compute in cases.items():
+        wide = torch.full((5, columns + 23), 7.0, dtype=dtype)
+        out = wide[:, 11 : 11 + columns]
+        compute(out)
+        assert torch.equal(out, compute(None)), name
+        assert (wide[:, :11] == 7).all(), name
+        assert (wide[:, 11 + columns :] == 7).all(), name

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from octavo.kernels.base import Gate, Gelu, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import to_device
-from octavo.kernels.reference import ReferenceOps
+from octavo.kernels.reference import ReferenceOps, into
 from octavo.kernels.triton import activation as _activation
 from octavo.kernels.triton import gemm, norm, sample
 
@@ -38,17 +38,19 @@ class TritonOps(ReferenceOps):
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """cuBLAS, or the kernel with one tile for every number of rows."""
         assert isinstance(weight, PackedWeight), "quantized weights are not supported on CUDA yet"
         if self.batch_invariant:
-            return gemm.linear(x, weight.data, bias, out_dtype or x.dtype, upcast=self.upcast)
+            y = gemm.linear(x, weight.data, bias, out_dtype or x.dtype, upcast=self.upcast)
+            return into(out, y)
         if out_dtype is None or out_dtype == x.dtype:
-            return F.linear(x, weight.data, bias)
+            return into(out, F.linear(x, weight.data, bias))
         if x.is_cuda:  # rounded once, to the wider type
             y = torch.mm(x, weight.data.T, out_dtype=out_dtype)
-            return y if bias is None else y + bias
-        return super().linear(x, weight, bias, out_dtype)
+            return into(out, y if bias is None else y + bias)
+        return super().linear(x, weight, bias, out_dtype, out)
 
     def rms_norm(
         self,
@@ -72,13 +74,13 @@ class TritonOps(ReferenceOps):
         """One program for each row."""
         return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
 
-    def act_and_mul(self, gate_up: Tensor, activation: Gate) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """One pass."""
-        return _activation.act_and_mul(gate_up, activation)
+        return into(out, _activation.act_and_mul(gate_up, activation))
 
-    def gelu(self, x: Tensor, approximate: Gelu) -> Tensor:
+    def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         """One pass."""
-        return _activation.gelu(x, approximate)
+        return into(out, _activation.gelu(x, approximate))
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """One program for each row; nothing is sorted."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from octavo.distributed import Rank
+from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.linear import LinearSpec
@@ -55,6 +57,43 @@ class AttentionSpec:
     k_norm: RMSNormSpec | None = None
     clip: float | None = None
     """Queries, keys and values are cut to [-clip, clip] (MPT)."""
+    first_head: int = 0
+    """Of the query heads, where other ranks have others."""
+
+    def split(self, rank: Rank) -> AttentionSpec:
+        """See `Block`: whole heads; one of keys and values may be several ranks'."""
+        if self.num_heads % rank.size:
+            raise ConfigError(
+                f"tensor_parallel_size={rank.size} does not divide the {self.num_heads} attention "
+                "heads of the model; use a number that does."
+            )
+        fewer, more = sorted((self.num_kv_heads, rank.size))
+        if more % fewer:
+            raise ConfigError(
+                f"tensor_parallel_size={rank.size} does not fit the {self.num_kv_heads} heads of "
+                "keys and values; use a number that divides them, or a multiple of them."
+            )
+        if any(norm and norm.size != self.head_size for norm in (self.q_norm, self.k_norm)):
+            raise ConfigError(
+                f"tensor_parallel_size={rank.size} is not supported with models that norm all "
+                "heads together; leave it out."
+            )
+        heads, kv_heads = self.num_heads // rank.size, max(self.num_kv_heads // rank.size, 1)
+        first, first_kv = rank.index * heads, rank.index * self.num_kv_heads // rank.size
+        keys, values = self.num_heads, self.num_heads + self.num_kv_heads
+        parts = [(first, heads), (keys + first_kv, kv_heads), (values + first_kv, kv_heads)]
+        positions, size = self.positions, self.head_size
+        if isinstance(positions, Alibi):
+            positions = Alibi(positions.slopes[first : first + heads])
+        return replace(
+            self,
+            qkv_proj=self.qkv_proj.split(*((at * size, (at + n) * size) for at, n in parts)),
+            o_proj=self.o_proj.split(rank.share(self.o_proj.outputs)),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            positions=positions,
+            first_head=first,
+        )
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Projection in, norms, projection out."""
@@ -91,11 +130,16 @@ class AttentionSpec:
 
         rope = self.positions if isinstance(self.positions, RopeSpec) else None
         alibi = self.positions if isinstance(self.positions, Alibi) else None
+        columns = None
+        if self.o_proj.parts is not None:
+            begin = self.first_head * self.head_size
+            part = begin, begin + self.num_heads * self.head_size
+            columns = parts.columns("heads", self.o_proj.inputs, part)
         return Attention(
             ops=parts.ops,
             cache=cache,
             qkv_proj=self.qkv_proj.build(parts.of("qkv_proj")),
-            o_proj=self.o_proj.build(parts.of("o_proj")),
+            o_proj=self.o_proj.build(parts.of("o_proj"), "mixer"),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -112,4 +156,5 @@ class AttentionSpec:
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
             clip=self.clip,
+            columns=columns,
         )

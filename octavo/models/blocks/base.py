@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from octavo.distributed import Rank
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.layer import FeedForward, Mixer
+    from octavo.layers.shared import Columns, SharedBuffers
 
 
 class Table(Protocol):
@@ -34,6 +36,19 @@ class Block(Protocol):
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """What is to be loaded, in the order in which the forward pass uses it."""
+        ...
+
+
+@runtime_checkable
+class Split(Protocol):
+    """A block that several ranks may have parts of."""
+
+    def split(self, rank: Rank) -> Any:
+        """What a rank has of it: a block of the same kind.
+
+        Raises:
+            ConfigError: not among so many.
+        """
         ...
 
 
@@ -75,6 +90,7 @@ class Parts:
         ops: table of operations that packed them.
         device: where they are.
         max_model_len: longest context.
+        shared: where ranks put what they compute together, if there are several.
     """
 
     def __init__(
@@ -84,10 +100,12 @@ class Parts:
         *,
         device: torch.device,
         max_model_len: int,
+        shared: SharedBuffers | None = None,
     ) -> None:
         self.ops = ops
         self.device = device
         self.max_model_len = max_model_len
+        self._shared = shared
         self._weights = weights
         self._own = ""
         self._tables: dict[Table, Tensor] = {}
@@ -113,6 +131,16 @@ class Parts:
         weight = self.any(name)
         assert isinstance(weight, Tensor)
         return weight
+
+    def columns(
+        self, name: str, size: int, part: tuple[int, int], dtype: torch.dtype | None = None
+    ) -> Columns:
+        """Columns from ... to ... of rows that ranks fill together: see `SharedBuffers`.
+
+        `dtype`: default: the model's.
+        """
+        assert self._shared is not None, "a rank's part needs the others"
+        return self._shared.columns(name, size, part, dtype or self._shared.dtype)
 
     def table(self, table: Table, compute: Callable[[], Tensor]) -> Tensor:
         """A table on the device; computed once."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from octavo.distributed import Rank
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec
 from octavo.models.weights import Names, Weight
@@ -37,14 +38,30 @@ class HeadSpec:
             yield from self.project.weights(names.of("project"))
         yield from self.lm_head.weights(names.of("lm_head"))
 
+    def split(self, rank: Rank) -> HeadSpec:
+        """What a rank has of it: a part of the vocabulary."""
+        return replace(self, lm_head=self.lm_head.split(rank.share(self.lm_head.outputs)))
+
     def build(self, parts: Parts) -> Head:
         """The live block, without the norm."""
+        import torch
+
         from octavo.layers.head import Head
+
+        lm_head, columns, prompt = self.lm_head.build(parts.of("lm_head")), None, None
+        if self.lm_head.parts is not None:
+            size, part = self.lm_head.whole_outputs, self.lm_head.parts[0]
+            columns, prompt = (
+                parts.columns(name, size, part, torch.float32)
+                for name in ("logits", "prompt_logits")
+            )
+            lm_head = replace(lm_head, columns=columns)
 
         return Head(
             parts.ops,
-            self.lm_head.build(parts.of("lm_head")),
+            lm_head,
             project=None if self.project is None else self.project.build(parts.of("project")),
             scale=self.scale,
             soft_cap=self.soft_cap,
+            prompt_columns=prompt,
         )

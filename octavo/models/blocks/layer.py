@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from octavo.models.blocks.base import FeedForwardSpec, MixerSpec
+from octavo.distributed import Rank
+from octavo.errors import ConfigError
+from octavo.models.blocks.base import FeedForwardSpec, MixerSpec, Split
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.weights import Names, Weight
 
@@ -44,6 +46,25 @@ class LayerSpec:
         yield from _norm("feed_forward_norm", self.feed_forward_norm, names)
         yield from self.feed_forward.weights(names)
         yield from _norm("feed_forward_out_norm", self.feed_forward_out_norm, names)
+
+    def split(self, rank: Rank) -> LayerSpec:
+        """What a rank has of it; norms are whole.
+
+        Raises:
+            ConfigError: it cannot be split, or not among so many.
+        """
+        whole = [part for part in (self.mixer, self.feed_forward) if not isinstance(part, Split)]
+        if whole or self.residual_multiplier is not None:
+            what = type(whole[0]).__name__ if whole else "a factor on what layers return"
+            raise ConfigError(
+                f"tensor_parallel_size={rank.size} is not supported with models that have {what}; "
+                "leave it out."
+            )
+        assert isinstance(self.mixer, Split)
+        assert isinstance(self.feed_forward, Split)
+        return replace(
+            self, mixer=self.mixer.split(rank), feed_forward=self.feed_forward.split(rank)
+        )
 
     def build(self, parts: Parts, cache: int) -> Layer:
         """The live block, whose mixer's cache has that index."""

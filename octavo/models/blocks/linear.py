@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.models.weights import Names, Source, Weight
@@ -27,38 +27,73 @@ class LinearSpec:
     groups: int = 1
     group_queries: int = 1
     """by_group: see `Source`."""
+    parts: tuple[tuple[int, int], ...] | None = None
+    """The outputs from ... to ... that a rank computes; None: all."""
 
     @property
     def outputs(self) -> int:
+        """That are computed."""
+        if self.parts is None:
+            return self.whole_outputs
+        return sum(end - begin for begin, end in self.parts)
+
+    @property
+    def whole_outputs(self) -> int:
         """Of all modules."""
         return sum(rows for _, rows in self.modules)
+
+    def split(self, *parts: tuple[int, int]) -> LinearSpec:
+        """What a rank has of it."""
+        return replace(self, parts=parts)
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """The weight, then the bias."""
         shape = (self.outputs, self.inputs)
-        yield Weight(f"{names.own}weight", "linear", shape, self._sources(names, "weight"))
+        whole = None if self.parts is None else self.whole_outputs
+        sources = self._sources(names, "weight")
+        yield Weight(f"{names.own}weight", "linear", shape, sources, whole=whole)
         if self.bias:
-            yield Weight(f"{names.own}bias", "vector", shape[:1], self._sources(names, "bias"))
+            sources = self._sources(names, "bias")
+            yield Weight(f"{names.own}bias", "vector", shape[:1], sources, whole=whole)
 
     def _sources(self, names: Names, kind: Literal["weight", "bias"]) -> tuple[Source, ...]:
-        sources = []
+        sources, begin = [], 0
         for module, rows in self.modules:
+            parts = self._parts_of(begin, rows)
+            begin += rows
             name = f"{names.checkpoint}{module}.{kind}"
             shape = (rows, self.inputs) if kind == "weight" else (rows,)
             if self.layout == "by_group":
-                sources.append(Source(name, shape, "by_group", self.groups, self.group_queries))
+                groups = self.groups, self.group_queries
+                sources.append(Source(name, shape, "by_group", *groups, parts=parts))
             elif self.layout == "conv1d" and kind == "weight":
-                sources.append(Source(name, shape[::-1], "transpose"))
+                sources.append(Source(name, shape[::-1], "transpose", parts=parts))
             else:
-                sources.append(Source(name, shape))
+                sources.append(Source(name, shape, parts=parts))
         return tuple(sources)
 
-    def build(self, parts: Parts) -> Linear:
-        """The live block."""
+    def _parts_of(self, begin: int, rows: int) -> tuple[tuple[int, int], ...] | None:
+        """What is wanted of a module whose outputs begin there."""
+        if self.parts is None:
+            return None
+        cut = [(max(a - begin, 0), min(b - begin, rows)) for a, b in self.parts]
+        return tuple((a, b) for a, b in cut if a < b)
+
+    def build(self, parts: Parts, shared: str | None = None) -> Linear:
+        """The live block.
+
+        Args:
+            parts: its weights.
+            shared: the buffer in which ranks put what they compute, so that all have it whole.
+        """
         from torch import Tensor
 
         from octavo.layers.linear import Linear
 
         weight = parts.any("weight")
         assert not isinstance(weight, Tensor)
-        return Linear(parts.ops, weight, parts.tensor("bias") if self.bias else None)
+        columns = None
+        if shared is not None and self.parts is not None:
+            (part,) = self.parts
+            columns = parts.columns(shared, self.whole_outputs, part)
+        return Linear(parts.ops, weight, parts.tensor("bias") if self.bias else None, columns)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.distributed import Rank
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.weights import Names, Weight
 
@@ -31,12 +32,26 @@ class MLPSpec:
         yield from self.up.weights(names.of("gate_up_proj" if self.gated else "up_proj"))
         yield from self.down.weights(names.of("down_proj"))
 
+    def split(self, rank: Rank) -> MLPSpec:
+        """See `Block`: each rank has some of the inner columns, and of those of the result."""
+        part = begin, end = rank.share(self.down.inputs)
+        gate_up = (part, (self.down.inputs + begin, self.down.inputs + end))
+        return replace(
+            self,
+            up=self.up.split(*(gate_up if self.gated else (part,))),
+            down=self.down.split(rank.share(self.down.outputs)),
+        )
+
     def build(self, parts: Parts) -> MLP:
         """The live block."""
         from octavo.layers.mlp import MLP, get_activation
 
+        columns = None
+        if self.up.parts is not None:
+            columns = parts.columns("inner", self.down.inputs, self.up.parts[0])
         return MLP(
             self.up.build(parts.of("gate_up_proj" if self.gated else "up_proj")),
             get_activation(parts.ops, self.activation, self.gated),
-            self.down.build(parts.of("down_proj")),
+            self.down.build(parts.of("down_proj"), "feed_forward"),
+            columns,
         )

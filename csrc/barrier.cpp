@@ -1,0 +1,94 @@
+#include "barrier.h"
+
+#include <chrono>
+#include <climits>
+#include <ctime>
+#include <string>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace octavo {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kSpin = std::chrono::microseconds(50);  // as threads of the pool do (pool.cpp)
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// The futexes are no private ones: those who wait are other processes.
+void sleep_at(std::atomic<uint32_t>& word, uint32_t value, double seconds) {
+#if defined(__linux__)
+  timespec time{time_t(seconds), long((seconds - double(time_t(seconds))) * 1e9)};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &time, nullptr, 0);
+#else
+  (void)word, (void)value, (void)seconds;
+  std::this_thread::yield();
+#endif
+}
+
+void wake(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#else
+  (void)word;
+#endif
+}
+
+}  // namespace
+
+void break_group(SharedBarrier* barrier) {
+  barrier->broken.store(1);
+  barrier->round.fetch_add(1);  // who is about to sleep does not
+  wake(barrier->round);
+}
+
+void shared_barrier(const BarrierArgs& a) {
+  SharedBarrier& b = *a.barrier;
+  auto check = [&] {
+    if (b.broken.load()) throw GroupError("another of the group's processes has failed");
+  };
+  const uint32_t round = b.round.load();  // cannot change before this rank arrives
+  check();
+  if (b.arrived.fetch_add(1) + 1 == uint32_t(a.ranks)) {
+    b.arrived.store(0);
+    b.round.fetch_add(1);
+    if (b.sleeping.load() > 0) wake(b.round);
+    return;
+  }
+  auto open = [&] { return b.round.load(std::memory_order_acquire) != round; };
+  const auto start = Clock::now();
+  while (Clock::now() - start < kSpin)
+    for (int i = 0; i < 32; i++) {
+      if (open()) return check();
+      pause();
+    }
+  while (!open()) {
+    const double left = a.timeout - std::chrono::duration<double>(Clock::now() - start).count();
+    if (left <= 0) {
+      break_group(&b);
+      throw GroupError("a process of the group did not come within " +
+                       std::to_string(int64_t(a.timeout)) + " s");
+    }
+    b.sleeping.fetch_add(1);
+    sleep_at(b.round, round, left);
+    b.sleeping.fetch_sub(1);
+  }
+  check();
+}
+
+}  // namespace octavo

@@ -1,0 +1,151 @@
+"""Several ranks give one engine's answers, bit for bit."""
+
+import random
+import time
+from functools import partial
+
+import pytest
+from msgspec.structs import replace
+
+from octavo import LLM, SamplingParams
+from octavo.engine import llm_engine
+from octavo.engine.assemble import make_engine_core
+from octavo.errors import ConfigError, EngineDeadError
+from tests.models.harness import make_hf
+from tests.models.test_parity import CASES, VOCAB
+from tests.ranks import ProcessesExecutor, RanksExecutor
+
+SETTINGS = {
+    "skip_tokenizer_init": True,
+    "block_size": 8,
+    "max_model_len": 96,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+}
+
+
+@pytest.fixture
+def in_ranks(monkeypatch):
+    """Has every engine from now on computed by so many ranks."""
+
+    def use(size, executor=RanksExecutor):
+        def make(config, *args, **kwargs):
+            device = replace(config.device, tensor_parallel_size=size)
+            config = replace(config, device=device)
+            return make_engine_core(config, *args, make_executor=executor, **kwargs)
+
+        monkeypatch.setattr(llm_engine, "make_engine_core", make)
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma2")
+    architecture, config = CASES["gemma2"]
+    make_hf(architecture, **config).save_pretrained(folder)
+    return folder
+
+
+def load(seed, count):
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, VOCAB) for _ in range(30)]
+    prompts, params = [], []
+    for i in range(count):
+        begin = shared[: rng.choice([0, 9, 30])]
+        prompts.append([*begin, *(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40)))])
+        params.append(
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.8, 1.5]),
+                top_p=rng.choice([1.0, 0.9]),
+                seed=i,
+                max_tokens=rng.randrange(1, 24),
+                ignore_eos=True,
+                logprobs=rng.choice([None, 3]),
+                prompt_logprobs=rng.choice([None, None, 2]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+                n=rng.choice([1, 1, 2]),
+            )
+        )
+    return prompts, params
+
+
+def answers(llm, seed=1, count=24):
+    prompts, params = load(seed, count)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [
+        (
+            o.prompt_logprobs and list(map(str, o.prompt_logprobs)),
+            [(list(a.token_ids), a.logprobs and list(map(str, a.logprobs))) for a in o.outputs],
+        )
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"async_scheduling": False, "enforce_eager": True},
+        # Too few blocks for all: requests are preempted.
+        {"num_gpu_blocks_override": 28},
+        {"attention_backend": "reference", "enable_prefix_caching": False},
+        {"kv_cache_dtype": "int8", "quantization": "int4", "dtype": "bfloat16"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=["plain", "eager", "preempted", "reference", "quantized", "ngram"],
+)
+def test_two_ranks_answer_as_one(settings, folder, in_ranks):
+    settings = SETTINGS | settings
+    with LLM(str(folder), **settings) as llm:
+        expected = answers(llm)
+    in_ranks(2)
+    with LLM(str(folder), **settings) as llm:
+        assert answers(llm) == expected
+
+
+def test_the_plan_counts_all_ranks(folder, in_ranks):
+    with LLM(str(folder), **SETTINGS) as llm:
+        alone = llm.llm_engine.memory_plan
+    in_ranks(2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        plan = llm.llm_engine.memory_plan
+        ranks = llm.llm_engine.client.core.executor.ranks
+        caches = [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
+    assert plan.runtime == 2 * alone.runtime
+    assert alone.weights < plan.weights < 2 * alone.weights  # norms and embedding twice
+    assert (plan.num_blocks, plan.block_nbytes) == (alone.num_blocks, alone.block_nbytes)
+    assert sum(caches) == plan.kv_cache
+
+
+def test_a_failed_rank_ends_the_engine(folder, in_ranks):
+    in_ranks(2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        answers(llm, count=1)
+        runner = llm.llm_engine.client.core.executor.ranks[1]._worker.runner
+        runner.state.steps.run = partial(int, "broken")
+        with pytest.raises(EngineDeadError, match="group"):
+            answers(llm, count=1)
+
+
+def test_processes(folder, in_ranks):
+    settings = SETTINGS | {"num_threads": 1}
+    with LLM(str(folder), **settings) as llm:
+        expected = answers(llm)
+    in_ranks(2, ProcessesExecutor)
+    with LLM(str(folder), **settings) as llm:
+        assert answers(llm) == expected
+        (follower,) = llm.llm_engine.client.core.executor.followers
+        follower.kill()
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match="group"):
+            answers(llm)
+        assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"enable_prompt_embeds": True}])
+def test_what_ranks_cannot_do_is_refused(settings, folder, in_ranks):
+    in_ranks(2)
+    name = next(iter(settings))
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size=2 needs {name}=false"):
+        LLM(str(folder), **SETTINGS, **settings)

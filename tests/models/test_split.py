@@ -1,0 +1,171 @@
+"""Parts of models: what ranks compute together is what one computes, bit for bit."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.distributed import GroupMemory, Rank
+from octavo.errors import ConfigError
+from octavo.kernels.native import NativeOps
+from octavo.layers.shared import SharedBuffers
+from octavo.models.loader import load_model
+from octavo.models.registry import read_spec
+from octavo.models.spec import ModelSpec
+from octavo.models.weight_cache import weights_key
+from octavo.quantization.int4 import SMALL
+from tests.models.harness import CPU, Runner, make_hf
+from tests.models.test_parity import CASES, VOCAB
+
+BUFFERS = ("heads", "mixer", "inner", "feed_forward", "logits", "prompt_logits")
+TOKENS = 64
+REFUSED = {
+    "olmo2": "norm all heads together",
+    "granite": "factor",
+}
+
+
+def script() -> list[dict[int, list[int]]]:
+    """Prompts in chunks, then tokens one by one, two requests out of step."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (2, 40), generator=generator).tolist()
+    return [
+        {0: ids[0][:17]},
+        {0: ids[0][17:20], 1: ids[1][:30]},
+        *({0: [ids[0][20 + i]], 1: [ids[1][30 + i]]} for i in range(4)),
+    ]
+
+
+def run(model, join) -> list[Tensor]:
+    runner, results = Runner(model, 2, TOKENS), []
+    for scheduled in script():
+        results += [logits.clone() for logits in runner.step(scheduled).values()]
+        join()
+    return results
+
+
+def run_ranks(
+    spec: ModelSpec, folder: Path, size: int, dtype: torch.dtype, quantization: str | None
+) -> list[Tensor]:
+    """Rank 0's logits; the ranks are threads."""
+    models, nbytes = [], []
+    for index in range(size):
+        buffers = SharedBuffers(Rank(index, size), dict.fromkeys(BUFFERS, TOKENS), dtype)
+        model = load_model(
+            spec.split(Rank(index, size)),
+            folder,
+            dtype=dtype,
+            device=CPU,
+            quantization=quantization,
+            ops=NativeOps(),
+            shared=buffers,
+        )
+        models.append((model, buffers))
+        nbytes.append(buffers.nbytes)
+    assert len(set(nbytes)) == 1
+    descriptor = GroupMemory.create(nbytes[0])
+    try:
+        with ThreadPoolExecutor(size) as threads:
+            futures = []
+            for model, buffers in models:
+                memory = GroupMemory(descriptor, nbytes[0], size, timeout=20)
+                buffers.attach(memory, 0)
+                futures.append(threads.submit(run, model, memory.barrier))
+            results = [future.result() for future in futures]
+            return results[0]
+    finally:
+        os.close(descriptor)
+
+
+def check(
+    case: str, tmp_path: Path, size: int | None, dtype: torch.dtype, form: str | None, **more: int
+) -> None:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config | more).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    heads = spec.layers[0].mixer.num_heads
+    size = size or min(n for n in range(2, heads + 1) if heads % n == 0)
+    whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, quantization=form, ops=NativeOps())
+    expected = run(whole, lambda: None)
+    got = run_ranks(spec, tmp_path, size, dtype, form)
+    assert len(got) == len(expected) > 8
+    assert all(map(torch.equal, got, expected))
+    assert torch.cat(expected).isfinite().all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
+    if case in REFUSED:
+        architecture, config = CASES[case]
+        make_hf(architecture, **config).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=REFUSED[case]):
+            read_spec(tmp_path).split(Rank(0, 2))
+    else:
+        check(case, tmp_path, None, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+def test_types_and_forms(case: str, form: str | None, tmp_path: Path) -> None:
+    check(case, tmp_path, 2, torch.float32, form)
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_more_ranks(size: int, tmp_path: Path) -> None:
+    check("bloom", tmp_path, size, torch.bfloat16, None)
+
+
+def test_keys_of_one_head_are_several_ranks(tmp_path: Path) -> None:
+    check("llama", tmp_path, 4, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "bloom", "mpt"])
+def test_parts_are_all_of_the_whole(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    parts = [spec.split(Rank(index, 2)) for index in range(2)]
+    whole = {weight.name: weight for weight in spec.weights()}
+    for weights in zip(*(part.weights() for part in parts), strict=True):
+        name = weights[0].name
+        rows = sum(weight.shape[0] for weight in weights)
+        if weights[0].whole is not None:
+            assert rows == whole[name].shape[0] == weights[0].whole_rows
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_number_that_does_not_fit_is_refused(size: int, tmp_path: Path) -> None:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} does not divide the 4"):
+        read_spec(tmp_path).split(Rank(0, size))
+
+
+def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:
+    """Though they are small enough for int8 by themselves."""
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
+    check("llama", tmp_path, 2, torch.bfloat16, "int4", **sizes)
+    names = {w.name: w for w in read_spec(tmp_path).split(Rank(0, 2)).weights()}
+    part = names["layers.0.o_proj.weight"]
+    assert part.shape[0] * part.shape[1] < SMALL <= part.whole_rows * part.shape[1]
+
+
+def test_ranks_keep_their_packed_weights_apart(tmp_path: Path) -> None:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    spec, options = read_spec(tmp_path), {"dtype": "float32", "load_format": "auto"}
+    ranks = [Rank(0, 1), Rank(0, 2), Rank(1, 2)]
+    keys = [weights_key(spec.split(r), tmp_path, quantization=None, **options) for r in ranks]
+    assert len(set(keys)) == 3
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    other = replace(read_spec(tmp_path), model_class="somewhere:Model")
+    with pytest.raises(ConfigError, match="not supported with LlamaForCausalLM"):
+        other.split(Rank(0, 2))
