@@ -112,7 +112,7 @@ def test_the_plan_counts_all_ranks(folder, in_ranks):
         plan = llm.llm_engine.memory_plan
         ranks = llm.llm_engine.client.core.executor.ranks
         caches = [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
-    assert plan.runtime == 2 * alone.runtime
+    assert plan.runtime == 3 * alone.runtime  # of the engine's own process, too
     assert alone.weights < plan.weights < 2 * alone.weights  # norms and embedding twice
     assert (plan.num_blocks, plan.block_nbytes) == (alone.num_blocks, alone.block_nbytes)
     assert sum(caches) == plan.kv_cache

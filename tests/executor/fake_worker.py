@@ -30,7 +30,7 @@ class FakeWorker:
     def execute_model(self, work, announce):
         ids = [request.req_id for request in work.scheduled_reqs]
         self.events.append(["execute", work.total_num_scheduled_tokens, ids])
-        self.work, rank = work, self.setup.rank
+        self.work, rank = work, self.setup.rank.index
         if "fail early" in ids:
             raise ValueError("no drafts")
         announce({r.req_id: [7] * r.num_drafts for r in work.scheduled_reqs if r.num_drafts})
@@ -48,14 +48,14 @@ class FakeWorker:
     def sample_tokens(self, grammar):
         ids = [request.req_id for request in self.work.scheduled_reqs]
         self.events.append(["sample", None if grammar is None else grammar.req_ids])
-        output = ModelRunnerOutput(ids, [[self.setup.rank, len(self.events)] for _ in ids])
+        output = ModelRunnerOutput(ids, [[self.setup.rank.index, len(self.events)] for _ in ids])
         return Pending(output, "late" not in ids)
 
     def cause(self, error):
         return EngineDeadError("no GPU") if "illegal" in str(error) else error
 
     def measure_memory(self):
-        return MemoryBudget("a test", 2**30, 2**29, self.setup.rank, 0, 0)
+        return MemoryBudget("a test", 2**30, 2**29, self.setup.rank.index, 0, 0)
 
     def initialize_kv_cache(self, kv_cache):
         self.events.append(["initialize", kv_cache.num_blocks, len(kv_cache.groups)])
@@ -65,7 +65,13 @@ class FakeWorker:
         return events
 
     def describe(self, *args, **kwargs):
-        return [self.setup.rank, self.setup.world_size, self.setup.spec.architecture, args, kwargs]
+        return [
+            self.setup.rank.index,
+            self.setup.rank.size,
+            self.setup.spec.architecture,
+            args,
+            kwargs,
+        ]
 
     def log(self, text):
         logging.getLogger("octavo.fake").warning(text)
@@ -89,7 +95,7 @@ class Refusing(FakeWorker):
     error: Exception = ConfigError("num_threads=4000 is too many")
 
     def __init__(self, setup, platform):
-        if setup.rank == 1:
+        if setup.rank.index == 1:
             raise self.error
         super().__init__(setup, platform)
 

@@ -59,8 +59,8 @@ def gone(pids, seconds=5.0):
 
 
 @pytest.fixture(scope="module")
-def three():
-    executor = make(3)
+def four():
+    executor = make(4)
     yield executor
     pids = executor.pids
     executor.shutdown()
@@ -75,13 +75,13 @@ def one():
     executor.shutdown()
 
 
-class TestThreeWorkers:
-    def test_every_rank_gets_every_message_in_order_and_rank_0_answers(self, three):
-        assert three.max_in_flight == 2
-        three.initialize_kv_cache(KVCacheConfig(9, 16, make_kv_cache_groups(SPEC.caches)))
+class TestFourWorkers:
+    def test_every_rank_gets_every_message_in_order_and_rank_0_answers(self, four):
+        assert four.max_in_flight == 2
+        four.initialize_kv_cache(KVCacheConfig(9, 16, make_kv_cache_groups(SPEC.caches)))
         steps = []
         for i in range(40):
-            steps.append(three.execute(work("a", str(i), tokens=i)))
+            steps.append(four.execute(work("a", str(i), tokens=i)))
             steps[-1] = steps[-1].sample(GrammarOutput([str(i)], bytes(300_000)) if i % 2 else None)
         outputs = [step.result(20) for step in steps]
         assert [output.req_ids for output in outputs] == [["a", str(i)] for i in range(40)]
@@ -89,17 +89,17 @@ class TestThreeWorkers:
         expected = [["initialize", 9, 1]]
         for i in range(40):
             expected += [["execute", i, ["a", str(i)]], ["sample", [str(i)] if i % 2 else None]]
-        assert three.collective_rpc("history") == [expected] * 3
+        assert four.collective_rpc("history") == [expected] * 4
 
-    def test_methods_are_called_by_name(self, three):
-        answers = three.collective_rpc("describe", args=(1, "a"), kwargs={"b": [None, 2.5]})
-        rest = [3, SPEC.architecture, [1, "a"], {"b": [None, 2.5]}]
-        assert answers == [[rank, *rest] for rank in range(3)]
-        assert three.measure_memory().runtime == 2, "the one with least room"
+    def test_methods_are_called_by_name(self, four):
+        answers = four.collective_rpc("describe", args=(1, "a"), kwargs={"b": [None, 2.5]})
+        rest = [4, SPEC.architecture, [1, "a"], {"b": [None, 2.5]}]
+        assert answers == [[rank, *rest] for rank in range(4)]
+        assert four.measure_memory().runtime == 3, "the one with least room"
         with pytest.raises(ConfigError, match="num_threads=0 is wrong"):
-            three.collective_rpc("refuse")
+            four.collective_rpc("refuse")
 
-    def test_what_cannot_travel_is_refused(self, three):
+    def test_what_cannot_travel_is_refused(self, four):
         for method, args in (
             (lambda worker: 1, ()),
             ("_private", ()),
@@ -109,13 +109,13 @@ class TestThreeWorkers:
             ("describe", (2**70,)),
         ):
             with pytest.raises(UnsupportedError):
-                three.collective_rpc(method, args=args)
-        assert len(three.collective_rpc("describe")) == 3
+                four.collective_rpc(method, args=args)
+        assert len(four.collective_rpc("describe")) == 4
 
-    def test_a_call_may_take_too_long(self, three):
+    def test_a_call_may_take_too_long(self, four):
         with pytest.raises(TimeoutError):
-            three.collective_rpc("rest", 0.1, (0.5,))
-        assert len(three.collective_rpc("describe", 20)) == 3
+            four.collective_rpc("rest", 0.1, (0.5,))
+        assert len(four.collective_rpc("describe", 20)) == 4
 
 
 class TestOneWorker:
