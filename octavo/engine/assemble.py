@@ -15,7 +15,7 @@ import msgspec
 
 from octavo import clock
 from octavo.config import EngineConfig, SpeculationConfig
-from octavo.device import resident_memory
+from octavo.device import num_cpus, resident_memory
 from octavo.distributed import Rank
 from octavo.engine.core import EngineCore
 from octavo.engine.memory_plan import (
@@ -203,6 +203,15 @@ def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:
             raise ConfigError(
                 f"tensor_parallel_size={ranks} needs {needed}; change one of the two."
             )
+    cores, threads = num_cpus(), config.device.num_threads or 1
+    if config.parallel.data_parallel_size == 1 and ranks * threads > cores:
+        logger.warning(
+            "%d processes with %d threads each are more than the %d cores there are for them: they "
+            "wait for each other at every layer, and a step takes many times as long",
+            ranks,
+            threads,
+            cores,
+        )
 
 
 def _with_draft(setup: WorkerSetup) -> WorkerSetup:

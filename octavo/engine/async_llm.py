@@ -107,10 +107,12 @@ class AsyncLLM:
         record: RecordSettings | None = None,
     ) -> None:
         model, size = config.model, config.parallel.data_parallel_size
-        if size > 1 and record is not None:
+        elastic = config.parallel.enable_elastic_ep
+        if (size > 1 or elastic) and record is not None:
+            which = "enable_elastic_ep" if elastic else f"data_parallel_size={size}"
             raise ConfigError(
-                f"record={record.path!r} is not supported with data_parallel_size={size}: a "
-                "recording is of one engine; leave out one of them."
+                f"record={record.path!r} is not supported with {which}: a recording is of one "
+                "engine; leave out one of them."
             )
         config.parallel.check(headless=False)
         engine_config = share_cores(config)
@@ -173,7 +175,7 @@ class AsyncLLM:
         )
         unfinished = self._output_processor.unfinished
         self._client: Supervisor | DataParallelClient
-        if size == 1 and not config.parallel.enable_elastic_ep:
+        if size == 1 and not elastic:
             self._client = only = Supervisor(launcher, unfinished, **settings)
             self.metrics.watch_process(lambda: only.pid)
         else:

@@ -48,7 +48,7 @@ def share_cores(config: EngineConfig) -> EngineConfig:
             f"data_parallel_size={size} is not supported on device={platform.name}, where an "
             "engine takes all of the device; start a server for each, and a load balancer in front."
         )
-    if size == 1 and config.world_size == 1:
+    if size == 1:
         return config
     cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
     local = config.parallel.num_local_engines

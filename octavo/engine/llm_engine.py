@@ -79,6 +79,12 @@ class LLMEngine:
                 f"data_parallel_size={size} is not supported here: this is one engine. Start a "
                 "server with it, or make an AsyncLLM."
             )
+        if config.parallel.enable_elastic_ep:
+            raise ConfigError(
+                "enable_elastic_ep=True is not supported here: this is one engine. Start a server "
+                "with it, or make an AsyncLLM."
+            )
+        config.parallel.check(headless=False)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
         self.tokenizer: Tokenizer | None = None

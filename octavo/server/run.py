@@ -22,6 +22,7 @@ import uvloop
 from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
 from octavo.device import SWITCH_INTERVAL
+from octavo.distributed import Rank
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.core_launcher import CoreProcess
 from octavo.engine.memory_plan import resolve_max_model_len
@@ -291,6 +292,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
     )
     spec = read_spec(folder, trust_remote_code=name.trust_remote_code)
     resolve_max_model_len(engine_config, spec)
+    spec.split(Rank(0, engine_config.device.tensor_parallel_size))
     if name.tokenizer is not None:
         resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
 

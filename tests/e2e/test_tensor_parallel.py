@@ -1,9 +1,13 @@
 """Several ranks give one engine's answers, bit for bit."""
 
+import os
 import random
+import signal
+import threading
 import time
 from functools import partial
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -11,9 +15,10 @@ from octavo import LLM, SamplingParams
 from octavo.engine import llm_engine
 from octavo.engine.assemble import make_engine_core
 from octavo.errors import ConfigError, EngineDeadError
+from tests.e2e import harness
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
-from tests.ranks import ProcessesExecutor, RanksExecutor
+from tests.ranks import RanksExecutor
 
 SETTINGS = {
     "skip_tokenizer_init": True,
@@ -128,19 +133,47 @@ def test_a_failed_rank_ends_the_engine(folder, in_ranks):
             answers(llm, count=1)
 
 
-def test_processes(folder, in_ranks):
-    settings = SETTINGS | {"num_threads": 1}
+def test_ranks_in_processes(folder, tmp_path):
+    settings = SETTINGS | {"num_threads": 1, "dtype": "bfloat16"}
     with LLM(str(folder), **settings) as llm:
         expected = answers(llm)
-    in_ranks(2, ProcessesExecutor)
-    with LLM(str(folder), **settings) as llm:
+    with LLM(str(folder), **settings, tensor_parallel_size=2) as llm:
         assert answers(llm) == expected
-        (follower,) = llm.llm_engine.client.core.executor.followers
-        follower.kill()
+        executor = llm.llm_engine.client.core.executor
+        os.kill(executor.pids[1], signal.SIGKILL)
         started = time.monotonic()
-        with pytest.raises(EngineDeadError, match="group"):
+        with pytest.raises(EngineDeadError, match=r"worker 1 .* was killed by SIGKILL"):
             answers(llm)
         assert time.monotonic() - started < 10
+
+
+def test_streams_outlive_a_rank(tmp_path):
+    """Whichever of them dies: another engine, of as many, goes on."""
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1}
+    flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
+    with harness.serve(tmp_path, "-tp", "2", *flags) as server:
+        expected = server.post("/v1/completions", body).json()["choices"]
+        for index in (0, 1):
+            workers = server.engine_process().children()
+            assert len(workers) == 2
+            timer = threading.Timer(0.1, workers[index].kill)
+            timer.start()
+            assert server.post("/v1/completions", body).json()["choices"] == expected
+            timer.join()
+            harness.wait_for(server, "/ready")
+        assert server.metric("octavo:engine_restarts_total") == 2
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        _, left = psutil.wait_procs(family, timeout=5)
+        assert left == []
+
+
+def test_sizes_that_do_not_divide_are_refused_before_the_server_listens(tmp_path):
+    said = r"tensor_parallel_size=5 does not divide the \d+"
+    with pytest.raises(AssertionError, match=said), harness.serve(tmp_path, "-tp", "5"):
+        pass
+    assert "listening" not in (tmp_path / "server.log").read_text()
 
 
 @pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"enable_prompt_embeds": True}])
