@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from socket import AI_PASSIVE, SOCK_STREAM, getaddrinfo
 from typing import Any, TypeVar
 
 import msgspec
@@ -94,8 +95,8 @@ class Exited(msgspec.Struct):
 class ClusterKey:
     """What the machines of a cluster have in common: a CurveZMQ key pair, as Z85."""
 
-    public: bytes
-    secret: bytes
+    public: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
 
     @classmethod
     def from_file(cls, path: str) -> ClusterKey:
@@ -210,8 +211,10 @@ class Hub:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes back is not kept out by its ghost
         _set_limits(socket)
         try:
-            socket.bind(tcp_address(host, port))
-        except zmq.ZMQError as error:
+            # ZMQ itself listens on numbers only.
+            found = getaddrinfo(host, port, type=SOCK_STREAM, flags=AI_PASSIVE)
+            socket.bind(tcp_address(str(found[0][4][0]), port))
+        except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(
                 f"data_parallel_address={host!r}, data_parallel_rpc_port={port}: cannot listen "
@@ -393,12 +396,16 @@ class Hub:
             self._processes[launch_id].end(f"the node {node.host} {why}")
 
     async def _watch_handshakes(self) -> None:
+        count = 0
         while True:
             await zmq.utils.monitor.recv_monitor_message(self._monitor)
-            logger.warning(
-                "somebody tried to join the cluster without its key (another cluster_key_file?), "
-                "and was turned away"
-            )
+            count += 1
+            if count & (count - 1) == 0:  # they try again and again
+                logger.warning(
+                    "somebody tried to join the cluster without its key (another "
+                    "cluster_key_file?), and was turned away (times: %d)",
+                    count,
+                )
 
 
 class RemoteProcess:
