@@ -89,8 +89,11 @@ class CPUPlatform(Platform):
         # Before the pool starts and weights are read: both inherit it from this thread.
         if config.numa_node is not None:
             bind_to_numa_node(config.numa_node)
-        cores = num_cpus() if config.numa_node is None else len(numa_cpus(config.numa_node))
-        set_num_threads(config.num_threads or max(1, cores // setup.rank.size))
+        threads = config.num_threads
+        if threads is None and setup.rank.size > 1:
+            cores = num_cpus() if config.numa_node is None else len(numa_cpus(config.numa_node))
+            threads = max(1, cores // setup.rank.size)
+        set_num_threads(threads)
         return torch.device("cpu")
 
     def make_ops(self, config: DeviceConfig) -> Ops:

@@ -453,7 +453,7 @@ def test_cores_are_divided(monkeypatch, caplog):
     assert threads(data_parallel_size=2, num_threads=3) == 3
     assert caplog.text == ""
     assert threads(data_parallel_size=16) == 1
-    assert "16 engines with 1 threads each are more than the 8 cores" in caplog.text
+    assert "16 processes with 1 threads each are more than the 8 cores" in caplog.text
     assert threads(data_parallel_size=2, num_threads=6) == 6
     assert "2 engines with 6 threads" in caplog.text
 
