@@ -448,6 +448,7 @@ def test_cores_are_divided(monkeypatch, caplog):
         return shared.device.num_threads
 
     assert threads() is None
+    assert threads(tensor_parallel_size=2) is None  # each rank divides them itself
     assert threads(data_parallel_size=2) == 4
     assert threads(data_parallel_size=3) == 2
     assert threads(data_parallel_size=2, num_threads=3) == 3
@@ -455,7 +456,8 @@ def test_cores_are_divided(monkeypatch, caplog):
     assert threads(data_parallel_size=16) == 1
     assert "16 processes with 1 threads each are more than the 8 cores" in caplog.text
     assert threads(data_parallel_size=2, num_threads=6) == 6
-    assert "2 engines with 6 threads" in caplog.text
+    assert "2 processes with 6 threads" in caplog.text
+    assert threads(data_parallel_size=2, tensor_parallel_size=2) == 2
 
 
 def test_a_device_that_one_engine_takes(monkeypatch):
