@@ -174,6 +174,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._queues)  # it is asked several times a step
+
     def __contains__(self, request: Request) -> bool:
         return request.tenant in self._queues and request in self._queues[request.tenant]
 
