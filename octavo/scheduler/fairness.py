@@ -47,11 +47,6 @@ class TenantCounters:
         """Whether there is anything to share."""
         return len(self._competing) > 1
 
-    @property
-    def several(self) -> bool:
-        """Whether there are others to compare a tenant with; one alone need not be charged."""
-        return len(self._served) > 1
-
     def arrive(self, tenant: Tenant) -> None:
         """A request comes, and competes."""
         if tenant not in self._competing:

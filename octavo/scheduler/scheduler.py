@@ -307,8 +307,7 @@ class Scheduler:
         )
         if self._draft_lengths.most:
             self._learn(step, model_runner_output)
-        any_finished = False
-        charge = self._tenants.charge if self._tenants.several else None
+        any_finished, charge = False, self._tenants.charge
         for request, start, num_sampled in step.entries:
             if request.status > RequestStatus.PREEMPTED:
                 continue  # it ended while the step was in flight
@@ -337,8 +336,7 @@ class Scheduler:
                     tokens = tokens[:count]
                     token_logprobs = token_logprobs and token_logprobs.select(0, count)
                 request.append_output_token_ids(tokens)
-                if charge is not None:
-                    charge(request.tenant, OUTPUT_WEIGHT * len(tokens))
+                charge(request.tenant, OUTPUT_WEIGHT * len(tokens))
             new_prompt_logprobs = None
             if prompt_logprobs and req_id in prompt_logprobs:
                 new_prompt_logprobs = self._take_prompt_logprobs(
