@@ -142,6 +142,7 @@ class AsyncLLM:
         self._falling_asleep: asyncio.Task[None] | None = None
         self._sleep_lock = asyncio.Lock()
         self._cache_info: dict[str, Any] = {}
+        self._change_of_size: asyncio.Task[None] | None = None
         self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
         """Kept, since nobody else need keep it."""
@@ -532,6 +533,11 @@ class AsyncLLM:
             )
         if self.asleep:
             raise ScalingError("The engines sleep; wake them up first.")
+        # Whoever asked may go away; it is finished all the same.
+        self._change_of_size = asyncio.create_task(self._scale(client, size))
+        await asyncio.shield(self._change_of_size)
+
+    async def _scale(self, client: DataParallelClient, size: int) -> None:
         before = len(self._forecasts)
         if size > before and size * self._num_threads > (cores := num_cpus()):
             logger.warning(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from functools import cached_property
+from typing import ClassVar
 
 import pytest
 from msgspec.structs import asdict
@@ -22,6 +23,7 @@ from octavo.errors import (
     FirstTokenError,
     QueueFullError,
     RequestError,
+    ScalingError,
     UnmetDeadlineError,
 )
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
@@ -622,3 +624,52 @@ def test_an_engine_that_is_never_asked_ends(monkeypatch):
     assert engine._client.launcher["log_level"] == "error"
     engine.shutdown()
     assert engine._client.num_shutdowns == 1
+
+
+class Several(Client):
+    """Stands in for several engines, whose number can be changed."""
+
+    down: ClassVar[dict[int, str]] = {}
+    scaling = False
+
+    def __init__(self, launcher, unfinished, *, config, model, **settings):
+        super().__init__(launcher, unfinished, **settings)
+        self.sizes, self.may_go_on = [], asyncio.Event()
+
+    def pid_of(self, index):
+        return -1
+
+    async def scale(self, size):
+        await self.may_go_on.wait()
+        if size > 4:
+            raise ScalingError("There is no room.")
+        self.sizes.append(size)
+
+
+def test_the_number_of_engines_is_changed_though_nobody_waits_for_it(monkeypatch):
+    monkeypatch.setattr(async_llm, "DataParallelClient", Several)
+
+    async def test(engine, client):
+        client.ready.set_result(READY)
+        asking = asyncio.create_task(engine.scale(3))
+        await until(lambda: len(engine._forecasts) == 3)
+        asking.cancel()
+        await asyncio.wait({asking})
+        client.may_go_on.set()
+        await until(lambda: client.sizes == [3])
+        with pytest.raises(ScalingError, match="no room"):
+            await engine.scale(5)
+        assert len(engine._forecasts) == 3
+        await engine.scale(1)
+        assert len(engine._forecasts) == 1
+
+    run(test, monkeypatch, {"enable_elastic_ep": True})
+
+
+def test_the_number_of_engines_is_fixed(monkeypatch):
+    async def test(engine, client):
+        client.ready.set_result(READY)
+        with pytest.raises(ScalingError, match="--enable-elastic-ep"):
+            await engine.scale(2)
+
+    run(test, monkeypatch)
