@@ -527,7 +527,8 @@ class AsyncLLM:
         await self.check_health()
         self._attach()
         client = self._client
-        if not self.config.parallel.enable_elastic_ep or isinstance(client, Supervisor):
+        elastic = self.config.parallel.enable_elastic_ep
+        if not elastic or not isinstance(client, DataParallelClient):
             raise ScalingError(
                 "The number of engines is fixed; start the server with --enable-elastic-ep."
             )
