@@ -381,6 +381,8 @@ class DataParallelClient:
             logger.info("engine %d is started again, since its node is there", index)
             del self._gone[index]
             self._reads.pop(index, None)
+            # Nothing runs there any more; what the hub knows of its process is let go.
+            self._supervisors[index].close()
             self._supervisors[index] = self._make(index, self._supervisors[0].ready.result())
 
     def _requests_of(self, index: int) -> list[EngineCoreRequest]:

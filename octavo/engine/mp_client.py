@@ -103,15 +103,26 @@ class AsyncMPClient:
                 message = await self._channel.receive(0.0)
                 if message is None:
                     raise EngineDeadError(ended)
-            kind, payload = message
-            if kind == wire.OUTPUTS:
-                return self._outputs_decoder.decode(payload)
-            if kind == wire.READY:
-                self.ready.set_result(msgspec.msgpack.decode(payload, type=wire.CoreReady))
-            elif kind == wire.RESULT:
-                self._finish_call(msgspec.msgpack.decode(payload, type=UtilityResult))
-            elif kind == wire.DEAD:
-                raise EngineDeadError(msgspec.msgpack.decode(payload, type=wire.CoreDead).error)
+            try:
+                outputs = self._take(*message)
+            except (msgspec.DecodeError, asyncio.InvalidStateError) as error:
+                # One on another machine may be anything that has the key: others must go on.
+                self.process.kill("the engine sent what is no message of its kind")
+                raise EngineDeadError(f"the engine cannot be understood: {error}") from error
+            if outputs is not None:
+                return outputs
+
+    def _take(self, kind: bytes, payload: bytes) -> EngineCoreOutputs | None:
+        """Takes in a message; returns a step's outputs."""
+        if kind == wire.OUTPUTS:
+            return self._outputs_decoder.decode(payload)
+        if kind == wire.READY:
+            self.ready.set_result(msgspec.msgpack.decode(payload, type=wire.CoreReady))
+        elif kind == wire.RESULT:
+            self._finish_call(msgspec.msgpack.decode(payload, type=UtilityResult))
+        elif kind == wire.DEAD:
+            raise EngineDeadError(msgspec.msgpack.decode(payload, type=wire.CoreDead).error)
+        return None
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineClient`."""

@@ -13,8 +13,10 @@ from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.engine import cluster, wire
 from octavo.engine.cluster import ClusterKey, Exited, Hub, Join, Launch, RemoteProcess
+from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, ReachedBy
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
+from tests.engine.plans import make_plan
 
 JOIN = Join(__version__, "m", 4, 2, 2, "a node")
 SETUP = CoreProcessSetup(EngineConfig(), "", 0, None, None, "info", "text")
@@ -219,6 +221,23 @@ def test_an_engine_of_which_messages_were_lost_is_ended(key):
         while (said := await node.receive())[0] == cluster.ALIVE:
             pass
         assert said[0] == cluster.KILL
+
+    run(test, key)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(wire.OUTPUTS, 1), (wire.RESULT, 1), (wire.READY, 2)])
+def test_an_engine_that_cannot_be_understood_ends_alone(key, kind, count):
+    async def test(hub, joined):
+        _, process, launch_id = await make_engine(hub, key)
+        client = AsyncMPClient(process)
+        outputs = Peer(hub, key, b"O" + launch_id)
+        ready = msgspec.msgpack.encode(wire.CoreReady(make_plan(2048, 100)))
+        for number in range(1, count + 1):
+            payload = ready if kind == wire.READY else b"\xc1"
+            await outputs.socket.send_multipart([kind, number.to_bytes(8, "little"), payload])
+        with pytest.raises(EngineDeadError, match="cannot be understood"):
+            await client.get_output()
+        assert "no message of its kind" in process.describe_exit()
 
     run(test, key)
 
