@@ -486,6 +486,7 @@ def test_engines_come_and_go_while_requests_go_on():
         await scaling
         assert engines.process(1).closed
         assert engines.process(2).closed
+        assert len(engines.ids(1)) == len(engines.ids(2)) == 1  # one that leaves gets no more
         assert engines.ids(0) == ["a", "b", "c", "e", "d"] or engines.ids(0)[3:] == ["d", "e"]
         went_on = next(r for r in engines.process(0).sent if r.output_token_ids)
         assert went_on.output_token_ids == [5]
