@@ -126,7 +126,7 @@ def make_engine_core(
     if estimate is not None:  # what does not fit is refused before anything is loaded
         plan, kv_cache = make_memory_plan(
             config,
-            setup.part,
+            spec,
             estimate,
             max_num_batched_tokens=budget,
             request_memory=request_memory,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.config import CacheConfig, EngineConfig
+from octavo.distributed import Rank
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import (
     KVCacheConfig,
@@ -195,7 +196,7 @@ def make_memory_plan(
 
     Args:
         config: the settings.
-        spec: the model; of several ranks, the first one's part.
+        spec: the model.
         budget: what there is, and what is taken beside the KV cache.
         max_num_batched_tokens: token budget of a step.
         request_memory: bytes for a server's requests, if they come from the same memory; None:
@@ -213,15 +214,17 @@ def make_memory_plan(
     """
     cache = config.cache
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
-    groups = make_kv_cache_groups(spec.caches)
-    block_nbytes = bytes_per_block(groups, cache.block_size, cache_dtype)
+    ranks = config.device.tensor_parallel_size
+    parts = [spec.split(Rank(index, ranks)) for index in range(ranks)]
+    layouts = [make_kv_cache_groups(part.caches) for part in parts]
+    groups = layouts[0]  # of as many blocks as the others
+    block_nbytes = sum(bytes_per_block(it, cache.block_size, cache_dtype) for it in layouts)
     if draft is not None:
         block_nbytes += sum(c.block_nbytes(cache.block_size, cache_dtype) for c in draft.caches)
 
     def blocks_for(length: int) -> int:
         return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
 
-    block_nbytes *= config.device.tensor_parallel_size  # each rank has its heads of it
     engines = config.parallel.num_local_engines
     if limit is None:
         limit = int(budget.available * cache.gpu_memory_utilization) // engines

@@ -242,6 +242,10 @@ class Ops(Protocol):
         """x + y, both dense and of one shape."""
         ...
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """A dense x times a number."""
+        ...
+
     def scale_(self, x: Tensor, factor: float) -> None:
         """Multiplies a dense x by a number, in place."""
         ...

@@ -504,6 +504,12 @@ class NativeOps:
         )
         return out
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """In float32, rounded once."""
+        out = self._empty(*x.shape, dtype=x.dtype)
+        self._unary_into(out, _SCALE, x, factor)
+        return out
+
     def scale_(self, x: Tensor, factor: float) -> None:
         """In float32, rounded once."""
         self._unary_into(x, _SCALE, x, factor)

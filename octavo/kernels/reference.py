@@ -314,6 +314,10 @@ class ReferenceOps:
         """Torch's own."""
         return x + y
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """Torch's own."""
+        return x * factor
+
     def scale_(self, x: Tensor, factor: float) -> None:
         """Torch's own."""
         x.mul_(factor)

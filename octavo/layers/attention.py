@@ -22,7 +22,7 @@ class Attention:
     cache: int
     """Index of its cache in `StepContext.caches`."""
     qkv_proj: Linear
-    """To queries, keys and values, stacked."""
+    """To queries, keys and values, stacked; with `qk_proj` to values only."""
     o_proj: Linear
     """From the heads' results to the hidden size."""
     num_heads: int
@@ -45,6 +45,8 @@ class Attention:
     q_norm: RMSNorm | None = None
     """Over each head of the queries, or over all of them."""
     k_norm: RMSNorm | None = None
+    qk_proj: tuple[Linear, Linear] | None = None
+    """To the queries and the keys of all ranks, where they are normed over all heads."""
     clip: float | None = None
     """Queries, keys and values are cut to [-clip, clip]."""
     columns: Columns | None = None
@@ -54,15 +56,7 @@ class Attention:
         """[T, hidden_size] -> [T, hidden_size]; writes this step's keys and values."""
         tokens, backend = x.shape[0], step.backend
         kv_cache, metadata = step.caches[self.cache], step.metadata[self.cache]
-        qkv = self.qkv_proj(x)
-        if self.clip is not None:
-            self.ops.clamp_(qkv, self.clip)
-        heads = qkv.view(tokens, -1, self.head_size)
-        split = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        query, key, value = heads.split_with_sizes(split, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            self.q_norm.heads_(query)
-            self.k_norm.heads_(key)
+        query, key, value = self._project(x)
         rotary = None
         if self.cos_sin_cache is not None:
             rotary = Rotary(
@@ -88,3 +82,32 @@ class Attention:
         if self.columns is not None:
             self.columns.join()
         return self.o_proj(whole)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, num_heads, D], keys and values [T, num_kv_heads, D]; normed, not rotated."""
+        heads = self.qkv_proj(x)
+        if self.clip is not None:
+            self.ops.clamp_(heads, self.clip)
+        heads = heads.view(x.shape[0], -1, self.head_size)
+        if self.qk_proj is not None:
+            query, key = self._norm_all(x)
+            return query, key, heads
+        split = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        query, key, value = heads.split_with_sizes(split, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.heads_(query)
+            self.k_norm.heads_(key)
+        return query, key, value
+
+    def _norm_all(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of this rank, out of the norms of all ranks'."""
+        assert self.qk_proj is not None
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        result = []
+        for linear, norm in zip(self.qk_proj, (self.q_norm, self.k_norm), strict=True):
+            assert linear.columns is not None
+            own = norm(linear(x))[:, linear.columns.begin : linear.columns.end]
+            result.append(own.view(x.shape[0], -1, self.head_size))
+        query, key = result
+        return query, key

@@ -65,11 +65,11 @@ class SequentialLayer:
             x, residual = self.input_norm.add(x, residual)
         x = self.mixer_out_norm(self.mixer(x, step))
         if self.multiplier is not None:
-            self.ops.scale_(x, self.multiplier)
+            x = self.ops.scale(x, self.multiplier)  # other ranks may have x, too
         x, residual = self.feed_forward_norm.add(x, residual)
         x = self.feed_forward_out_norm(self.feed_forward(x))
         if self.multiplier is not None:
-            self.ops.scale_(x, self.multiplier)
+            x = self.ops.scale(x, self.multiplier)
         return x, residual
 
 

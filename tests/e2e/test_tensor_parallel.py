@@ -109,14 +109,35 @@ def test_two_ranks_answer_as_one(settings, folder, in_ranks):
         assert answers(llm) == expected
 
 
+def test_ranks_with_more_heads_than_others(tmp_path, in_ranks):
+    """Of OLMo 2, which norms the queries of all ranks together."""
+    architecture, config = CASES["olmo2"]
+    config = config | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        expected, alone = answers(llm, count=8), llm.llm_engine.memory_plan
+    in_ranks(2)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        assert answers(llm, count=8) == expected
+        plan, caches = llm.llm_engine.memory_plan, cache_nbytes(llm)
+    assert plan.block_nbytes == alone.block_nbytes
+    assert sum(caches) == plan.kv_cache
+    assert caches[0] == 2 * caches[1]
+
+
+def cache_nbytes(llm):
+    """Bytes of each rank's KV cache."""
+    ranks = llm.llm_engine.client.core.executor.ranks
+    return [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
+
+
 def test_the_plan_counts_all_ranks(folder, in_ranks):
     with LLM(str(folder), **SETTINGS) as llm:
         alone = llm.llm_engine.memory_plan
     in_ranks(2)
     with LLM(str(folder), **SETTINGS) as llm:
         plan = llm.llm_engine.memory_plan
-        ranks = llm.llm_engine.client.core.executor.ranks
-        caches = [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
+        caches = cache_nbytes(llm)
     assert plan.runtime == 3 * alone.runtime  # of the engine's own process, too
     assert alone.weights < plan.weights < 2 * alone.weights  # norms and embedding twice
     assert (plan.num_blocks, plan.block_nbytes) == (alone.num_blocks, alone.block_nbytes)
@@ -169,9 +190,9 @@ def test_streams_outlive_a_rank(tmp_path):
         assert left == []
 
 
-def test_sizes_that_do_not_divide_are_refused_before_the_server_listens(tmp_path):
-    said = r"tensor_parallel_size=5 does not divide the \d+"
-    with pytest.raises(AssertionError, match=said), harness.serve(tmp_path, "-tp", "5"):
+def test_more_ranks_than_heads_are_refused_before_the_server_listens(tmp_path):
+    said = r"tensor_parallel_size=99 is more than the \d+ attention heads"
+    with pytest.raises(AssertionError, match=said), harness.serve(tmp_path, "-tp", "99"):
         pass
     assert "listening" not in (tmp_path / "server.log").read_text()
 

@@ -60,6 +60,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "gelu": lambda x: ops.gelu(x, "tanh"),
     "relu": ops.relu,
     "add": lambda x: ops.add(x, residual[: len(x)]),
+    "scale": lambda x: ops.scale(x, 3.0),
     "scale_": lambda x: changed(x, lambda x: ops.scale_(x, 3.0)),
     "clamp_": lambda x: changed(x, lambda x: ops.clamp_(x, 0.5)),
     "soft_cap_": lambda x: changed(x, lambda x: ops.soft_cap_(x, 0.5)),

@@ -21,12 +21,8 @@ from octavo.quantization.int4 import SMALL
 from tests.models.harness import CPU, Runner, make_hf
 from tests.models.test_parity import CASES, VOCAB
 
-BUFFERS = ("heads", "mixer", "inner", "feed_forward", "logits", "prompt_logits")
+BUFFERS = ("heads", "mixer", "inner", "feed_forward", "all_q", "all_k", "logits", "prompt_logits")
 TOKENS = 64
-REFUSED = {
-    "olmo2": "norm all heads together",
-    "granite": "factor",
-}
 
 
 def script() -> list[dict[int, list[int]]]:
@@ -82,13 +78,11 @@ def run_ranks(
 
 
 def check(
-    case: str, tmp_path: Path, size: int | None, dtype: torch.dtype, form: str | None, **more: int
+    case: str, tmp_path: Path, size: int, dtype: torch.dtype, form: str | None, **more: int
 ) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config | more).save_pretrained(tmp_path)
     spec = read_spec(tmp_path)
-    heads = spec.layers[0].mixer.num_heads
-    size = size or min(n for n in range(2, heads + 1) if heads % n == 0)
     whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, quantization=form, ops=NativeOps())
     expected = run(whole, lambda: None)
     got = run_ranks(spec, tmp_path, size, dtype, form)
@@ -99,19 +93,24 @@ def check(
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
-    if case in REFUSED:
-        architecture, config = CASES[case]
-        make_hf(architecture, **config).save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match=REFUSED[case]):
-            read_spec(tmp_path).split(Rank(0, 2))
-    else:
-        check(case, tmp_path, None, torch.bfloat16, None)
+    check(case, tmp_path, 2, torch.bfloat16, None)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
 @pytest.mark.parametrize("form", [None, "int8", "int4"])
 def test_types_and_forms(case: str, form: str | None, tmp_path: Path) -> None:
     check(case, tmp_path, 2, torch.float32, form)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "olmo2"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(9, 3, 2), (10, 2, 3), (8, 2, 7), (7, 1, 7)]
+)
+def test_uneven_heads(case: str, heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
+    more = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
+    if case == "bloom":
+        more = {"n_head": heads, "hidden_size": 8 * heads}
+    check(case, tmp_path, size, torch.bfloat16, None, **more)
 
 
 @pytest.mark.parametrize("size", [3, 6])
@@ -121,6 +120,27 @@ def test_more_ranks(size: int, tmp_path: Path) -> None:
 
 def test_keys_of_one_head_are_several_ranks(tmp_path: Path) -> None:
     check("llama", tmp_path, 4, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (12, 1), (12, 4), (14, 2), (6, 6)])
+def test_heads_of_all_ranks_are_all_heads(heads: tuple[int, int], tmp_path: Path) -> None:
+    """Each query head once, with its head of keys and values; rank 0 has most."""
+    architecture, config = CASES["llama"]
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    sizes["hidden_size"] = 4 * heads[0]
+    make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
+    mixer, group = read_spec(tmp_path).layers[0].mixer, heads[0] // heads[1]
+    for size in range(2, heads[0] + 1):
+        parts = [mixer.split(Rank(index, size)) for index in range(size)]
+        had = [range(it.first_head, it.first_head + it.num_heads) for it in parts]
+        assert [head for some in had for head in some] == list(range(heads[0]))
+        for part, some in zip(parts, had, strict=True):
+            (_, (first, end), _) = part.qkv_proj.parts
+            first, end = (at // mixer.head_size - heads[0] for at in (first, end))
+            assert [head // group for head in (some[0], some[-1])] == [first, end - 1]
+            assert part.num_heads % part.num_kv_heads == 0
+            assert part.num_heads <= parts[0].num_heads
+            assert part.num_kv_heads <= parts[0].num_kv_heads
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bloom", "mpt"])
@@ -137,12 +157,11 @@ def test_parts_are_all_of_the_whole(case: str, tmp_path: Path) -> None:
             assert rows == whole[name].shape[0] == weights[0].whole_rows
 
 
-@pytest.mark.parametrize("size", [3, 8])
-def test_a_number_that_does_not_fit_is_refused(size: int, tmp_path: Path) -> None:
+def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size} does not divide the 4"):
-        read_spec(tmp_path).split(Rank(0, size))
+    with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 attention"):
+        read_spec(tmp_path).split(Rank(0, 5))
 
 
 def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from octavo.models.weights import Names, Weight
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.layers.attention import Attention
+    from octavo.layers.linear import Linear
     from octavo.models.blocks.base import Parts
 
 
@@ -59,45 +60,67 @@ class AttentionSpec:
     """Queries, keys and values are cut to [-clip, clip] (MPT)."""
     first_head: int = 0
     """Of the query heads, where other ranks have others."""
+    qk_proj: tuple[LinearSpec, LinearSpec] | None = None
+    """A rank's queries and keys, where norms are over those of all ranks; `qkv_proj` has its
+    values only then."""
 
     def split(self, rank: Rank) -> AttentionSpec:
         """See `Block`: whole heads; one of keys and values may be several ranks'."""
-        if self.num_heads % rank.size:
+        if rank.size > self.num_heads:
             raise ConfigError(
-                f"tensor_parallel_size={rank.size} does not divide the {self.num_heads} attention "
-                "heads of the model; use a number that does."
+                f"tensor_parallel_size={rank.size} is more than the {self.num_heads} attention "
+                "heads of the model; use no more than these."
             )
-        fewer, more = sorted((self.num_kv_heads, rank.size))
-        if more % fewer:
-            raise ConfigError(
-                f"tensor_parallel_size={rank.size} does not fit the {self.num_kv_heads} heads of "
-                "keys and values; use a number that divides them, or a multiple of them."
-            )
-        if any(norm and norm.size != self.head_size for norm in (self.q_norm, self.k_norm)):
-            raise ConfigError(
-                f"tensor_parallel_size={rank.size} is not supported with models that norm all "
-                "heads together; leave it out."
-            )
-        heads, kv_heads = self.num_heads // rank.size, max(self.num_kv_heads // rank.size, 1)
-        first, first_kv = rank.index * heads, rank.index * self.num_kv_heads // rank.size
+        (first, end), (first_kv, end_kv) = self._share(rank)
+        heads, kv_heads = end - first, end_kv - first_kv
         keys, values = self.num_heads, self.num_heads + self.num_kv_heads
-        parts = [(first, heads), (keys + first_kv, kv_heads), (values + first_kv, kv_heads)]
         positions, size = self.positions, self.head_size
+        starts = (first, heads), (keys + first_kv, kv_heads), (values + first_kv, kv_heads)
+        parts = [(at * size, (at + n) * size) for at, n in starts]
+        qk_proj = None
+        if any(norm and norm.size != size for norm in (self.q_norm, self.k_norm)):
+            qk_proj = self.qkv_proj.split(parts[0]), self.qkv_proj.split(parts[1])
+            parts = parts[2:]
         if isinstance(positions, Alibi):
             positions = Alibi(positions.slopes[first : first + heads])
         return replace(
             self,
-            qkv_proj=self.qkv_proj.split(*((at * size, (at + n) * size) for at, n in parts)),
+            qkv_proj=self.qkv_proj.split(*parts),
             o_proj=self.o_proj.split(rank.share(self.o_proj.outputs)),
             num_heads=heads,
             num_kv_heads=kv_heads,
             positions=positions,
             first_head=first,
+            qk_proj=qk_proj,
         )
+
+    def _share(self, rank: Rank) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A rank's query heads, and its heads of keys and values, from ... to ...
+
+        No other's are more than rank 0's. Whole groups; or, where there are fewer groups than
+        ranks, a part of one.
+        """
+        group = self.num_heads // self.num_kv_heads
+        if rank.size <= self.num_kv_heads:
+            begin, end = rank.share(self.num_kv_heads)
+            return (begin * group, end * group), (begin, end)
+        each, more = divmod(rank.size, self.num_kv_heads)
+        # The last groups are divided among one rank more.
+        before = (self.num_kv_heads - more) * each
+        if rank.index < before:
+            (kv, index), size = divmod(rank.index, each), each
+        else:
+            (kv, index), size = divmod(rank.index - before, each + 1), each + 1
+            kv += self.num_kv_heads - more
+        begin, end = Rank(index, size).share(group)
+        return (kv * group + begin, kv * group + end), (kv, kv + 1)
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Projection in, norms, projection out."""
         yield from self.qkv_proj.weights(names.of("qkv_proj"))
+        if self.qk_proj is not None:
+            yield from self.qk_proj[0].weights(names.of("q_proj"))
+            yield from self.qk_proj[1].weights(names.of("k_proj"))
         if self.q_norm is not None:
             yield from self.q_norm.weights(names.of("q_norm"))
         if self.k_norm is not None:
@@ -156,5 +179,20 @@ class AttentionSpec:
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
             clip=self.clip,
+            qk_proj=self._build_qk_proj(parts),
             columns=columns,
         )
+
+    def _build_qk_proj(self, parts: Parts) -> tuple[Linear, Linear] | None:
+        if self.qk_proj is None:
+            return None
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        linears, before = [], 0
+        for name, spec, norm in zip("qk", self.qk_proj, (self.q_norm, self.k_norm), strict=True):
+            assert spec.parts is not None
+            ((begin, end),) = spec.parts
+            columns = parts.columns(f"all_{name}", norm.size, (begin - before, end - before))
+            linears.append(replace(spec.build(parts.of(f"{name}_proj")), columns=columns))
+            before += norm.size
+        return linears[0], linears[1]

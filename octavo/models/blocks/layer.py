@@ -54,11 +54,10 @@ class LayerSpec:
             ConfigError: it cannot be split, or not among so many.
         """
         whole = [part for part in (self.mixer, self.feed_forward) if not isinstance(part, Split)]
-        if whole or self.residual_multiplier is not None:
-            what = type(whole[0]).__name__ if whole else "a factor on what layers return"
+        if whole:
             raise ConfigError(
-                f"tensor_parallel_size={rank.size} is not supported with models that have {what}; "
-                "leave it out."
+                f"tensor_parallel_size={rank.size} is not supported with models that have "
+                f"{type(whole[0]).__name__}; leave it out."
             )
         assert isinstance(self.mixer, Split)
         assert isinstance(self.feed_forward, Split)
