@@ -147,6 +147,9 @@ class FakeWorker:
         self.awake = False
         self.memory.clear()
 
+    def memory_to_reload(self) -> tuple[int, int]:
+        return 0, 0
+
     def reload_weights(self, *, same: bool) -> None:
         self.reloads.append(same)
         self.awake = True

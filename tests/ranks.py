@@ -3,7 +3,11 @@
 import os
 from dataclasses import replace
 
+import msgspec
+
 from octavo.distributed import GroupMemory, Rank
+from octavo.engine import llm_engine
+from octavo.engine.assemble import make_engine_core
 from octavo.executor.base import Executor
 from octavo.executor.uniproc import UniProcExecutor
 
@@ -42,8 +46,9 @@ class RanksExecutor(Executor):
     def execute(self, work):
         return _Step([rank.execute(work) for rank in self.ranks])
 
-    def collective_rpc(self, call, timeout=None):
-        return [result for rank in self.ranks for result in rank.collective_rpc(call, timeout)]
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        calls = [rank.collective_rpc(method, timeout, args, kwargs) for rank in self.ranks]
+        return [result for results in calls for result in results]
 
     def shutdown(self):
         for rank in self.ranks:
@@ -51,3 +56,14 @@ class RanksExecutor(Executor):
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def use_ranks(monkeypatch, size):
+    """Has every engine from now on computed by so many ranks."""
+
+    def make(config, *args, **kwargs):
+        device = msgspec.structs.replace(config.device, tensor_parallel_size=size)
+        config = msgspec.structs.replace(config, device=device)
+        return make_engine_core(config, *args, make_executor=RanksExecutor, **kwargs)
+
+    monkeypatch.setattr(llm_engine, "make_engine_core", make)

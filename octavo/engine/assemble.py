@@ -191,18 +191,10 @@ def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:
         ConfigError: naming the setting.
     """
     config, ranks = setup.config, setup.rank.size
-    reasons = {
-        "device=cpu without Triton": platform.name != "cpu"
-        or config.device.attention_backend == "triton",
-        "no draft model or heads (use the methods ngram or suffix)": setup.draft is not None,
-        "enable_prompt_embeds=false": config.model.enable_prompt_embeds,
-        "enable_sleep_mode=false": config.model.enable_sleep_mode,
-    }
-    for needed, wrong in reasons.items():
-        if wrong:
-            raise ConfigError(
-                f"tensor_parallel_size={ranks} needs {needed}; change one of the two."
-            )
+    if platform.name != "cpu" or config.device.attention_backend == "triton":
+        raise ConfigError(
+            f"tensor_parallel_size={ranks} needs device=cpu without Triton; change one of the two."
+        )
     cores, threads = num_cpus(), config.device.num_threads or 1
     if config.parallel.data_parallel_size == 1 and ranks * threads > cores:
         logger.warning(

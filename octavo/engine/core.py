@@ -485,6 +485,12 @@ class EngineCore:
         woken = self._asleep if tags is None else self._asleep & set(tags)
         if "weights" in woken:
             same = self._same_weights
+            needed, free = zip(*self.executor.collective_rpc("memory_to_reload"), strict=True)
+            if sum(needed) > min(free):
+                raise SleepError(
+                    f"Weights and KV cache take {sum(needed) / 2**20:,.0f} MiB, and "
+                    f"{min(free) / 2**20:,.0f} MiB are free; free some, and wake up again."
+                )
             self.executor.collective_rpc("reload_weights", kwargs={"same": same})
             self._same_weights = True
         self._asleep -= woken

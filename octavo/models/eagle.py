@@ -13,7 +13,7 @@ from octavo.layers.step import StepContext
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
 from octavo.models.blocks.norm import build_norm
-from octavo.models.heads import EagleSpec
+from octavo.models.heads import EagleSpec, LMHeadSpec
 from octavo.models.spec import ModelSpec
 
 
@@ -79,9 +79,24 @@ class EagleModel:
         assert rows is not None
         return self._ops.embedding(hidden, rows)
 
-    def guess(self, hidden: Tensor, target: Model) -> Tensor:
-        """Logits float32 [R, vocab_size] of guessed hidden states [R, hidden_size]."""
+    def guess(self, hidden: Tensor, target: Model | LMHead) -> Tensor:
+        """Logits float32 [R, vocab_size] of guessed hidden states [R, hidden_size].
+
+        `target`: whose head makes them.
+        """
         return target.head(hidden)
+
+
+class LMHead:
+    """The target's whole LM head.
+
+    Args:
+        spec: the head.
+        parts: what it is built from.
+    """
+
+    def __init__(self, spec: LMHeadSpec, parts: Parts) -> None:
+        self.head = spec.head.build(parts)
 
 
 class Eagle3Model(EagleModel):
@@ -147,7 +162,7 @@ class Eagle3Model(EagleModel):
         x, residual = layer.feed_forward_norm.add(layer.mixer(both, step), hidden)
         return ops.add(layer.feed_forward(x), residual)
 
-    def guess(self, hidden: Tensor, target: Model) -> Tensor:
+    def guess(self, hidden: Tensor, target: Model | LMHead) -> Tensor:
         """See `EagleModel`; tokens that are not in its own vocabulary are never drafted."""
         own = self._lm_head(self._norm(hidden))
         logits = own.new_full((len(hidden), self.spec.vocab_size), -torch.inf)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from octavo.distributed import Rank
 from octavo.dtypes import DTYPE_NBYTES
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.linear import LinearSpec
@@ -180,6 +181,34 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
         embed_norm=RMSNormSpec("input_layernorm", size, eps),
         hidden_norm=RMSNormSpec("hidden_norm", size, eps),
         num_draft_tokens=num_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class LMHeadSpec(ModelSpec):
+    """The LM head of a model, without the final norm."""
+
+    def weights(self, *, quantized: bool = False) -> list[Weight]:
+        """See `ModelSpec`."""
+        return list(self.head.weights(Names()))
+
+
+def read_lm_head(target: ModelSpec, draft: ModelSpec, rank: Rank) -> LMHeadSpec | None:
+    """What must be loaded beside `draft`: EAGLE (but EAGLE-3) guesses with the target's LM head.
+
+    None: that is there, or is not needed. Where ranks share the target, each has a part of it, and
+    those that do not draft do not help.
+    """
+    if rank.size == 1 or not isinstance(draft, EagleSpec) or draft.num_draft_tokens:
+        return None
+    return LMHeadSpec(
+        **_fields(target)
+        | {
+            "layers": (),
+            "head": replace(target.head, norm=None),
+            "ignored": (".*",),
+            "model_class": "octavo.models.eagle:LMHead",
+        }
     )
 
 

@@ -19,7 +19,7 @@ from octavo.device import (
 from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import make_kv_cache_groups
-from octavo.models.heads import HeadsSpec
+from octavo.models.heads import HeadsSpec, read_lm_head
 from octavo.platforms.base import Platform, require_package
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.spec_decode.sizes import suffix_nbytes
@@ -195,7 +195,7 @@ def memory_budget(
         rows += suffix_nbytes()
     # Random weights are made whole, others are read in part.
     loads = setup.spec if config.load.load_format == "dummy" else spec
-    loading, draft = loads.loading_nbytes(setup.dtype), 0
+    loading, draft = ranks * loads.loading_nbytes(setup.dtype), 0
     if setup.draft is not None:
         assert draft_scratch is not None
         draft = _draft_nbytes(setup, setup.draft, draft_scratch)
@@ -221,7 +221,7 @@ def memory_budget(
         logits=ranks * 2 * scratch.logits
         + copy
         + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
-        loading=ranks * loading,
+        loading=loading,
         rows=ranks * rows + state_nbytes(max_num_seqs, spec.vocab_size),
         draft=draft,
         scratch=scratch,
@@ -236,6 +236,9 @@ def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> i
     assert speculative is not None
     total = spec.weight_nbytes(draft.dtype, draft.max_model_len, config.model.quantization)
     total += scratch.activations + scratch.logits
+    lm_head = read_lm_head(setup.spec, spec, setup.rank)
+    if lm_head is not None:
+        total += lm_head.weight_nbytes(draft.dtype, None, config.model.quantization)
     blocks = -(-setup.max_model_len // config.cache.block_size)
     total += StepLayout(draft.largest_step, blocks, 1).nbytes
     if isinstance(spec, HeadsSpec):

@@ -15,7 +15,10 @@ from octavo.kernels.reference import sampling_weights
 from octavo.kv_cache.groups import find_full_attention
 from octavo.models.base import Model
 from octavo.models.cache import AttentionCache
+from octavo.models.eagle import LMHead
+from octavo.models.heads import LMHeadSpec
 from octavo.models.loader import load_model
+from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import WeightCache
 from octavo.sampling.acceptance import DRAFT
 from octavo.sampling.sizes import rows_per_chunk
@@ -34,9 +37,24 @@ def load_draft(target: Target) -> Model:
     """
     setup = target.setup.draft
     assert setup is not None
+    return _load(target, setup, setup.spec)
+
+
+def load_lm_head(target: Target, spec: LMHeadSpec) -> LMHead:
+    """Loads the target's whole LM head.
+
+    Raises:
+        ModelError: see `load_model`.
+    """
+    model = _load(target, target.setup, spec)
+    assert isinstance(model, LMHead)
+    return model
+
+
+def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
     config = setup.config
     return load_model(
-        setup.spec,
+        spec,
         setup.model_path,
         dtype=getattr(torch, setup.dtype),
         device=target.model.device,

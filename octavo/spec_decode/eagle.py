@@ -21,10 +21,10 @@ from octavo.errors import ConfigError
 from octavo.messages import NewRequestData
 from octavo.models.decoder import DecoderModel
 from octavo.models.eagle import Eagle3Model, EagleModel
-from octavo.models.heads import MOST_LATE
+from octavo.models.heads import MOST_LATE, read_lm_head
 from octavo.models.loader import read_tensor
 from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
-from octavo.spec_decode.draft_steps import DraftSampler, DraftSteps, load_draft
+from octavo.spec_decode.draft_steps import DraftSampler, DraftSteps, load_draft, load_lm_head
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import StepInputs
 
@@ -51,6 +51,9 @@ class EagleProposer(Proposer):
             model.set_offsets(read_tensor(draft.model_path, "d2t"))
         self._model, self._main = model, main
         setup, num_rows = target.setup, len(target.batch.token_ids)
+        lm_head = read_lm_head(setup.spec, model.spec, setup.rank)
+        self._guesser = main if lm_head is None else load_lm_head(target, lm_head)
+        """Whose LM head guesses."""
         shape = model.input_shape(setup.max_num_batched_tokens)
         model.inputs = torch.zeros(shape, dtype=main.dtype)
         # The token of a position is the one behind it.
@@ -138,7 +141,7 @@ class EagleProposer(Proposer):
         sampler, ahead = DraftSampler(self.target, rows, counts), 0
         hidden = self._guess[torch.from_numpy(rows[at])]
         while len(at):
-            logits = self._model.guess(hidden, self._main)
+            logits = self._model.guess(hidden, self._guesser)
             more, tokens = sampler.sample(at, logits)
             at, hidden = at[more], hidden[torch.from_numpy(more)]
             if len(at):

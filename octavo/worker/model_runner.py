@@ -10,7 +10,6 @@ import torch
 
 from octavo.attention.base import KV_CACHE_DTYPES
 from octavo.device import cpu_memory
-from octavo.errors import SleepError
 from octavo.kernels.memory import is_host, release_memory, to_device
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
@@ -217,16 +216,16 @@ class ModelRunner:
             release_memory(cache)
         self._released = True
 
+    def memory_to_reload(self) -> tuple[int, int]:
+        """See `Worker.memory_to_reload`."""
+        free = cpu_memory(self.setup.config.device.numa_node)[1]
+        if not self._released:
+            return 0, free
+        needed = sum(weights.nbytes for weights in self._weights)
+        return needed + sum(cache.nbytes for cache in self._caches), free
+
     def reload_weights(self, *, same: bool) -> None:
         """Reads all weights again, to where they were; see `Worker.reload_weights`."""
-        needed = sum(weights.nbytes for weights in self._weights)
-        needed += sum(cache.nbytes for cache in self._caches)
-        free = cpu_memory(self.setup.config.device.numa_node)[1]
-        if self._released and needed > free:
-            raise SleepError(
-                f"Weights and KV cache take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB "
-                "are free; free some, and wake up again."
-            )
         setup = self.setup
         with loading_bar(setup.config.model.model, shown=setup.rank.index == 0) as progress:
             for weights in self._weights:

@@ -97,6 +97,13 @@ class Worker:
         self.runner.sleep()
         trim_memory()
 
+    def memory_to_reload(self) -> tuple[int, int]:
+        """Bytes that `reload_weights` and the KV cache will take of the system, and what is free.
+
+        There are as many free for all workers of this machine together.
+        """
+        return self.runner.memory_to_reload()
+
     def reload_weights(self, *, same: bool = False) -> None:
         """Reads the weights of all models again.
 
@@ -104,7 +111,6 @@ class Worker:
             same: they must be those that were loaded; otherwise what the folders hold now.
 
         Raises:
-            SleepError: others have the memory.
             ModelError: they cannot be read, or are not the same any more; steps must not be run.
         """
         self.runner.reload_weights(same=same)

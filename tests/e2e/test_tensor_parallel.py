@@ -9,16 +9,15 @@ from functools import partial
 
 import psutil
 import pytest
-from msgspec.structs import replace
+import torch
 
 from octavo import LLM, SamplingParams
-from octavo.engine import llm_engine
-from octavo.engine.assemble import make_engine_core
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import EngineDeadError, SleepError
+from octavo.scheduler.speculation import DraftLengths
 from tests.e2e import harness
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
-from tests.ranks import RanksExecutor
+from tests.ranks import use_ranks
 
 SETTINGS = {
     "skip_tokenizer_init": True,
@@ -32,16 +31,7 @@ SETTINGS = {
 @pytest.fixture
 def in_ranks(monkeypatch):
     """Has every engine from now on computed by so many ranks."""
-
-    def use(size, executor=RanksExecutor):
-        def make(config, *args, **kwargs):
-            device = replace(config.device, tensor_parallel_size=size)
-            config = replace(config, device=device)
-            return make_engine_core(config, *args, make_executor=executor, **kwargs)
-
-        monkeypatch.setattr(llm_engine, "make_engine_core", make)
-
-    return use
+    return partial(use_ranks, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +187,84 @@ def test_more_ranks_than_heads_are_refused_before_the_server_listens(tmp_path):
     assert "listening" not in (tmp_path / "server.log").read_text()
 
 
-@pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"enable_prompt_embeds": True}])
-def test_what_ranks_cannot_do_is_refused(settings, folder, in_ranks):
+TEXTS = ["Lily had a red ball. She put the red ball in", "Tom", "The dog saw a cat. " * 9]
+STORIES = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+
+
+def stories(llm, prompts=TEXTS):
+    params = [SamplingParams(temperature=t, seed=4, max_tokens=16, logprobs=2) for t in (0, 0.9)]
+    outputs = [o for p in params for o in llm.generate(prompts, p, use_tqdm=False)]
+    return [(o.outputs[0].token_ids, str(o.outputs[0].logprobs)) for o in outputs]
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+@pytest.mark.parametrize("draft", ["draft", "medusa", "eagle"])
+def test_rank_0_drafts(draft, acceptance, in_ranks, monkeypatch):
+    """Rejection sampling keeps a draft by its probability: the drafts are the same ones, too."""
+    # As many as may be: how many pay depends on the time that they take.
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: self.most)
+    speculative = {"model": f"octavo/stories-{draft}", "acceptance": acceptance}
+    settings = STORIES | {"speculative_config": speculative}
+    with LLM(**settings) as llm:
+        expected, accepted = stories(llm), llm.stats().num_accepted_tokens_per_pos
+        plan = llm.llm_engine.memory_plan
     in_ranks(2)
-    name = next(iter(settings))
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size=2 needs {name}=false"):
-        LLM(str(folder), **SETTINGS, **settings)
+    with LLM(**settings) as llm:
+        assert stories(llm) == expected
+        assert list(llm.stats().num_accepted_tokens_per_pos) == list(accepted)
+        assert sum(accepted)
+        ranks = llm.llm_engine.client.core.executor.ranks
+        runners = [rank._worker.runner for rank in ranks]
+        # Of EAGLE, the target's LM head beside.
+        assert [len(runner._weights) for runner in runners] == [2 + (draft == "eagle"), 1]
+        drafting = llm.llm_engine.memory_plan
+        assert drafting.block_nbytes == plan.block_nbytes
+        of_draft = sum(weights.nbytes for weights in runners[0]._weights[1:])
+        assert plan.draft <= drafting.draft
+        assert of_draft <= drafting.draft
+
+
+def test_ranks_sleep_and_wake_up(in_ranks, monkeypatch):
+    settings = STORIES | {"enable_sleep_mode": True}
+    settings["speculative_config"] = {"model": "octavo/stories-eagle"}
+    with LLM(**settings) as llm:
+        expected = stories(llm)
+    in_ranks(2)
+    with LLM(**settings) as llm:
+        assert stories(llm) == expected
+        runners = [rank._worker.runner for rank in llm.llm_engine.client.core.executor.ranks]
+        for level in (1, 2):
+            llm.sleep(level)
+            assert not any(cache.any() for runner in runners for cache in runner._caches)
+            each = [runner.memory_to_reload()[0] for runner in runners]
+            with monkeypatch.context() as patch:  # enough for each rank, but not for both
+                free = 2**40, sum(each) - 1
+                patch.setattr("octavo.worker.model_runner.cpu_memory", lambda node, free=free: free)
+                with pytest.raises(SleepError, match="free some"):
+                    llm.wake_up()
+            assert [runner.memory_to_reload()[0] for runner in runners] == each
+            assert llm.wake_up()
+            assert stories(llm) == expected
+
+
+def test_embeddings_as_prompts(in_ranks):
+    settings = STORIES | {"enable_prompt_embeds": True}
+    with LLM(**settings) as llm:
+        ids = torch.arange(200, 240)
+        embeds = llm.apply_model(lambda model: model.embed_input_ids(ids).clone())[0]
+        expected = stories(llm, [{"prompt_embeds": embeds}])
+    in_ranks(2)
+    with LLM(**settings) as llm:
+        assert stories(llm, [{"prompt_embeds": embeds}]) == expected
+
+
+def test_drafts_and_sleep_in_processes():
+    settings = STORIES | {"enable_sleep_mode": True, "num_threads": 1}
+    settings["speculative_config"] = {"model": "octavo/stories-eagle"}
+    with LLM(**settings) as llm:
+        expected = stories(llm)
+    with LLM(**settings, tensor_parallel_size=2) as llm:
+        assert stories(llm) == expected
+        llm.sleep()
+        llm.wake_up()
+        assert stories(llm) == expected

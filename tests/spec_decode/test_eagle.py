@@ -15,6 +15,7 @@ from octavo import LLM
 from octavo.errors import ConfigError, ModelError
 from octavo.scheduler.speculation import DraftLengths
 from octavo.spec_decode.eagle import EagleProposer
+from tests.ranks import use_ranks
 from tests.spec_decode.heads import (
     GREEDY,
     SETTINGS,
@@ -186,6 +187,13 @@ def test_drafts_after_a_pause_may_be_worse_and_answers_are_not(eagle, expected, 
     monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: next(turns))
     turns = itertools.cycle((0, 0, 0, 0, 3))
     with LLM(max_model_len=128, speculative_config=config(eagle.folder)) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().num_draft_tokens > 0
+
+
+def test_rank_0_alone_drafts(expected, head, monkeypatch):
+    use_ranks(monkeypatch, 2)
+    with LLM(max_model_len=128, speculative_config=config(head.folder)) as llm:
         assert answers(llm) == expected
         assert llm.stats().num_draft_tokens > 0
 
