@@ -85,11 +85,15 @@ class MultiprocExecutor(Executor):
         world_size: int | None = None,
         worker_cls: str = "octavo.worker.worker.Worker",
     ) -> None:
-        self.max_in_flight = 2 if setup.config.scheduler.async_scheduling else 1
-        world_size = world_size or setup.config.world_size
-        memory = GroupMemory.create(setup.group_nbytes) if setup.rank.size > 1 else None
+        self.max_in_flight = setup.max_in_flight
+        rank, memory = setup.rank, None
+        world_size = world_size or rank.world_size
+        if rank.world_size > 1:
+            memory = GroupMemory.create(setup.group_nbytes, rank.num_stages)
         try:
-            group = _WorkerGroup(PlainSetup.of(setup), world_size, worker_cls, memory)
+            # The first rank of the last stage has all that there is to tell.
+            teller = world_size - rank.size
+            group = _WorkerGroup(PlainSetup.of(setup), world_size, teller, worker_cls, memory)
         except BaseException:
             if memory is not None:
                 os.close(memory)
@@ -231,9 +235,16 @@ class _WorkerGroup:
     """
 
     def __init__(
-        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
+        self,
+        setup: PlainSetup,
+        world_size: int,
+        teller: int,
+        worker_cls: str,
+        memory: int | None,
     ) -> None:
         self._setup, self._world_size, self._worker_cls = setup, world_size, worker_cls
+        self._teller = teller
+        """Whose results count."""
         self._memory = memory
         """The descriptor of what the workers share, beside the queues."""
         self.workers: list[_Worker] = []
@@ -371,7 +382,7 @@ class _WorkerGroup:
 
     def _launch(self, rank: int) -> _Worker:
         steps = self._step_queue.for_reader(rank)
-        results = self._result_queue if rank == 0 else None
+        results = self._result_queue if rank == self._teller else None
         pipe, end = os.pipe()
         try:
             descriptors = [end, *steps.descriptors]
@@ -427,7 +438,7 @@ class _WorkerGroup:
             if self._wake in ready:
                 return
             while (data := self._results.try_read()) is not None:
-                self._take(self.workers[0], decoder.decode(data))
+                self._take(self.workers[self._teller], decoder.decode(data))
             for fd in ready & pipes.keys():
                 messages, opened = pipes[fd].receive()
                 for message in messages:
