@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.distributed import GroupMemory
+from octavo.distributed import GroupMemory, Rank
 from octavo.errors import EngineDeadError, OctavoError, UnsupportedError, signal_name
 from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
@@ -63,12 +63,11 @@ _END_SECONDS = 5.0
 
 
 class MultiprocExecutor(Executor):
-    """Runs `world_size` workers, each in a process.
+    """Runs a worker for each rank, in a process of its own.
 
     Args:
         setup: what they are built from; each reads the models' specs from their folders again.
         platform: the device's; each makes its own from the settings.
-        world_size: how many; None: as the settings say.
         worker_cls: module and name of their class, with a dot between; it is made like `Worker`.
 
     Raises:
@@ -82,18 +81,14 @@ class MultiprocExecutor(Executor):
         setup: WorkerSetup,
         platform: Platform,
         *,
-        world_size: int | None = None,
         worker_cls: str = "octavo.worker.worker.Worker",
     ) -> None:
         self.max_in_flight = setup.max_in_flight
         rank, memory = setup.rank, None
-        world_size = world_size or rank.world_size
         if rank.world_size > 1:
             memory = GroupMemory.create(setup.group_nbytes, rank.num_stages)
         try:
-            # The first rank of the last stage has all that there is to tell.
-            teller = world_size - rank.size
-            group = _WorkerGroup(PlainSetup.of(setup), world_size, teller, worker_cls, memory)
+            group = _WorkerGroup(PlainSetup.of(setup), rank, worker_cls, memory)
         except BaseException:
             if memory is not None:
                 os.close(memory)
@@ -234,22 +229,15 @@ class _WorkerGroup:
     The executor is not known here, so that it may be forgotten without being shut down.
     """
 
-    def __init__(
-        self,
-        setup: PlainSetup,
-        world_size: int,
-        teller: int,
-        worker_cls: str,
-        memory: int | None,
-    ) -> None:
-        self._setup, self._world_size, self._worker_cls = setup, world_size, worker_cls
-        self._teller = teller
-        """Whose results count."""
+    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+        self._setup, self._world_size, self._worker_cls = setup, rank.world_size, worker_cls
+        self._teller = rank.world_size - rank.size
+        """The rank that samples: it has all that there is to tell."""
         self._memory = memory
         """The descriptor of what the workers share, beside the queues."""
         self.workers: list[_Worker] = []
         with contextlib.ExitStack() as undo:
-            self._step_queue = make_queue(world_size)
+            self._step_queue = make_queue(rank.world_size)
             undo.callback(self._step_queue.close)
             self._result_queue = make_queue(1)
             undo.pop_all()
@@ -407,7 +395,6 @@ class _WorkerGroup:
             self._setup,
             self._worker_cls,
             rank,
-            self._world_size,
             steps,
             results,
             end,

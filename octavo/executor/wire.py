@@ -101,11 +101,11 @@ class WorkerProcessSetup(msgspec.Struct):
     worker_cls: str
     """Module and name of the worker's class, with a dot between: it is made like `Worker`."""
     rank: int
-    world_size: int
+    """Its number among all."""
     steps: QueueHandle
     """From the executor to all workers."""
     results: QueueHandle | None
-    """Back; from rank 0 only, since all compute the same."""
+    """Back; only from the rank that samples."""
     pipe: int
     group: int | None
     """The descriptor of the workers' memory, if they compute one model together."""
