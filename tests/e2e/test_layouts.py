@@ -1,5 +1,6 @@
 """Several ranks, with parts of layers and of all layers, give one engine's answers: bit for bit."""
 
+import json
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.engine import llm_engine
 from octavo.engine.assemble import make_engine_core
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.sampling_params import StructuredOutputsParams
 from tests.e2e import harness
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
@@ -131,6 +133,36 @@ def test_stages_of_other_models(case, tmp_path, in_ranks):
     in_ranks(1, 2)
     with LLM(str(tmp_path), **SETTINGS | {"max_model_len": 64}) as llm:
         assert answers(llm, count=6) == expected
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("more", [{}, {"speculative_config": {"method": "ngram"}}])
+def test_structured_outputs_in_ranks(layout, more, in_ranks):
+    """Grammars force drafts, which one rank proposes and another one checks."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [100, 200]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    params = [
+        SamplingParams(
+            temperature=0.9,
+            seed=i,
+            max_tokens=60,
+            structured_outputs=StructuredOutputsParams(json=schema) if i % 3 else None,
+        )
+        for i in range(6)
+    ]
+    prompts = [f"Once upon a time {i}" for i in range(6)]
+    settings = {"max_model_len": 128, "max_num_seqs": 4} | more
+    with LLM("octavo/stories", **settings) as llm:
+        expected = [it.outputs[0].text for it in llm.generate(prompts, params, use_tqdm=False)]
+    in_ranks(*layout)
+    with LLM("octavo/stories", **settings) as llm:
+        got = [it.outputs[0].text for it in llm.generate(prompts, params, use_tqdm=False)]
+    assert got == expected
+    assert all(json.loads(text) for text in (got[1], got[2]))
 
 
 def test_steps_of_different_requests_are_in_the_stages_at_once(folder, in_ranks):
