@@ -13,8 +13,9 @@ from octavo.kv_cache.groups import (
     bytes_per_block,
     make_kv_cache_groups,
     max_blocks_per_request,
+    select_layers,
 )
-from octavo.models.spec import ModelSpec
+from octavo.models.spec import ModelSpec, divide_layers
 from octavo.worker.memory import MemoryBudget
 
 # The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
@@ -214,11 +215,16 @@ def make_memory_plan(
     """
     cache = config.cache
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
-    ranks = config.device.tensor_parallel_size
-    parts = [spec.split(Rank(index, ranks)) for index in range(ranks)]
-    layouts = [make_kv_cache_groups(part.caches) for part in parts]
+    device = config.device
+    stages = divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
+    ranks = [Rank(i, device.tensor_parallel_size) for i in range(device.tensor_parallel_size)]
+    layouts = [make_kv_cache_groups(spec.split(rank).caches) for rank in ranks]
     groups = layouts[0]  # of as many blocks as the others
-    block_nbytes = sum(bytes_per_block(it, cache.block_size, cache_dtype) for it in layouts)
+    block_nbytes = sum(
+        bytes_per_block(select_layers(layout, *layers), cache.block_size, cache_dtype)
+        for layout in layouts
+        for layers in stages
+    )
     if draft is not None:
         block_nbytes += sum(c.block_nbytes(cache.block_size, cache_dtype) for c in draft.caches)
 

@@ -1,18 +1,21 @@
-"""Several ranks give one engine's answers, bit for bit."""
+"""Several ranks, with parts of layers and of all layers, give one engine's answers: bit for bit."""
 
+import json
 import os
 import random
 import signal
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 
 import psutil
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.errors import EngineDeadError, SleepError
+from octavo.errors import ConfigError, EngineDeadError, SleepError
+from octavo.sampling_params import StructuredOutputsParams
 from octavo.scheduler.speculation import DraftLengths
 from tests.e2e import harness
 from tests.models.harness import make_hf
@@ -78,25 +81,94 @@ def answers(llm, seed=1, count=24):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "layouts"),
     [
-        {},
-        {"async_scheduling": False, "enforce_eager": True},
+        ({}, [(2, 1), (1, 2), (2, 2)]),
+        ({"async_scheduling": False, "enforce_eager": True}, [(2, 1), (1, 2)]),
         # Too few blocks for all: requests are preempted.
-        {"num_gpu_blocks_override": 28},
-        {"attention_backend": "reference", "enable_prefix_caching": False},
-        {"kv_cache_dtype": "int8", "quantization": "int4", "dtype": "bfloat16"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ({"num_gpu_blocks_override": 28}, [(2, 1), (1, 2)]),
+        ({"attention_backend": "reference", "enable_prefix_caching": False}, [(2, 1)]),
+        ({"kv_cache_dtype": "int8", "quantization": "int4", "dtype": "bfloat16"}, [(2, 2)]),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            [(2, 1), (2, 2)],
+        ),
+        ({"speculative_config": {"method": "suffix"}}, [(1, 2)]),
+        ({}, [(1, 2, "1,2"), (1, 3, "1,1,1")]),
     ],
-    ids=["plain", "eager", "preempted", "reference", "quantized", "ngram"],
+    ids=["plain", "eager", "preempted", "reference", "quantized", "ngram", "suffix", "uneven"],
 )
-def test_two_ranks_answer_as_one(settings, folder, in_ranks):
+def test_several_ranks_answer_as_one(settings, layouts, folder, in_ranks):
     settings = SETTINGS | settings
     with LLM(str(folder), **settings) as llm:
         expected = answers(llm)
-    in_ranks(2)
-    with LLM(str(folder), **settings) as llm:
-        assert answers(llm) == expected
+    for layout in layouts:
+        in_ranks(*layout)
+        with LLM(str(folder), **settings) as llm:
+            assert answers(llm) == expected, layout
+            llm.llm_engine.client.core.check_integrity()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bloom", "qwen3", "opt-350m", "olmo2", "granite"])
+def test_stages_of_other_models(case, tmp_path, in_ranks):
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS | {"max_model_len": 64}) as llm:
+        expected = answers(llm, count=6)
+    in_ranks(1, 2)
+    with LLM(str(tmp_path), **SETTINGS | {"max_model_len": 64}) as llm:
+        assert answers(llm, count=6) == expected
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("more", [{}, {"speculative_config": {"method": "ngram"}}])
+def test_structured_outputs_in_ranks(layout, more, in_ranks):
+    """Grammars force drafts, which one rank proposes and another one checks."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [100, 200]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    params = [
+        SamplingParams(
+            temperature=0.9,
+            seed=i,
+            max_tokens=60,
+            structured_outputs=StructuredOutputsParams(json=schema) if i % 3 else None,
+        )
+        for i in range(6)
+    ]
+    prompts = [f"Once upon a time {i}" for i in range(6)]
+    settings = {"max_model_len": 128, "max_num_seqs": 4} | more
+    with LLM("octavo/stories", **settings) as llm:
+        expected = [it.outputs[0].text for it in llm.generate(prompts, params, use_tqdm=False)]
+    in_ranks(*layout)
+    with LLM("octavo/stories", **settings) as llm:
+        got = [it.outputs[0].text for it in llm.generate(prompts, params, use_tqdm=False)]
+    assert got == expected
+    assert all(json.loads(text) for text in (got[1], got[2]))
+
+
+def test_steps_of_different_requests_are_in_the_stages_at_once(folder, in_ranks):
+    in_ranks(1, 2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        core = llm.llm_engine.client.core
+        steps, schedule = [], core.scheduler.schedule
+
+        def note():
+            output = schedule()
+            steps.append({r.req_id for r in output.scheduled_reqs})
+            return output
+
+        core.scheduler.schedule = note
+        prompts = [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(6)]
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+    middle = [step for step in steps if step][4:-4]
+    assert len(middle) > 20
+    assert all(len(step) == 3 for step in middle)
+    assert all(not one & next_ for one, next_ in pairwise(middle))
 
 
 def test_ranks_with_more_heads_than_others(tmp_path, in_ranks):
@@ -134,21 +206,37 @@ def test_the_plan_counts_all_ranks(folder, in_ranks):
     assert sum(caches) == plan.kv_cache
 
 
-def test_a_failed_rank_ends_the_engine(folder, in_ranks):
-    in_ranks(2)
+def test_the_plan_counts_all_stages(folder, in_ranks):
+    with LLM(str(folder), **SETTINGS) as llm:
+        alone = llm.llm_engine.memory_plan
+    in_ranks(1, 2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        plan = llm.llm_engine.memory_plan
+        ranks = llm.llm_engine.client.core.executor.ranks
+        caches = cache_nbytes(llm)
+        weights = [rank._worker.runner._weights[0].nbytes for rank in ranks]
+    assert sum(caches) == plan.kv_cache
+    assert 0.9 < plan.weights / sum(weights) < 1.1  # positions' tables beside them
+    assert alone.weights < plan.weights < 2 * alone.weights  # the tied table twice
+
+
+@pytest.mark.parametrize(("size", "stages", "broken"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 3)])
+def test_a_failed_rank_ends_the_engine(size, stages, broken, folder, in_ranks):
+    in_ranks(size, stages)
     with LLM(str(folder), **SETTINGS) as llm:
         answers(llm, count=1)
-        runner = llm.llm_engine.client.core.executor.ranks[1]._worker.runner
+        runner = llm.llm_engine.client.core.executor.ranks[broken]._worker.runner
         runner.state.steps.run = partial(int, "broken")
         with pytest.raises(EngineDeadError, match="group"):
             answers(llm, count=1)
 
 
-def test_ranks_in_processes(folder, tmp_path):
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_in_processes(layout, folder):
     settings = SETTINGS | {"num_threads": 1, "dtype": "bfloat16"}
     with LLM(str(folder), **settings) as llm:
         expected = answers(llm)
-    with LLM(str(folder), **settings, tensor_parallel_size=2) as llm:
+    with LLM(str(folder), **settings, **{layout: 2}) as llm:
         assert answers(llm) == expected
         executor = llm.llm_engine.client.core.executor
         os.kill(executor.pids[1], signal.SIGKILL)
@@ -158,11 +246,12 @@ def test_ranks_in_processes(folder, tmp_path):
         assert time.monotonic() - started < 10
 
 
-def test_streams_outlive_a_rank(tmp_path):
+@pytest.mark.parametrize("layout", ["-tp", "-pp"])
+def test_streams_outlive_a_rank(layout, tmp_path):
     """Whichever of them dies: another engine, of as many, goes on."""
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1}
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
-    with harness.serve(tmp_path, "-tp", "2", *flags) as server:
+    with harness.serve(tmp_path, layout, "2", *flags) as server:
         expected = server.post("/v1/completions", body).json()["choices"]
         for index in (0, 1):
             workers = server.engine_process().children()
@@ -180,11 +269,32 @@ def test_streams_outlive_a_rank(tmp_path):
         assert left == []
 
 
-def test_more_ranks_than_heads_are_refused_before_the_server_listens(tmp_path):
-    said = r"tensor_parallel_size=99 is more than the \d+ attention heads"
-    with pytest.raises(AssertionError, match=said), harness.serve(tmp_path, "-tp", "99"):
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["-tp", "99"], r"tensor_parallel_size=99 is more than the \d+ attention heads"),
+        (["-pp", "99"], r"pipeline_parallel_size=99 is more than the \d+ layers"),
+        (["-pp", "2", "--pipeline-layers", "1,1"], "pipeline_layers='1,1' has 2 stages with 2 la"),
+        (["-pp", "3", "--pipeline-layers", "1,1"], "pipeline_layers='1,1' is for 2 stages, and"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_the_server_listens(flags, said, tmp_path):
+    with pytest.raises(AssertionError, match=said), harness.serve(tmp_path, *flags):
         pass
     assert "listening" not in (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=false"),
+        ({"speculative_config": {"model": "octavo/stories-draft"}}, "no draft model"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(settings, said, in_ranks):
+    in_ranks(1, 2)
+    with pytest.raises(ConfigError, match=f"pipeline_parallel_size=2 needs {said}"):
+        LLM(**settings)
 
 
 TEXTS = ["Lily had a red ball. She put the red ball in", "Tom", "The dog saw a cat. " * 9]
@@ -224,12 +334,14 @@ def test_rank_0_drafts(draft, acceptance, in_ranks, monkeypatch):
         assert of_draft <= drafting.draft
 
 
-def test_ranks_sleep_and_wake_up(in_ranks, monkeypatch):
-    settings = STORIES | {"enable_sleep_mode": True}
-    settings["speculative_config"] = {"model": "octavo/stories-eagle"}
+@pytest.mark.parametrize(
+    ("layout", "method"), [((2,), {"model": "octavo/stories-eagle"}), ((2, 2), {"method": "ngram"})]
+)
+def test_ranks_sleep_and_wake_up(layout, method, in_ranks, monkeypatch):
+    settings = STORIES | {"enable_sleep_mode": True, "speculative_config": method}
     with LLM(**settings) as llm:
         expected = stories(llm)
-    in_ranks(2)
+    in_ranks(*layout)
     with LLM(**settings) as llm:
         assert stories(llm) == expected
         runners = [rank._worker.runner for rank in llm.llm_engine.client.core.executor.ranks]
