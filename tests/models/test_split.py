@@ -167,6 +167,13 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
         read_spec(tmp_path).split(Rank(0, 5))
 
 
+def test_ranks_without_any_outputs_are_refused(tmp_path: Path) -> None:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config | {"intermediate_size": 3}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="too large for the 6 outputs of mlp.gate_proj"):
+        read_spec(tmp_path).split(Rank(3, 4))
+
+
 def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:
     """Though they are small enough for int8 by themselves."""
     sizes = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.errors import ConfigError
 from octavo.models.weights import Names, Source, Weight
 
 if TYPE_CHECKING:
@@ -43,7 +44,16 @@ class LinearSpec:
         return sum(rows for _, rows in self.modules)
 
     def split(self, *parts: tuple[int, int]) -> LinearSpec:
-        """What a rank has of it."""
+        """What a rank has of it.
+
+        Raises:
+            ConfigError: nothing.
+        """
+        if all(begin == end for begin, end in parts):
+            raise ConfigError(
+                f"tensor_parallel_size is too large for the {self.whole_outputs} outputs of "
+                f"{self.modules[0][0]}: a process would have none; lower it."
+            )
         return replace(self, parts=parts)
 
     def weights(self, names: Names) -> Iterator[Weight]:
