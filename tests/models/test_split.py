@@ -170,7 +170,7 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
 def test_ranks_without_any_outputs_are_refused(tmp_path: Path) -> None:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config | {"intermediate_size": 3}).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="too large for the 6 outputs of mlp.gate_proj"):
+    with pytest.raises(ConfigError, match=r"too large for the 6 outputs of mlp\.gate_proj"):
         read_spec(tmp_path).split(Rank(3, 4))
 
 
