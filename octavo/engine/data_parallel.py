@@ -96,7 +96,7 @@ class DataParallelClient:
         model: str = "",
         max_restarts: int,
         progress_timeout: float,
-        on_recovery: Callable[[Recovery], None],
+        on_recovery: Callable[[Recovery], None] = lambda recovery: None,
     ) -> None:
         self._unfinished = unfinished
         self._size = config.parallel.data_parallel_size
@@ -174,6 +174,11 @@ class DataParallelClient:
             for index, supervisor in self._supervisors.items()
             if not supervisor.up
         }
+
+    @property
+    def pids(self) -> list[int]:
+        """The engine processes' numbers."""
+        return [self.pid_of(index) for index in self._supervisors]
 
     def pid_of(self, index: int) -> int:
         """An engine process' number; -1: there is none yet."""

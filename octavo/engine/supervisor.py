@@ -169,6 +169,11 @@ class Supervisor:
         return self._client.process.pid
 
     @property
+    def pids(self) -> list[int]:
+        """The same for who may have several engines."""
+        return [self.pid]
+
+    @property
     def up(self) -> bool:
         """Whether there is an engine whose model is loaded."""
         return self._error is None and self._up.is_set()
@@ -211,11 +216,6 @@ class Supervisor:
             if self._fruitless or self._suspects:
                 await self._note_progress(outputs.outputs)
             return outputs
-
-    async def settle(self) -> None:
-        """Returns when no engine is being replaced: afterwards the records may be changed."""
-        if self._replacing is not None:
-            await asyncio.wait({self._replacing})
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineClient`: while there are trials, or no engine, it waits in the records."""
