@@ -454,6 +454,11 @@ def _check_parallel(config: EngineConfig) -> None:
             "enable_elastic_ep=True is not supported here: the number of engines is fixed. Start a "
             "server with it, or make an AsyncLLM."
         )
+    if parallel.external or parallel.data_parallel_hybrid_lb:
+        raise ConfigError(
+            "data_parallel_rank, data_parallel_external_lb and data_parallel_hybrid_lb are for "
+            "servers behind a load balancer; leave them out."
+        )
     if parallel.num_local_engines < parallel.data_parallel_size:
         raise ConfigError(
             f"data_parallel_size_local={parallel.data_parallel_size_local} is not supported here: "
