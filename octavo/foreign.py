@@ -82,12 +82,13 @@ FOREIGN: dict[str, Foreign] = {
             enable_fault_tolerance=False,
         ),
         _group(
+            "a server starts the engines behind one port; start a server for each "
+            "(data_parallel_rank), and a load balancer",
+            data_parallel_multi_port_external_lb=False,
+        ),
+        _group(
             "the engines of a server, on all machines (--headless), are behind one front end so "
             "far; for more front ends start a server for each, and a load balancer",
-            data_parallel_rank=0,
-            data_parallel_hybrid_lb=False,
-            data_parallel_external_lb=False,
-            data_parallel_multi_port_external_lb=False,
             api_server_count=1,
         ),
         _group("the server starts the engines itself, without Ray", data_parallel_backend="mp"),

@@ -49,7 +49,8 @@ class LLM:
         model: folder, hub id, or nothing for the built-in model.
         chat_template: a template, or its file, for `chat` instead of the model's own.
         isolate: whether the engine runs in a process of its own. If that one dies, another takes
-            over, and every request goes on where it stood.
+            over, and every request goes on where it stood. With `data_parallel_size` several
+            engines do so, and prompts are divided among them.
         **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name. What only vLLM has is
             accepted if it asks for nothing special, and refused with what to use otherwise.
 

@@ -6,11 +6,15 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
+from typing import Any
 
 import msgspec
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the HTTP request that the current task serves."""
+
+# What every line of this process says beside its own.
+_OWN_FIELDS: dict[str, Any] = {}
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
 
@@ -54,7 +58,7 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(entry, enc_hook=str).decode()
 
 
-def setup_logging(level: str, log_format: str, **fields: object) -> None:
+def setup_logging(level: str, log_format: str, **fields: int) -> None:
     """Sends the logs of Octavo and of uvicorn to stderr, in one form.
 
     Args:
@@ -63,8 +67,11 @@ def setup_logging(level: str, log_format: str, **fields: object) -> None:
         fields: what every line says beside its own, such as the rank of a worker.
     """
 
+    _OWN_FIELDS.clear()
+    _OWN_FIELDS.update(fields)
+
     def add_fields(record: logging.LogRecord) -> bool:
-        record.__dict__.update(fields)
+        record.__dict__.update(_OWN_FIELDS)
         return True
 
     handler = logging.StreamHandler(sys.stderr)
@@ -83,8 +90,9 @@ def setup_default_logging(level: str) -> None:
         setup_logging(level, "text")
 
 
-def current_logging() -> tuple[str, str]:
-    """Level and format of Octavo's logs in this process, for one that it starts."""
+def current_logging() -> tuple[str, str, dict[str, int]]:
+    """Level, format and fields of Octavo's logs in this process, for one that it starts."""
     log = logging.getLogger("octavo")
     json = any(isinstance(handler.formatter, JsonFormatter) for handler in log.handlers)
-    return logging.getLevelName(log.getEffectiveLevel()).lower(), "json" if json else "text"
+    level = logging.getLevelName(log.getEffectiveLevel()).lower()
+    return level, "json" if json else "text", dict(_OWN_FIELDS)

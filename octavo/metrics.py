@@ -6,6 +6,7 @@ All times are in seconds. Every metric has vLLM's labels `model_name` and `engin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -41,6 +42,8 @@ _ITERATION_BUCKETS = tuple(float(2**n) for n in range(15))
 _RECOVERY_BUCKETS = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
 _LABELS = ("model_name", "engine")
+# What of a process is added up with that of its workers; all else is the engine process' own.
+_SUMMED = ("_memory_bytes", "_cpu_seconds_total", "_open_fds")
 _M = TypeVar("_M", Gauge, Counter, Histogram)
 
 
@@ -53,8 +56,9 @@ class EngineMetrics:
         model_name: value of the label `model_name`.
         max_model_len: upper end of the buckets that count a request's tokens.
         prefix: what the names begin with, without the colon.
-        engine_index: value of the label `engine`.
+        engine_index: the engine's number in this process.
         others: those of other engines of the model, to be shown together with them.
+        first_engine: what is added to it for the label `engine`: engines of other servers.
     """
 
     def __init__(
@@ -64,10 +68,11 @@ class EngineMetrics:
         prefix: str = "octavo",
         engine_index: int = 0,
         others: EngineMetrics | None = None,
+        first_engine: int = 0,
     ) -> None:
-        self._prefix = prefix
+        self._prefix, self._first_engine = prefix, first_engine
         self._model_name, self._max_model_len = model_name, max_model_len
-        self._labels = {"model_name": model_name, "engine": str(engine_index)}
+        self._labels = {"model_name": model_name, "engine": str(first_engine + engine_index)}
         if others is None:
             self._registry = CollectorRegistry()
             self._families: dict[str, Any] = {}
@@ -227,8 +232,25 @@ class EngineMetrics:
     def for_engine(self, index: int) -> EngineMetrics:
         """The metrics of another engine of the model, shown together with these."""
         if index not in self._engines:
-            EngineMetrics(self._model_name, self._max_model_len, self._prefix, index, self)
+            settings = self._model_name, self._max_model_len, self._prefix, index
+            EngineMetrics(*settings, self, self._first_engine)
         return self._engines[index]
+
+    def add_engine(self, index: int) -> None:
+        """There is an engine with this number, again or for the first time."""
+        self._engines.pop(index, None)
+        self.for_engine(index)
+
+    def remove_engine(self, index: int) -> None:
+        """An engine is gone: what it was is not shown any more; what it did is still counted."""
+        engine = self.for_engine(index)
+        engine._last_stats = SchedulerStats()
+        for family in self._families.values():
+            if isinstance(family, Gauge):
+                for sample in next(iter(family.collect())).samples:
+                    if sample.labels["engine"] == engine._labels["engine"]:
+                        family.remove(*sample.labels.values())
+        self._processes.remove(engine._labels["engine"])
 
     def record_scheduler_stats(self, stats: SchedulerStats) -> None:
         """Takes in the scheduler's state after a step.
@@ -353,16 +375,17 @@ class EngineMetrics:
         """Somebody goes on reading a stream."""
         self._resumed.inc()
 
-    def watch_process(self, get_pid: Callable[[], int]) -> None:
-        """Shows memory and CPU time of the engine process; to be called once.
+    def watch_processes(self, get_pids: Callable[[], list[int]]) -> None:
+        """Shows memory and CPU time of the engine process and its workers; to be called once.
 
         Prometheus' usual names, such as `octavo_engine_process_resident_memory_bytes`, whatever
         the prefix: vLLM has none like them.
 
         Args:
-            get_pid: its number, which changes when it is replaced.
+            get_pids: their numbers, the engine's first, which change when it is replaced; those
+                of processes on other machines are -1.
         """
-        self._processes.add(self._labels["engine"], get_pid)
+        self._processes.add(self._labels["engine"], get_pids)
 
     def load(self) -> dict[str, float]:
         """What a load balancer wants to know, by the metrics' names without their prefix.
@@ -372,6 +395,7 @@ class EngineMetrics:
         stats = SchedulerStats.join([engine._last_stats for engine in self._engines.values()])
         return {
             "kv_cache_usage_perc": stats.kv_cache_usage,
+            "num_requests_running": float(stats.num_running_reqs),
             "num_requests_waiting": float(stats.num_waiting_reqs),
         }
 
@@ -404,30 +428,41 @@ class EngineMetrics:
 
 
 class _Processes(Collector):
-    """Memory and CPU time of engine processes, with the label `engine`.
+    """Memory and CPU time of engines' processes, with the label `engine`.
 
     Args:
         registry: asks for them.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._processes: dict[str, ProcessCollector] = {}
+        self._pids: dict[str, Callable[[], list[int]]] = {}
         registry.register(self)
 
-    def add(self, engine: str, get_pid: Callable[[], int]) -> None:
-        """Adds a process."""
-        self._processes[engine] = ProcessCollector("octavo_engine", get_pid, registry=None)
+    def add(self, engine: str, get_pids: Callable[[], list[int]]) -> None:
+        """Adds an engine's processes."""
+        self._pids[engine] = get_pids
+
+    def remove(self, engine: str) -> None:
+        """Removes them again."""
+        self._pids.pop(engine, None)
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
         families: dict[str, Metric] = {}
-        for engine, process in self._processes.items():
-            for family in process.collect():
-                merged = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    merged.add_sample(sample.name, {"engine": engine}, sample.value)
+        for engine, get_pids in self._pids.copy().items():
+            values: dict[tuple[str, str], float] = {}
+            for number, pid in enumerate(get_pids()):
+                process = ProcessCollector("octavo_engine", partial(int, pid), registry=None)
+                for family in process.collect():
+                    families.setdefault(
+                        family.name, Metric(family.name, family.documentation, family.type)
+                    )
+                    for sample in family.samples:
+                        key = family.name, sample.name
+                        if not number or sample.name.endswith(_SUMMED):
+                            values[key] = values.get(key, 0.0) + sample.value
+            for (family_name, name), value in values.items():
+                families[family_name].add_sample(name, {"engine": engine}, value)
         yield from families.values()
 
 

@@ -116,6 +116,9 @@ BAD = {
     "distributed_executor_backend": ["", "ray", "processes", "executor.", ".mp", 2],
     "data_parallel_size_local": [0, -1, 1.5],
     "data_parallel_start_rank": [-1, 1.5, None],
+    "data_parallel_rank": [-1, 1.5, "0"],
+    "data_parallel_external_lb": ["yes", 1],
+    "data_parallel_hybrid_lb": ["yes", 1],
     "data_parallel_address": [5],
     "data_parallel_rpc_port": [-1, 65536, None],
     "cluster_key_file": [5],
@@ -488,3 +491,49 @@ def test_variables_without_meaning_are_named(monkeypatch):
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     monkeypatch.setenv("VLLM_FROBNICATE", "1")
     assert unknown_variables() == ["VLLM_FROBNICATE", "VLLM_USE_DEEP_GEMM"]
+
+
+BALANCED = [
+    ({"data_parallel_external_lb": True}, False, "needs data_parallel_rank"),
+    ({"data_parallel_rank": 4}, False, "data_parallel_rank=4 is not below data_parallel_size=4"),
+    ({"data_parallel_rank": 1, "data_parallel_size_local": 2}, False, "size_local=2 is not supp"),
+    ({"data_parallel_rank": 1, "data_parallel_start_rank": 1}, False, "start_rank=1 is not supp"),
+    ({"data_parallel_rank": 1, "data_parallel_hybrid_lb": True}, False, "leave out one of them"),
+    ({"data_parallel_rank": 1}, True, "headless: a node has no server"),
+    ({"data_parallel_rank": 1, "enable_elastic_ep": True}, False, "enable_elastic_ep is not supp"),
+    ({"data_parallel_rank": 1, "cluster_key_file": "k"}, False, "cluster_key_file is not supp"),
+    ({"data_parallel_hybrid_lb": True}, False, "needs data_parallel_size_local"),
+    (
+        {
+            "data_parallel_hybrid_lb": True,
+            "data_parallel_start_rank": 3,
+            "data_parallel_size_local": 2,
+        },
+        False,
+        "are more than data_parallel_size=4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "headless", "why"), BALANCED)
+def test_a_server_behind_a_load_balancer_whose_settings_contradict(settings, headless, why):
+    parallel = EngineConfig.from_kwargs(data_parallel_size=4, **settings).parallel
+    with pytest.raises(ConfigError, match=why):
+        parallel.check(headless=headless)
+
+
+def test_what_a_server_behind_a_load_balancer_has():
+    def of_server(**settings):
+        parallel = EngineConfig.from_kwargs(**settings).parallel
+        parallel.check(headless=False)
+        own = parallel.of_server()
+        return own.data_parallel_size, own.first_engine, own.numbered
+
+    assert of_server() == (1, 0, False)
+    assert of_server(data_parallel_size=2) == (2, 0, True)
+    assert of_server(data_parallel_size=4, data_parallel_rank=3) == (1, 3, True)
+    assert of_server(data_parallel_size=4, data_parallel_rank=0) == (1, 0, True)
+    hybrid = {"data_parallel_size": 4, "data_parallel_hybrid_lb": True}
+    hybrid |= {"data_parallel_size_local": 2, "data_parallel_address": "head"}
+    assert of_server(**hybrid) == (2, 0, True)
+    assert of_server(**hybrid, data_parallel_start_rank=2) == (2, 2, True)

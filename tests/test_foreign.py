@@ -65,9 +65,8 @@ def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
 def test_one_front_end_has_all_engines():
     with pytest.raises(ConfigError, match="without Ray"):
         EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_backend="ray")
-    for name in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
-        with pytest.raises(ConfigError, match="behind one front end"):
-            EngineConfig.from_kwargs(**{name: True})
+    with pytest.raises(ConfigError, match="start a server for each"):
+        EngineConfig.from_kwargs(data_parallel_multi_port_external_lb=True)
 
 
 def test_a_token_is_not_shown():

@@ -8,6 +8,7 @@ from octavo.logs import (
     REQUEST_ID,
     JsonFormatter,
     TextFormatter,
+    current_logging,
     setup_default_logging,
     setup_logging,
 )
@@ -131,3 +132,12 @@ def test_default_logging_leaves_a_program_s_own_alone(monkeypatch):
     finally:
         log.handlers, log.propagate, level = before
         log.setLevel(level)
+
+
+def test_what_every_line_says_is_known_to_who_starts_a_process(lines, capsys):
+    setup_logging("info", "json", engine=3)
+    logging.getLogger("octavo.x").warning("one")
+    assert json.loads(capsys.readouterr().err)["engine"] == 3
+    assert current_logging() == ("info", "json", {"engine": 3})
+    setup_logging("info", "json")
+    assert current_logging() == ("info", "json", {})

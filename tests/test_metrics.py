@@ -163,7 +163,7 @@ def test_the_prefix_changes_nothing_but_the_names():
     for metrics in (ours, theirs):
         metrics.set_cache_config_info({"block_size": 16})
         metrics.record_rejection("queue_full")
-        metrics.watch_process(os.getpid)
+        metrics.watch_processes(lambda: [os.getpid()])
     renamed = {name.replace("octavo:", "vllm:"): labels for name, labels in samples(ours).items()}
     assert samples(theirs) == renamed
     assert not any(name.startswith("octavo:") for name in renamed)
@@ -338,11 +338,15 @@ def test_several_engines_are_shown_together(metrics):
     other.record_scheduler_stats(SchedulerStats(num_waiting_reqs=3, num_used_blocks=0, **used))
     for engine in (metrics, other):
         engine.set_cache_config_info({"block_size": 16})
-        engine.watch_process(os.getpid)
+        engine.watch_processes(lambda: [os.getpid()])
     assert read(metrics, "num_requests_waiting") == 2
     assert read(metrics, "num_requests_waiting", engine="1") == 3
     assert read(metrics, "cache_config_info", engine="1", block_size="16") == 1
-    assert metrics.load() == {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 5.0}
+    assert metrics.load() == {
+        "kv_cache_usage_perc": 0.25,
+        "num_requests_running": 0.0,
+        "num_requests_waiting": 5.0,
+    }
     families = list(text_string_to_metric_families(metrics.render().decode()))
     assert len({f.name for f in families}) == len(families)
     (process,) = (f for f in families if f.name == "octavo_engine_process_resident_memory_bytes")
@@ -352,7 +356,7 @@ def test_several_engines_are_shown_together(metrics):
 
 
 def test_the_engine_process_is_watched(metrics):
-    metrics.watch_process(os.getpid)
+    metrics.watch_processes(lambda: [os.getpid()])
     families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
     (sample,) = families["octavo_engine_process_resident_memory_bytes"].samples
     assert sample.value > 2**20
@@ -360,5 +364,50 @@ def test_the_engine_process_is_watched(metrics):
 
 
 def test_an_engine_process_that_is_gone_has_no_memory(metrics):
-    metrics.watch_process(lambda: 2**22 + 1)  # beyond the largest process id
+    metrics.watch_processes(lambda: [2**22 + 1])  # beyond the largest process id
     assert b"octavo_engine" not in metrics.render()
+
+
+def test_memory_of_workers_is_counted(metrics):
+    pids = [os.getpid()]
+    metrics.watch_processes(lambda: pids)
+
+    def values():
+        families = text_string_to_metric_families(metrics.render().decode())
+        return {s.name: s.value for f in families for s in f.samples if "_process_" in s.name}
+
+    alone = values()
+    pids.append(os.getppid())
+    memory = "octavo_engine_process_resident_memory_bytes"
+    start = "octavo_engine_process_start_time_seconds"
+    assert values()[memory] > alone[memory]
+    assert values()[start] == alone[start]
+    pids.append(-1)  # on another machine
+    assert values()[start] == alone[start]
+
+
+def test_an_engine_that_is_removed_is_not_shown_as_it_was(metrics):
+    other = metrics.for_engine(1)
+    other.set_cache_config_info({"block_size": 16})
+    other.watch_processes(lambda: [os.getpid()])
+    other.record_scheduler_stats(SchedulerStats(num_waiting_reqs=3, num_preemptions=2, num_steps=5))
+    metrics.remove_engine(1)
+    metrics.for_engine(1).record_rejection("queue_full")  # what comes late
+    families = list(text_string_to_metric_families(metrics.render().decode()))
+    shown = {(f.type, s.name) for f in families for s in f.samples if s.labels["engine"] == "1"}
+    assert shown
+    assert not [name for kind, name in shown if kind == "gauge" and not name.endswith("_created")]
+    assert read(metrics, "num_preemptions_total", engine="1") == 2
+    assert metrics.load()["num_requests_waiting"] == 0
+    metrics.add_engine(1)
+    metrics.for_engine(1).record_scheduler_stats(SchedulerStats(num_waiting_reqs=1))
+    assert read(metrics, "num_requests_waiting", engine="1") == 1
+
+
+def test_engines_are_numbered_among_those_of_all_servers():
+    metrics = EngineMetrics("m", 1000, first_engine=6)
+    metrics.record_scheduler_stats(SchedulerStats(num_waiting_reqs=2))
+    metrics.for_engine(1).record_scheduler_stats(SchedulerStats(num_waiting_reqs=3))
+    assert read(metrics, "num_requests_waiting", engine="6") == 2
+    assert read(metrics, "num_requests_waiting", engine="7") == 3
+    assert metrics.for_engine(1).for_engine(0) is metrics

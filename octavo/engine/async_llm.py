@@ -106,6 +106,8 @@ class AsyncLLM:
         log_format: str,
         record: RecordSettings | None = None,
     ) -> None:
+        config.parallel.check(headless=False)
+        config = msgspec.structs.replace(config, parallel=config.parallel.of_server())
         model, size = config.model, config.parallel.data_parallel_size
         elastic = config.parallel.enable_elastic_ep
         if (size > 1 or elastic) and record is not None:
@@ -114,7 +116,6 @@ class AsyncLLM:
                 f"record={record.path!r} is not supported with {which}: a recording is of one "
                 "engine; leave out one of them."
             )
-        config.parallel.check(headless=False)
         engine_config = share_cores(config)
         self._num_threads = engine_config.device.num_threads or num_cpus()
         self.config = config
@@ -124,7 +125,12 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self.metrics = EngineMetrics(served_name or model.model, self.max_model_len, metrics_prefix)
+        self.metrics = EngineMetrics(
+            served_name or model.model,
+            self.max_model_len,
+            metrics_prefix,
+            first_engine=config.parallel.first_engine,
+        )
         self.stats = SchedulerStats()
         self._input_processor = self._make_input_processor()
         self._recorder: Recorder | None = None
@@ -177,8 +183,9 @@ class AsyncLLM:
         unfinished = self._output_processor.unfinished
         self._client: Supervisor | DataParallelClient
         if size == 1 and not elastic:
-            self._client = only = Supervisor(launcher, unfinished, **settings)
-            self.metrics.watch_process(lambda: only.pid)
+            number = config.parallel.first_engine if config.parallel.numbered else None
+            self._client = only = Supervisor(launcher, unfinished, **settings, number=number)
+            self.metrics.watch_processes(lambda: only.family)
         else:
             remote = config.parallel.num_local_engines < size
             self._client = several = DataParallelClient(
@@ -320,12 +327,15 @@ class AsyncLLM:
         """Whether there is an engine or, for a while, one to be; see `Supervisor`."""
         if self._dead is not None:
             return Health(False, f"the engine is dead: {self._dead}")
-        if not self.ready:
-            reason = "loading the model" if self.loading else "starting the engine again"
-            return Health(True, reason)
+        if self.loading:
+            return Health(True, "loading the model")
         if isinstance(self._client, DataParallelClient) and (down := self._client.down):
-            engines = ", ".join(f"engine {index} {why}" for index, why in down.items())
-            return Health(True, f"{engines}; the others serve")
+            engines = ", ".join(f"engine {number} {why}" for number, why in down.items())
+            return Health(True, f"{engines}; the others serve" if self.ready else engines)
+        if not self.ready:
+            parallel = self.config.parallel
+            number = f"engine {parallel.first_engine}" if parallel.numbered else "the engine"
+            return Health(True, f"starting {number} again")
         return Health(True, "ok")
 
     async def generate(
@@ -550,6 +560,7 @@ class AsyncLLM:
             )
         for index in range(before, size):
             self._forecasts.append(self._make_forecast())
+            self.metrics.add_engine(index)
             self._watch_engine(client, index)
             self.metrics.for_engine(index).set_cache_config_info(self._cache_info)
         keep = before
@@ -558,12 +569,12 @@ class AsyncLLM:
             keep = size
         finally:
             for index in range(keep, max(before, size)):
-                self.metrics.for_engine(index).record_scheduler_stats(SchedulerStats())
+                self.metrics.remove_engine(index)
             del self._forecasts[keep:]
         logger.info("there are %d engines now", size)
 
     def _watch_engine(self, client: DataParallelClient, index: int) -> None:
-        self.metrics.for_engine(index).watch_process(partial(client.pid_of, index))
+        self.metrics.for_engine(index).watch_processes(partial(client.family_of, index))
 
     async def start_profile(self) -> None:
         """Has the engine process record spans of its steps and kernels; needs `profiler_dir`.

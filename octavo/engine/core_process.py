@@ -73,7 +73,10 @@ def main() -> None:
     loaded = threading.Event()
     threading.Thread(target=_end_with_parent, args=(inputs, folder, loaded), daemon=True).start()
     threading.Thread(target=_receive_inputs, args=(setup, inputs), daemon=True).start()
-    setup_logging(setup.log_level, setup.log_format)
+    parallel = setup.config.parallel
+    number = parallel.first_engine + setup.engine_index
+    fields = {"engine": number} if parallel.numbered else {}
+    setup_logging(setup.log_level, setup.log_format, **fields)
     sys.setswitchinterval(SWITCH_INTERVAL)
 
     output_queue: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None] = queue.SimpleQueue()
@@ -106,7 +109,7 @@ def main() -> None:
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()
         loaded.set()
-        output_queue.put((READY, CoreReady(plan)))
+        output_queue.put((READY, CoreReady(plan, core.executor.pids)))
         _BusyLoop(core, inputs, output_queue).run()
         core.shutdown()
         if recorder is not None:

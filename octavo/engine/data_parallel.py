@@ -96,10 +96,11 @@ class DataParallelClient:
         model: str = "",
         max_restarts: int,
         progress_timeout: float,
-        on_recovery: Callable[[Recovery], None],
+        on_recovery: Callable[[Recovery], None] = lambda recovery: None,
     ) -> None:
         self._unfinished = unfinished
         self._size = config.parallel.data_parallel_size
+        self._first = config.parallel.first_engine
         self._router = Router(
             config.cache.block_size,
             self._size,
@@ -145,6 +146,7 @@ class DataParallelClient:
                 on_death=partial(self._hand_over, index),
                 engine_index=index,
                 first=first,
+                number=self._first + index,
             )
 
         self._make = make
@@ -168,12 +170,21 @@ class DataParallelClient:
 
     @property
     def down(self) -> dict[int, str]:
-        """The engines that serve nothing now, and what is done about it."""
+        """The engines that serve nothing now, by number, and what is done about it."""
         return {
-            index: "has died too often" if index in self._gone else "is being started"
+            self._first + index: "has died too often" if index in self._gone else "is being started"
             for index, supervisor in self._supervisors.items()
             if not supervisor.up
         }
+
+    @property
+    def pids(self) -> list[int]:
+        """The engine processes' numbers."""
+        return [self.pid_of(index) for index in self._supervisors]
+
+    def family_of(self, index: int) -> list[int]:
+        """The numbers of an engine's processes, see `Supervisor.family`."""
+        return self._supervisors[index].family if index in self._supervisors else []
 
     def pid_of(self, index: int) -> int:
         """An engine process' number; -1: there is none yet."""
@@ -431,7 +442,8 @@ class DataParallelClient:
                 await self._supervisors[target].adopt(request, dead.deaths_of(request_id))
                 count += len(request.child_ids)
         if count:
-            logger.warning("requests of engine %d go on at others (requests: %d)", index, count)
+            number = self._first + index
+            logger.warning("requests of engine %d go on at others (requests: %d)", number, count)
         return count
 
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
@@ -439,7 +451,7 @@ class DataParallelClient:
         others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
         if not self.ready.done() or not others:
             raise error
-        logger.error("engine %d stays down, the others serve: %s", index, error)
+        logger.error("engine %d stays down, the others serve: %s", self._first + index, error)
         self._gone[index] = error
         self._supervisors[index].fail_calls(error)
         self._router.forget_prefixes(index)

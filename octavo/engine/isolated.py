@@ -1,14 +1,14 @@
-"""An engine core in another process for callers without an event loop."""
+"""Engine cores in other processes for callers without an event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from octavo.engine.core_launcher import CoreLauncher
+from octavo.engine.data_parallel import DataParallelClient
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.supervisor import Supervisor
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
@@ -17,112 +17,115 @@ T = TypeVar("T")
 
 
 class IsolatedClient:
-    """See `EngineClient`: a `Supervisor` on a thread of its own; the caller blocks meanwhile.
+    """See `EngineClient`: one of several engines or of one, on a thread of its own.
 
-    So its coroutines never wait, as those of `InprocClient`, and nothing happens to the front end's
-    records but while the caller waits here.
+    The caller blocks meanwhile, and the event loop there runs only while somebody waits here: so
+    these coroutines never wait, as those of `InprocClient`, and nothing happens to the front end's
+    records behind its back. Engines compute all the time.
 
     Args:
-        launcher: starts the processes.
-        unfinished: see `Supervisor`.
-        max_restarts: see there.
-        progress_timeout: see there.
+        make: makes the client whose engines are to be talked to.
 
     Raises:
         EngineDeadError: the model cannot be loaded.
     """
 
-    def __init__(
-        self,
-        launcher: CoreLauncher,
-        unfinished: Callable[[], list[EngineCoreRequest]],
-        *,
-        max_restarts: int,
-        progress_timeout: float,
-    ) -> None:
+    def __init__(self, make: Callable[[], Supervisor | DataParallelClient]) -> None:
         self._kept: deque[EngineCoreOutputs] = deque()
+        self._reading: asyncio.Task[EngineCoreOutputs] | None = None
+        """The next outputs: never cancelled half-way, or a dead engine's requests might be lost."""
+        self._client = make()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="octavo-supervisor", daemon=True
-        )
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "octavo-engines")
 
-        async def start() -> tuple[Supervisor, MemoryPlan]:
-            supervisor = Supervisor(
-                launcher,
-                unfinished,
-                max_restarts=max_restarts,
-                progress_timeout=progress_timeout,
-            )
-            try:
-                ready = await self._read_until(supervisor, supervisor.ready)
-            except BaseException:
-                await supervisor.shutdown()
-                raise
-            return supervisor, ready.plan
+        async def start() -> MemoryPlan:
+            return (await self._read_until(self._client.ready)).plan
 
         try:
-            self._supervisor, self.memory_plan = self._wait(start())
+            self.memory_plan = self._wait(start())
         except BaseException:
-            self._end_loop()
+            self._end()
             raise
 
     @property
-    def pid(self) -> int:
-        """The engine process' number."""
-        return self._supervisor.pid
+    def pids(self) -> list[int]:
+        """The engine processes' numbers."""
+        return self._client.pids
 
     async def get_output(self) -> EngineCoreOutputs:
         """See `EngineClient`."""
         if self._kept:
             return self._kept.popleft()
-        return self._wait(self._supervisor.get_output())
+        return self._wait(self._read())
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineClient`."""
-        self._wait(self._supervisor.add_request(request))
+        self._wait(self._client.add_request(request))
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """See `EngineClient`."""
         if request_ids and not self._loop.is_closed():
-            self._wait(self._supervisor.abort_requests(request_ids))
+            self._wait(self._client.abort_requests(request_ids))
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """See `EngineClient`."""
-        supervisor = self._supervisor
-        call = self._read_until(supervisor, supervisor.call_utility(method, *args))
-        return self._wait(call)
+
+        async def call() -> Any:
+            return await self._read_until(self._client.call_utility(method, *args))
+
+        return self._wait(call())
 
     async def shutdown(self) -> None:
         """See `EngineClient`."""
         if not self._loop.is_closed():
-            self._wait(self._supervisor.shutdown())
-            self._end_loop()
+            self._end()
 
-    async def _read_until(self, supervisor: Supervisor, answer: Awaitable[T]) -> T:
+    async def _read(self) -> EngineCoreOutputs:
+        reading = self._begin_to_read()
+        await asyncio.wait({reading})
+        self._reading = None
+        return reading.result()
+
+    async def _read_until(self, answer: Awaitable[T]) -> T:
         """The answer, which comes among the outputs: these are kept."""
         wanted = asyncio.ensure_future(answer)
         try:
             while not wanted.done():
-                reading = asyncio.ensure_future(supervisor.get_output())
+                reading = self._begin_to_read()
                 await asyncio.wait({wanted, reading}, return_when="FIRST_COMPLETED")
                 if reading.done():
+                    self._reading = None
                     self._kept.append(reading.result())
-                reading.cancel()
         finally:
             wanted.cancel()  # if there is no engine any more, nobody will answer
-        await supervisor.settle()
         return wanted.result()
+
+    def _begin_to_read(self) -> asyncio.Task[EngineCoreOutputs]:
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._client.get_output())
+        return self._reading
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of what runs on the thread; an interrupt (Ctrl-C) ends it there, too."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        task = self._loop.create_task(work)  # the loop stands still
+        done = self._thread.submit(self._loop.run_until_complete, task)
         try:
-            return future.result()
+            return done.result()
         finally:
-            future.cancel()
+            if not done.done():
+                self._loop.call_soon_threadsafe(task.cancel)
+                wait({done})
 
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def _end(self) -> None:
+        async def end() -> None:
+            if self._reading is not None:
+                self._reading.cancel()
+                await asyncio.wait({self._reading})
+            await self._client.shutdown()
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+        try:
+            self._wait(end())
+        finally:
+            self._thread.shutdown()
+            self._loop.close()

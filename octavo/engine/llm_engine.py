@@ -52,7 +52,8 @@ class LLMEngine:
     Args:
         config: the settings.
         log_stats: whether there are metrics.
-        isolate: whether the core runs in a process of its own, which is replaced if it dies.
+        isolate: whether the core runs in a process of its own, which is replaced if it dies; with
+            `data_parallel_size`, each of several does.
         record: see `OutputProcessor`.
 
     Raises:
@@ -74,17 +75,7 @@ class LLMEngine:
     ) -> None:
         heed_environment()
         self.config = config
-        if (size := config.parallel.data_parallel_size) > 1:
-            raise ConfigError(
-                f"data_parallel_size={size} is not supported here: this is one engine. Start a "
-                "server with it, or make an AsyncLLM."
-            )
-        if config.parallel.enable_elastic_ep:
-            raise ConfigError(
-                "enable_elastic_ep=True is not supported here: this is one engine. Start a server "
-                "with it, or make an AsyncLLM."
-            )
-        config.parallel.check(headless=False)
+        _check_parallel(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
         self.tokenizer: Tokenizer | None = None
@@ -99,7 +90,7 @@ class LLMEngine:
             self._metrics = EngineMetrics(settings.model, max_model_len, self.metrics_prefix)
         self._output_processor = OutputProcessor(self.tokenizer, self._metrics, record)
         self.client: InprocClient | IsolatedClient
-        if isolate:
+        if isolate or config.parallel.data_parallel_size > 1:
             self.client = self._isolate(path)
             self.memory_plan = self.client.memory_plan
         else:
@@ -124,10 +115,13 @@ class LLMEngine:
 
     def _isolate(self, path: Path) -> IsolatedClient:
         from octavo.engine.core_launcher import CoreLauncher
+        from octavo.engine.data_parallel import DataParallelClient, share_cores
         from octavo.engine.isolated import IsolatedClient
+        from octavo.engine.supervisor import Supervisor
 
+        config, unfinished = self.config, self._output_processor.unfinished
         launcher = CoreLauncher(
-            self.config,
+            share_cores(config),
             path,
             default_batched_tokens=OFFLINE_BATCHED_TOKENS,
             request_memory=None,
@@ -135,9 +129,15 @@ class LLMEngine:
             log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
             log_format="text",
         )
-        return IsolatedClient(
-            launcher, self._output_processor.unfinished, max_restarts=5, progress_timeout=60.0
-        )
+
+        def make() -> Supervisor | DataParallelClient:
+            if config.parallel.data_parallel_size == 1:
+                return Supervisor(launcher, unfinished, max_restarts=5, progress_timeout=60.0)
+            return DataParallelClient(
+                launcher, unfinished, config=config, max_restarts=5, progress_timeout=60.0
+            )
+
+        return IsolatedClient(make)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
@@ -277,7 +277,8 @@ class LLMEngine:
         """
         if not isinstance(self.client, InprocClient):
             raise UnsupportedError(
-                "The worker is in another process (isolate=True); leave isolate out to call it."
+                "The workers are in other processes (isolate=True, or data_parallel_size > 1); "
+                "leave these out to call them."
             )
         return self.client.core.executor.collective_rpc(method, timeout, args, kwargs)
 
@@ -339,7 +340,8 @@ class LLMEngine:
 
     def _record_sleep(self, level: int | None) -> None:
         if self._metrics is not None:
-            self._metrics.record_sleep_state(level)
+            for index in range(self.config.parallel.data_parallel_size):
+                self._metrics.for_engine(index).record_sleep_state(level)
 
     def start_profile(self) -> None:
         """Begins to record spans of steps and kernels; needs `profiler_dir`.
@@ -396,10 +398,13 @@ class LLMEngine:
         """Runs a step; returns the ids of the requests that it brought something for."""
         outputs = complete(self.client.get_output())
         with span("process_outputs"):
-            processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp)
+            processed = self._output_processor.process_outputs(
+                outputs.outputs, outputs.timestamp, outputs.engine_index
+            )
         complete(self.client.abort_requests(processed.reqs_to_abort))
         if self._metrics is not None and outputs.stats is not None:
-            self._metrics.record_scheduler_stats(outputs.stats)
+            metrics = self._metrics.for_engine(outputs.engine_index)
+            metrics.record_scheduler_stats(outputs.stats)
         for output in processed.request_outputs:
             self._put(output.request_id, output, output.finished)
         for request_id, error in processed.errors.items():
@@ -434,6 +439,36 @@ class LLMEngine:
         self._outputs.append(output)
         if finished:
             self._added.discard(request_id)
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    """Refuses what needs a server.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    parallel = config.parallel
+    parallel.check(headless=False)
+    if parallel.enable_elastic_ep:
+        raise ConfigError(
+            "enable_elastic_ep=True is not supported here: the number of engines is fixed. Start a "
+            "server with it, or make an AsyncLLM."
+        )
+    if parallel.external or parallel.data_parallel_hybrid_lb:
+        raise ConfigError(
+            "data_parallel_rank, data_parallel_external_lb and data_parallel_hybrid_lb are for "
+            "servers behind a load balancer; leave them out."
+        )
+    if parallel.num_local_engines < parallel.data_parallel_size:
+        raise ConfigError(
+            f"data_parallel_size_local={parallel.data_parallel_size_local} is not supported here: "
+            "all engines are on this machine. Start a server with it, or make an AsyncLLM."
+        )
+    if parallel.data_parallel_size > 1 and config.observability.profiler_dir is not None:
+        raise ConfigError(
+            f"profiler_dir={config.observability.profiler_dir!r} is of one engine here; leave out "
+            "data_parallel_size."
+        )
 
 
 def complete(call: Coroutine[None, None, T]) -> T:

@@ -110,6 +110,7 @@ class Supervisor:
             requests over to others (`adopt`), and returns how many answers these are to make.
         engine_index: the engine's number among several.
         first: what the first of several engines said, whose memory plan all of them have.
+        number: the engine's among those of all servers, for log lines; None: there is only one.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Supervisor:
         on_death: Callable[[set[str]], Awaitable[int]] = _keep_all,
         engine_index: int = 0,
         first: CoreReady | None = None,
+        number: int | None = None,
     ) -> None:
         self._launcher = launcher
         self._unfinished = unfinished
@@ -131,6 +133,7 @@ class Supervisor:
         self._on_recovery = on_recovery
         self._on_death = on_death
         self._index = engine_index
+        self._logger = logging.LoggerAdapter(logger, {} if number is None else {"engine": number})
         self._restarts: deque[float] = deque()
         self._fruitless = 0
         """Engines in a row that died before they brought a token."""
@@ -154,6 +157,7 @@ class Supervisor:
         self._load_seconds = 0.0
         """What the first engine needed."""
         self._watcher: asyncio.Task[None] | None = None
+        self._worker_pids: list[int] = []
         self._num_changes = 0
         """Calls being answered for which the engine may be silent for long."""
         self._client = AsyncMPClient(launcher.launch(first, engine_index))
@@ -167,6 +171,16 @@ class Supervisor:
     def pid(self) -> int:
         """The engine process' number."""
         return self._client.process.pid
+
+    @property
+    def pids(self) -> list[int]:
+        """The same for who may have several engines."""
+        return [self.pid]
+
+    @property
+    def family(self) -> list[int]:
+        """The numbers of the engine process and of its workers; without them on other machines."""
+        return [self.pid, *(self._worker_pids if self.pid > 0 else [])]
 
     @property
     def up(self) -> bool:
@@ -198,8 +212,8 @@ class Supervisor:
             if self._replacing is not None:
                 failed = await asyncio.shield(self._replacing)
                 self._replacing = None
-                if failed:
-                    return EngineCoreOutputs(failed, timestamp=clock.now())
+                # The new one has nothing yet.
+                return EngineCoreOutputs(failed, SchedulerStats(), clock.now())
             self._listening = True
             try:
                 outputs = await self._client.get_output()
@@ -211,11 +225,6 @@ class Supervisor:
             if self._fruitless or self._suspects:
                 await self._note_progress(outputs.outputs)
             return outputs
-
-    async def settle(self) -> None:
-        """Returns when no engine is being replaced: afterwards the records may be changed."""
-        if self._replacing is not None:
-            await asyncio.wait({self._replacing})
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineClient`: while there are trials, or no engine, it waits in the records."""
@@ -282,12 +291,13 @@ class Supervisor:
             self._load_seconds = time.monotonic() - self._started
             self.ready.set_result(ready.result())
         self._up.set()
+        self._worker_pids = ready.result().worker_pids
         if ready.result().plan.warm_spare:
             self._launcher.make_spare()
         if self._began is not None:
             (noticed, reason, count), self._began = self._began, None
             seconds = time.monotonic() - noticed
-            logger.warning(
+            self._logger.warning(
                 "%s; another one was ready after %.1f s (requests that go on: %d)",
                 reason,
                 seconds,
@@ -304,6 +314,7 @@ class Supervisor:
         noticed = time.monotonic()
         was_up = self.up
         self._up.clear()
+        self._worker_pids = []
         assert self._watcher is not None
         self._watcher.cancel()
         if not self.ready.done():
@@ -320,7 +331,7 @@ class Supervisor:
         await self._client.shutdown(timeout=0.0)
         while True:
             if self._fruitless:
-                logger.warning("%s again before it brought anything", error)
+                self._logger.warning("%s again before it brought anything", error)
                 delay = _FIRST_DELAY * 2 ** (self._fruitless - 1)
                 await asyncio.sleep(min(delay, _MOST_DELAY))
             self._fruitless += 1
@@ -378,7 +389,7 @@ class Supervisor:
         if suspect.deaths_alone < _CULPRIT + (suspect.num_outputs > 0):
             return []
         culprit = in_flight[0].child_ids[0]  # its siblings end with it
-        logger.error("request %s is given up: %s while it was in flight", culprit, reason)
+        self._logger.error("request %s is given up: %s while it was in flight", culprit, reason)
         return [
             EngineCoreOutput(
                 culprit,

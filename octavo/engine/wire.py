@@ -56,6 +56,8 @@ class CoreReady(msgspec.Struct):
     """Sent once the model is loaded."""
 
     plan: MemoryPlan
+    worker_pids: list[int] = []
+    """Of workers with processes of their own."""
 
 
 class CoreDead(msgspec.Struct):

@@ -390,7 +390,7 @@ class _WorkerGroup:
         finally:
             os.close(end)
         worker = _Worker(rank, process, pipe)
-        level, log_format = current_logging()
+        level, log_format, log_fields = current_logging()
         setup = WorkerProcessSetup(
             self._setup,
             self._worker_cls,
@@ -401,6 +401,7 @@ class _WorkerGroup:
             self._memory,
             level,
             log_format,
+            log_fields,
         )
         data = msgspec.msgpack.encode(setup)
         assert process.stdin is not None

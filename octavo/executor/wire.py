@@ -111,6 +111,8 @@ class WorkerProcessSetup(msgspec.Struct):
     """The descriptor of the workers' memory, if they compute one model together."""
     log_level: str
     log_format: str
+    log_fields: dict[str, int] = {}
+    """What every line says beside the rank."""
 
 
 class Failure(msgspec.Struct, array_like=True):

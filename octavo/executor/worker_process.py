@@ -69,7 +69,7 @@ def main() -> None:
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=WorkerProcessSetup)
     steps, loaded = QueueReader(setup.steps), threading.Event()
     threading.Thread(target=_end_with_input, args=(steps, loaded), daemon=True).start()
-    setup_logging(setup.log_level, setup.log_format, rank=setup.rank)
+    setup_logging(setup.log_level, setup.log_format, **{**setup.log_fields, "rank": setup.rank})
     sys.setswitchinterval(SWITCH_INTERVAL)
     pipe = _Pipe(setup.pipe)
     status = 0

@@ -151,10 +151,6 @@ def test_nothing_is_left_after_the_end(server):
 
 
 def test_what_one_engine_alone_can_do(tmp_path):
-    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported here"):
-        LLM(MODEL, data_parallel_size=2)
-    with pytest.raises(ConfigError, match="enable_elastic_ep=True is not supported here"):
-        LLM(MODEL, enable_elastic_ep=True)
     with pytest.raises(ConfigError, match="are for engines on several machines"):
         LLM(MODEL, data_parallel_address="localhost")
 

@@ -37,7 +37,7 @@ class Client:
 
     def __init__(self, launcher, unfinished, **settings):
         self.launcher, self.unfinished, self.settings = launcher, unfinished, settings
-        self.pid = os.getpid()
+        self.family = [os.getpid()]
         self.up = False
         self.said = asyncio.Queue()
         self.sent, self.calls, self.core_ids = [], [], {}
@@ -140,7 +140,7 @@ def test_what_the_process_is_started_with(monkeypatch):
         }
         assert engine.request_memory.limit == 2**30 == ServerConfig().request_memory_bytes
         del client.settings["on_recovery"]
-        assert client.settings == {"max_restarts": 5, "progress_timeout": 60.0}
+        assert client.settings == {"max_restarts": 5, "progress_timeout": 60.0, "number": None}
 
     run(defaults, monkeypatch)
 
@@ -636,8 +636,8 @@ class Several(Client):
         super().__init__(launcher, unfinished, **settings)
         self.sizes, self.may_go_on = [], asyncio.Event()
 
-    def pid_of(self, index):
-        return -1
+    def family_of(self, index):
+        return [-1]
 
     async def scale(self, size):
         await self.may_go_on.wait()

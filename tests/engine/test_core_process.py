@@ -480,7 +480,7 @@ from octavo.engine import core_process
 from tests.engine.plans import make_plan
 
 class Core:
-    executor = SimpleNamespace(register_failure_callback=lambda callback: None)
+    executor = SimpleNamespace(pids=[7], register_failure_callback=lambda callback: None)
     structured_output = None
     def has_work(self):
         return False
@@ -531,7 +531,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
         assert output.poll(20_000)
         assert output.recv_multipart() == [
             b"R",
-            msgspec.msgpack.encode(CoreReady(make_plan(5, 7))),
+            msgspec.msgpack.encode(CoreReady(make_plan(5, 7), [7])),
         ]
         said, _ = process.communicate(timeout=20)  # end of file: it is to stop
         output.close(linger=0)

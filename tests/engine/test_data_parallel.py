@@ -29,7 +29,7 @@ from tests.engine.test_supervisor import KILLED, READY, Client, Process
 class Engines:
     """A client of several engines, and the records of a front end."""
 
-    def __init__(self, size, **how):
+    def __init__(self, size, first=None, **how):
         self.records: dict[str, EngineCoreRequest] = {}
         self.launched, self.recoveries, self.ends, self.outputs = [], [], {}, []
         self.error = None
@@ -37,7 +37,7 @@ class Engines:
         self.client = DataParallelClient(
             self,
             lambda: list(self.records.values()),
-            config=EngineConfig.from_kwargs(data_parallel_size=size),
+            config=EngineConfig.from_kwargs(data_parallel_size=size, data_parallel_rank=first),
             **{"max_restarts": 100, "progress_timeout": 60.0, **how},
             on_recovery=self.recoveries.append,
         )
@@ -532,3 +532,18 @@ def test_there_must_be_room_for_more_engines(monkeypatch):
         assert len(engines.launched) == 1
 
     run(test, size=1, ready=False)
+
+
+def test_engines_are_named_by_their_number_among_all_and_a_dead_one_has_no_requests(caplog):
+    async def test(engines):
+        await engines.add("a", "b")
+        await engines.say(0, brought(a=5))
+        engines.outputs.clear()
+        await engines.die(0)
+        assert list(engines.client.down) == [6]
+        await engines.add("c")  # has the reader look
+        idle = [o for o in engines.outputs if o.engine_index == 0 and o.stats is not None]
+        assert [o.stats.num_running_reqs for o in idle] == [0]
+
+    run(test, first=6)
+    assert "requests of engine 6 go on at others" in caplog.text

@@ -9,14 +9,18 @@ import pytest
 from octavo.messages import SchedulerStats
 from tests.server.fake_engine import with_server
 
-NAMES = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}
+NAMES = {
+    "kv_cache_usage_perc": 0.25,
+    "num_requests_running": 4.0,
+    "num_requests_waiting": 3.0,
+}
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_header(chat):
     async def scenario(served):
         served.engine.metrics.record_scheduler_stats(
-            SchedulerStats(kv_cache_usage=0.25, num_waiting_reqs=3)
+            SchedulerStats(kv_cache_usage=0.25, num_waiting_reqs=3, num_running_reqs=4)
         )
         body = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
         path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -30,7 +34,8 @@ def test_the_header(chat):
         found = await header(**{asked: "JSON"})
         assert json.loads(found.removeprefix("JSON ")) == {"named_metrics": NAMES}
         assert await header(**{asked: "text"}) == (
-            "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=3.0"
+            "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_running=4.0, "
+            "named_metrics.num_requests_waiting=3.0"
         )
         assert await header(**{asked: "BIN"}) is None
         assert await header() is None

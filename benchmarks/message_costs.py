@@ -1,0 +1,177 @@
+"""What messages cost: the figures from which docs/scaling.md tells what limits how many engines.
+
+python benchmarks/message_costs.py
+
+Prints the median of each in microseconds. Nothing else should compute on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.routing import Router
+from octavo.messages import (
+    CoreSamplingParams,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+)
+from octavo.metrics import EngineMetrics
+from octavo.models.hub import resolve_model
+from octavo.sampling_params import SamplingParams
+from octavo.tokenizer import Tokenizer
+
+BATCH = 32
+"""Requests of a step."""
+BLOCK = 16
+PROMPT = 1024
+"""Tokens of a prompt that is routed."""
+ENGINES = (1, 10, 100, 1000)
+
+
+def median_us(call: Callable[[], object], rounds: int) -> float:
+    """The median time of a call, in microseconds, after a tenth of the rounds to warm up."""
+    times = []
+    for _ in range(rounds + rounds // 10):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[-rounds:]) * 1e6
+
+
+def step(token: int = 5) -> EngineCoreOutputs:
+    """What an engine sends after a step that gave each of its requests a token."""
+    outputs = [EngineCoreOutput(str(number), [token]) for number in range(BATCH)]
+    return EngineCoreOutputs(outputs, SchedulerStats(num_running_reqs=BATCH), time.time())
+
+
+def codec(rounds: int) -> dict[str, float]:
+    """Encoding and decoding a step's outputs."""
+    encoder = msgspec.msgpack.Encoder()
+    decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+    outputs, payload = step(), encoder.encode(step())
+    return {
+        f"encode a step of {BATCH} requests ({len(payload)} bytes)": median_us(
+            lambda: encoder.encode(outputs), rounds
+        ),
+        f"decode a step of {BATCH} requests": median_us(lambda: decoder.decode(payload), rounds),
+    }
+
+
+@contextmanager
+def echo(address: str, curve: bool) -> Iterator[zmq.Socket[bytes]]:
+    """A socket to a thread that sends back what it gets, by way of the system's sockets."""
+    context = zmq.Context()
+    server, client = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    if curve:
+        public, secret = zmq.curve_keypair()
+        server.curve_server = True
+        server.curve_secretkey = client.curve_secretkey = secret
+        client.curve_serverkey = client.curve_publickey = public
+    server.bind(address)
+    client.connect(server.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def answer() -> None:
+        while message := server.recv():
+            server.send(message)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield client
+    finally:
+        client.send(b"")
+        thread.join()
+        context.destroy(linger=0)
+
+
+def round_trips(rounds: int) -> dict[str, float]:
+    """A step's outputs to another thread and back, by a Unix socket and encrypted by TCP."""
+    payload = msgspec.msgpack.encode(step())
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {
+            "round trip, ipc": (f"ipc://{folder}/echo", False),
+            "round trip, TCP on this machine with CurveZMQ": ("tcp://127.0.0.1:*", True),
+        }
+        for name, (address, curve) in ways.items():
+            with echo(address, curve) as client:
+
+                def there_and_back(client: zmq.Socket[bytes] = client) -> None:
+                    client.send(payload)
+                    client.recv()
+
+                found[name] = median_us(there_and_back, rounds)
+    return found
+
+
+def routing(rounds: int) -> dict[str, float]:
+    """Placing a request among engines, with prompts of which half share their first half."""
+    found = {}
+    for size in ENGINES:
+        rng = random.Random(0)
+        router = Router(BLOCK, size, enable_prefix_caching=True)
+        prefixes = [[rng.randrange(50000) for _ in range(PROMPT // 2)] for _ in range(64)]
+        engines = range(size)
+        requests = []
+        for number in range(rounds + rounds // 10):
+            tail = [rng.randrange(50000) for _ in range(PROMPT // 2)]
+            first = rng.choice(prefixes) if number % 2 else tail[::-1]
+            requests.append(
+                EngineCoreRequest(str(number), [*first, *tail], CoreSamplingParams(), 0.0)
+            )
+        coming = iter(requests)
+
+        def place(router: Router = router, coming: Any = coming, engines: range = engines) -> None:
+            request = next(coming)
+            router.place(request, engines)
+            router.remove(request.child_ids)
+
+        found[f"place a request of {PROMPT} tokens, engines: {size}"] = median_us(place, rounds)
+    return found
+
+
+def processing(rounds: int) -> dict[str, float]:
+    """What a token costs the front end: detokenizing, metrics and its output, without HTTP."""
+    folder: Path = resolve_model("octavo/stories")
+    tokenizer = Tokenizer.from_folder(folder)
+    processor = OutputProcessor(tokenizer, EngineMetrics("m", 2**20))
+    for number in range(BATCH):
+        request = EngineCoreRequest(str(number), [5, 6, 7], CoreSamplingParams(), time.time())
+        processor.add_request(request, SamplingParams(max_tokens=2**20, ignore_eos=True), "a b c")
+    rng = random.Random(0)
+
+    def process() -> None:
+        processor.process_outputs(step(rng.randrange(100, 1000)).outputs, time.time())
+
+    return {"process a token": median_us(process, rounds) / BATCH}
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2000)
+    rounds = parser.parse_args().rounds
+    found = codec(rounds) | round_trips(rounds) | processing(rounds)
+    found |= routing(max(20, rounds // 10))
+    width = max(map(len, found))
+    for name, microseconds in found.items():
+        print(f"{name:<{width}}  {microseconds:10.2f} us")
+
+
+if __name__ == "__main__":
+    main()
