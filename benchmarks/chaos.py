@@ -56,6 +56,8 @@ _MODULES = {"octavo.engine.core_process": "core", "octavo.executor.worker_proces
 _MARK = "OCTAVO_CHAOS_RUN"
 # Longer than this no stream is silent, and nothing that was stopped is left alone.
 _SILENT_SECONDS = 120.0
+# Spares begin within that time after their engine has.
+_REST_SECONDS = 2.0
 # How long a limit on its memory gets to end a process, before it is ended otherwise.
 _MEMORY_SECONDS = 1.0
 _SCHEMA = {
@@ -274,6 +276,15 @@ class Site:
         _wait(settled, lambda: f"the engines: {_get(self.url, '/health')}")
         return Counter(role for role, _ in self.processes())
 
+    def at_rest(self) -> Counter[str]:
+        """Waits until no process has come for a while, spares included; counts them."""
+        counts, since = self.settle(), time.monotonic()
+        while time.monotonic() - since < _REST_SECONDS:
+            time.sleep(0.1)
+            if (now := self.settle()) != counts:
+                counts, since = now, time.monotonic()
+        return counts
+
     def num_descriptors(self) -> int:
         """Of the front end."""
         return int(psutil.Process(self.server.pid).num_fds())
@@ -472,7 +483,7 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
     started = time.monotonic()
     site = Site(args.model, layout, args.flags, folder)
     with site:
-        before, descriptors = site.settle(), site.num_descriptors()
+        before, descriptors = site.at_rest(), site.num_descriptors()
         wrong, num_answers, killer = asyncio.run(storm(site, args))
         try:
             _wait(

@@ -709,6 +709,11 @@ class EngineConfig(_Section, frozen=True):
         """Processes that the workers have beside the engine's."""
         return 0 if self.executor_backend == "uni" else self.world_size
 
+    @property
+    def num_spare_workers(self) -> int:
+        """Worker processes that can be started before their setup is known."""
+        return self.world_size if self.executor_backend == "mp" else 0
+
     def __repr__(self) -> str:
         """Shows the sections that differ from their defaults."""
         default = EngineConfig()

@@ -100,6 +100,8 @@ class _Node:
         self._context = zmq.Context()
         self._processes: dict[bytes, CoreProcess] = {}
         self._spare: CoreProcess | None = None
+        self._latest = config
+        """The settings of the engine that was started last."""
         self._stopped = False
         self._name = cluster.NODE + os.urandom(16)
         self._socket = cluster.connect(self._context, reached, self._name)
@@ -229,14 +231,17 @@ class _Node:
         )
         process, self._spare = self._spare, None
         try:
-            if process is None or process.describe_exit() is not None:
-                process = CoreProcess()
+            if process is not None and not process.usable:
+                process.shutdown(0.0)
+                process = None
+            process = process or CoreProcess()
             process.start(setup)
         except OSError as error:
             how = f"no process can be started: {reason_of(error)}"
             self._tell(cluster.EXITED, Exited(launch.launch_id, how))
             return
         self._processes[launch.launch_id] = process
+        self._latest = setup.config
 
     def _end(self, launch_id: bytes, how: Callable[[CoreProcess], None]) -> None:
         process = self._processes.get(launch_id)
@@ -244,11 +249,15 @@ class _Node:
             how(process)
 
     def _make_spare(self) -> None:
-        if self._spare is None or self._spare.describe_exit() is not None:
-            try:
-                self._spare = CoreProcess(warm=True)
-            except OSError as error:
-                logger.warning("there is no warm spare: %s", reason_of(error))
+        if self._spare is not None:
+            if self._spare.usable:
+                return
+            self._spare.shutdown(0.0)
+            self._spare = None
+        try:
+            self._spare = CoreProcess(warm=self._latest)
+        except OSError as error:
+            logger.warning("there is no warm spare: %s", reason_of(error))
 
     def _look_at_processes(self) -> None:
         for launch_id, process in list(self._processes.items()):
