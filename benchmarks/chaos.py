@@ -191,7 +191,9 @@ class Site:
     def __init__(self, model: str | None, layout: str, flags: list[str], folder: Path) -> None:
         self._folder = folder
         self._mark = os.urandom(8).hex()
-        self._files = _files()
+        self._temporary = folder / "tmp"
+        self._temporary.mkdir()
+        self._files = self._all_files()
         common = [*([model] if model else []), *LAYOUTS[layout], *flags]
         if layout.startswith("nodes"):
             key = folder / "key"
@@ -209,6 +211,8 @@ class Site:
         self._has_node = layout.startswith("nodes")
         self._node: subprocess.Popen[bytes] | None = None
         self.log = folder / "server.log"
+        self.left: list[str] = []
+        """What there is of it after its end: processes and files."""
 
     def __enter__(self) -> Site:
         self.server = self._start(self._head_flags, self.log)
@@ -235,6 +239,7 @@ class Site:
     def _start(self, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "octavo", "serve", *flags]
         environment = {**os.environ, "NO_COLOR": "1", _MARK: self._mark}
+        environment["TMPDIR"] = str(self._temporary)
         with log.open("ab") as out:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
@@ -289,12 +294,8 @@ class Site:
         """Of the front end."""
         return int(psutil.Process(self.server.pid).num_fds())
 
-    def left(self) -> list[str]:
-        """What there still is of it after its end."""
-        end = time.monotonic() + 5.0
-        while (running := list(self._running())) and time.monotonic() < end:
-            time.sleep(0.05)
-        return [f"left: {what}" for what in (*running, *sorted(_files() - self._files))]
+    def _all_files(self) -> set[str]:
+        return {str(path) for at in (Path("/dev/shm"), self._temporary) for path in at.iterdir()}
 
     def _running(self) -> Iterator[str]:
         for process in psutil.process_iter():
@@ -303,21 +304,18 @@ class Site:
                     yield f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
 
     def _end(self) -> None:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what is left is told
             self.server.send_signal(signal.SIGINT)
             self.server.wait(30)
             if self._node is not None:
                 self._node.wait(30)
-        finally:
-            for process in filter(None, (self.server, self._node)):
-                process.kill()
-                process.wait()
-
-
-def _files() -> set[str]:
-    """What servers leave that are not ended in order."""
-    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
-    return {str(path) for folder in folders for path in folder.glob("*octavo*")}
+        end = time.monotonic() + 5.0
+        while (running := list(self._running())) and time.monotonic() < end:
+            time.sleep(0.05)
+        self.left += [*running, *sorted(self._all_files() - self._files)]
+        for process in filter(None, (self.server, self._node)):
+            process.kill()
+            process.wait()
 
 
 def _talks(core: psutil.Process) -> bool:
@@ -496,11 +494,12 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
             )
         except RuntimeError as error:
             wrong.append(str(error))
-    wrong += site.left()
+    wrong += [f"left: {what}" for what in site.left]
     for line in wrong[:5]:
         print(line)
     if wrong:
-        print("The end of the server's log:", *site.log.read_text().splitlines()[-40:], sep="\n")
+        log = [line for line in site.log.read_text().splitlines() if " POST " not in line]
+        print("The end of the server's log:", *log[-100:], sep="\n")
     seconds = time.monotonic() - started
     print(
         f"{layout}: {killer.done.total()} kills in {seconds:.0f} s, {num_answers} answers, "

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from octavo import clock
 from octavo.config import EngineConfig
-from octavo.device import is_stopped
+from octavo.device import is_stopped, num_cpus
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.wire import WARM, CoreProcessSetup, CoreReady
 from octavo.errors import reason_of, signal_name
@@ -44,7 +44,8 @@ class CoreProcess:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "octavo.engine.core_process"),
-                *(() if warm is None else (WARM, str(warm.num_spare_workers))),
+                # More workers than cores may be a mistake that is found later.
+                *(() if warm is None else (WARM, str(min(warm.num_spare_workers, num_cpus())))),
             ],
             stdin=subprocess.PIPE,
             process_group=0,  # a Ctrl-C in the terminal is for the parent, from the very start
