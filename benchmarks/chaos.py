@@ -388,14 +388,13 @@ class Killer(threading.Thread):
         victims = rng.sample(there, rng.randint(1, most)) if there else []
         killed, in_flight = time.monotonic(), set(load.heard.copy())
         struck = [(role, self._kill(role, process), process) for role, process in victims]
-        if any(role == "node" and kind != "SIGSTOP" for role, kind, _ in struck):
-            self._site.start_node()
-        for role, kind, process in struck:
+        for role, kind, _ in struck:
             self.done[role, kind] += 1
-            # Spares may be found later, and a stopped node can be ended on its machine only.
-            if role not in ("spare", "node"):
-                what = f"{role} {process.pid} is there after {kind}"
-                _wait(lambda p=process: not _runs(p), lambda w=what: w)  # type: ignore[misc]
+        node = next((kind for role, kind, _ in struck if role == "node"), None)
+        if node is None:  # else its engines end with it
+            self._wait_for_ends(struck)
+        elif node != "SIGSTOP":
+            self._site.start_node()
         gone = time.monotonic() + 0.02  # what was on its way has come
 
         def silent() -> list[int]:
@@ -406,8 +405,16 @@ class Killer(threading.Thread):
         if len(struck) == 1:
             key = struck[0][:2]
             self.seconds.setdefault(key, []).append(time.monotonic() - killed)
-        if any(role == "node" and kind == "SIGSTOP" for role, kind, _ in struck):
+        if node == "SIGSTOP":  # only somebody on its machine can end it
             self._site.start_node()
+        self._wait_for_ends(struck)
+
+    def _wait_for_ends(self, struck: list[tuple[str, str, psutil.Process]]) -> None:
+        """What was stopped is found and ended; but spares only when they are needed."""
+        for role, kind, process in struck:
+            if role != "spare":
+                what = f"{role} {process.pid} is there after {kind}"
+                _wait(lambda p=process: not _runs(p), lambda w=what: w)  # type: ignore[misc]
 
     def _kill(self, role: str, process: psutil.Process) -> str:
         """Ends a process; returns how."""
