@@ -56,6 +56,8 @@ _MODULES = {"octavo.engine.core_process": "core", "octavo.executor.worker_proces
 _MARK = "OCTAVO_CHAOS_RUN"
 # Longer than this no stream is silent, and nothing that was stopped is left alone.
 _SILENT_SECONDS = 120.0
+# Of a node's deaths: it takes eight seconds to find that one is stopped.
+_NODE_KILLED = 0.7
 # Spares begin within that time after their engine has.
 _REST_SECONDS = 2.0
 # How long a limit on its memory gets to end a process, before it is ended otherwise.
@@ -419,6 +421,8 @@ class Killer(threading.Thread):
     def _kill(self, role: str, process: psutil.Process) -> str:
         """Ends a process; returns how."""
         kind = self._rng.choice(self._kinds)
+        if role == "node" and "SIGKILL" in self._kinds and self._rng.random() < _NODE_KILLED:
+            kind = "SIGKILL"
         with contextlib.suppress(psutil.NoSuchProcess):
             if kind == "memory":
                 limit = process.memory_info().vms + 2**20
@@ -521,8 +525,8 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
     return not wrong and killer.done.total() >= args.kills
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the storm in each layout; returns the exit status."""
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -536,8 +540,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of octavo serve")
-    args = parser.parse_args(argv)
-    well = True
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the storm in each layout; returns the exit status."""
+    args, well = parse(argv), True
     for layout in args.layout:
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
             well &= run(args, layout, Path(folder))

@@ -322,6 +322,9 @@ class AsyncLLM:
             return Health(False, f"the engine is dead: {self._dead}")
         if not self.ready:
             reason = "loading the model" if self.loading else "starting the engine again"
+            if isinstance(self._client, DataParallelClient) and (missing := self._client.missing):
+                engines = ", ".join(map(str, missing))
+                reason = f"waiting for a node (octavo serve --headless) for engine {engines}"
             return Health(True, reason)
         if isinstance(self._client, DataParallelClient) and (down := self._client.down):
             engines = ", ".join(f"engine {index} {why}" for index, why in down.items())

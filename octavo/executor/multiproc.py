@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.device import is_stopped
-from octavo.distributed import GroupMemory
+from octavo.distributed import GroupMemory, Rank
 from octavo.errors import EngineDeadError, OctavoError, UnsupportedError, signal_name
 from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
@@ -66,12 +66,11 @@ _END_SECONDS = 5.0
 
 
 class MultiprocExecutor(Executor):
-    """Runs `world_size` workers, each in a process.
+    """Runs a worker for each rank, in a process of its own.
 
     Args:
         setup: what they are built from; each reads the models' specs from their folders again.
         platform: the device's; each makes its own from the settings.
-        world_size: how many; None: as the settings say.
         worker_cls: module and name of their class, with a dot between; it is made like `Worker`.
 
     Raises:
@@ -85,14 +84,14 @@ class MultiprocExecutor(Executor):
         setup: WorkerSetup,
         platform: Platform,
         *,
-        world_size: int | None = None,
         worker_cls: str = "octavo.worker.worker.Worker",
     ) -> None:
-        self.max_in_flight = 2 if setup.config.scheduler.async_scheduling else 1
-        world_size = world_size or setup.config.world_size
-        memory = GroupMemory.create(setup.group_nbytes) if setup.rank.size > 1 else None
+        self.max_in_flight = setup.max_in_flight
+        rank, memory = setup.rank, None
+        if rank.world_size > 1:
+            memory = GroupMemory.create(setup.group_nbytes, rank.num_stages)
         try:
-            group = _WorkerGroup(PlainSetup.of(setup), world_size, worker_cls, memory)
+            group = _WorkerGroup(PlainSetup.of(setup), rank, worker_cls, memory)
         except BaseException:
             if memory is not None:
                 os.close(memory)
@@ -291,15 +290,15 @@ class _WorkerGroup:
     The executor is not known here, so that it may be forgotten without being shut down.
     """
 
-    def __init__(
-        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
-    ) -> None:
-        self._setup, self._world_size, self._worker_cls = setup, world_size, worker_cls
+    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+        self._setup, self._world_size, self._worker_cls = setup, rank.world_size, worker_cls
+        self._teller = rank.world_size - rank.size
+        """The rank that samples: it has all that there is to tell."""
         self._memory = memory
         """The descriptor of what the workers share, beside the queues."""
         self.workers: list[_Worker] = []
         with contextlib.ExitStack() as undo:
-            self._step_queue = make_queue(world_size)
+            self._step_queue = make_queue(rank.world_size)
             undo.callback(self._step_queue.close)
             self._result_queue = make_queue(1)
             undo.pop_all()
@@ -430,7 +429,7 @@ class _WorkerGroup:
 
     def _launch(self, rank: int) -> _Worker:
         steps = self._step_queue.for_reader(rank)
-        results = self._result_queue if rank == 0 else None
+        results = self._result_queue if rank == self._teller else None
         process = _take_process()
         try:
             pipe, end = os.pipe()
@@ -445,7 +444,6 @@ class _WorkerGroup:
                     self._setup,
                     self._worker_cls,
                     rank,
-                    self._world_size,
                     steps,
                     results,
                     end,
@@ -477,7 +475,7 @@ class _WorkerGroup:
             if self._wake in ready:
                 return
             while (data := self._results.try_read()) is not None:
-                self._take(self.workers[0], decoder.decode(data))
+                self._take(self.workers[self._teller], decoder.decode(data))
             for fd in ready & pipes.keys():
                 messages, opened = pipes[fd].receive()
                 for message in messages:

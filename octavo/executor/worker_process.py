@@ -47,7 +47,7 @@ from octavo.executor.wire import (
     ToWorker,
     WorkerProcessSetup,
 )
-from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig
 from octavo.logs import setup_logging
 from octavo.platforms.registry import get_platform
 from octavo.worker.setup import WorkerSetup
@@ -81,7 +81,9 @@ def main() -> None:
     pipe = _Pipe(setup.pipe)
     status = 0
     try:
-        plain = setup.setup.complete(Rank(setup.rank, setup.world_size), setup.group)
+        device = setup.setup.config.device
+        rank = Rank.of(setup.rank, device.tensor_parallel_size, device.pipeline_parallel_size)
+        plain = setup.setup.complete(rank, setup.group)
         worker_cls = _import_class(setup.worker_cls)
         worker: Worker = worker_cls(plain, get_platform(plain.config.device.device))
         gc.freeze()  # collections need not look at what is there now
@@ -225,7 +227,7 @@ class _Loop:
         return find_method(self._worker, method)
 
     def _initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        groups = make_kv_cache_groups(self._setup.part.caches)
+        groups = self._setup.kv_cache_groups
         self._worker.initialize_kv_cache(KVCacheConfig(num_blocks, block_size, groups))
 
 
