@@ -57,7 +57,7 @@ _MARK = "OCTAVO_CHAOS_RUN"
 # Longer than this no stream is silent, and nothing that was stopped is left alone.
 _SILENT_SECONDS = 120.0
 # Of a node's deaths: it takes eight seconds to find that one is stopped.
-_NODE_KILLED = 0.7
+_NODE_KILLED = 0.8
 # Spares begin within that time after their engine has.
 _REST_SECONDS = 2.0
 # How long a limit on its memory gets to end a process, before it is ended otherwise.

@@ -522,8 +522,9 @@ class ServerConfig(_Section, frozen=True):
     warm_spare: Annotated[
         bool | None,
         Meta(
-            description="Keep an interpreter ready for an engine that takes over (256 MiB);"
-            " default: on, unless the KV cache would be smaller for it."
+            description="Keep an interpreter ready for an engine that takes over (256 MiB; where it"
+            " has worker processes, as much for each); default: on, unless the KV cache would be"
+            " smaller for it."
         ),
     ] = None
     record: Annotated[
