@@ -284,3 +284,56 @@ def test_what_ranks_cannot_do_is_refused(settings, folder, in_ranks):
     name = next(iter(settings))
     with pytest.raises(ConfigError, match=f"tensor_parallel_size=2 needs {name}=false"):
         LLM(str(folder), **SETTINGS, **settings)
+
+
+def random_life(llm, seed):
+    """Tokens of the requests that were let live, while others come, and are aborted at any time."""
+    rng, engine = random.Random(seed), llm.llm_engine
+    left = [f"r{i}" for i in range(40)]
+    doomed = {name: rng.randrange(1, 20) for name in left if rng.random() < 0.4}
+    shared = [rng.randrange(3, VOCAB) for _ in range(30)]
+    given, lives = {}, {}
+    for i, name in enumerate(left):
+        prompt = shared[: rng.choice([0, 9, 30])]
+        prompt = [*prompt, *(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30)))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.2]),
+            seed=i,
+            max_tokens=rng.randrange(1, 30),
+            stop_token_ids=[7, 9, 11],
+            repetition_penalty=rng.choice([1.0, 1.3]),
+        )
+        given[name] = ({"prompt_token_ids": prompt}, params)
+    while left or engine.has_unfinished_requests():
+        for _ in range(min(len(left), rng.randrange(3))):
+            name = left.pop(0)
+            engine.add_request(name, *given[name])
+        gone = [name for name in doomed if name not in left and not doomed[name]]
+        engine.abort_request(gone)
+        for name in list(doomed):
+            if name in gone:
+                del doomed[name]
+                lives[name] = None
+            elif name not in left:
+                doomed[name] -= 1
+        for output in engine.step():
+            if output.finished and output.request_id not in lives:
+                lives[output.request_id] = list(output.outputs[0].token_ids)
+    return lives
+
+
+@pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 28}])
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2), (1, 3)])
+def test_requests_that_come_and_go(layout, more, folder, in_ranks):
+    """A row that a request has left may have another one while its tokens are on their way."""
+    settings = SETTINGS | {"max_num_seqs": 4} | more
+    with LLM(str(folder), **settings) as llm:
+        expected = [random_life(llm, seed) for seed in range(3)]
+    in_ranks(*layout)
+    with LLM(str(folder), **settings) as llm:
+        for seed, lives in enumerate(expected):
+            got = random_life(llm, seed)
+            both = {n for n in lives if lives[n] is not None and got[n] is not None}
+            assert len(both) > 15
+            assert {n: got[n] for n in both} == {n: lives[n] for n in both}
+        llm.llm_engine.client.core.check_integrity()
