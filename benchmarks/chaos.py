@@ -1,12 +1,15 @@
-"""Kills the engine under load, again and again, and looks whether any stream shows it.
+"""Kills a server's processes under load, again and again, and looks whether any stream shows it.
 
-    python benchmarks/chaos.py --kills 1000 [--model FOLDER] [--streams 32] [--seed 0]
+    python benchmarks/chaos.py --kills 1000 [--layout nodes-tp2] [--model FOLDER] [--seed 0]
 
 A server is started; each of some mixed requests (greedy and sampled, n = 4, logprobs, prompt
 logprobs, penalties, stop texts, bad words, grammars, chats, beams) is answered once undisturbed.
-Then they are asked together, over and over, while the engine process dies at random moments:
-SIGKILL, SIGSEGV, SIGSTOP (found by `--progress-timeout`) and a limit on its memory. Every answer is
-held against the undisturbed one, byte for byte. Exit status 1: something was lost or changed.
+Then they are asked together, over and over, while processes of the layout die at random moments,
+any but the front end: engine cores, workers, warm spares, the headless node. SIGKILL, SIGSEGV,
+SIGSTOP (found by `--progress-timeout`, or sooner; nobody continues what was stopped) and a limit
+on the memory. A node that died is started again, as an init system would. Every answer is held
+against the undisturbed one, byte for byte; and when all is over no process, descriptor or file of
+the server may be left. Exit status 1: something was lost, changed or left.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ import random
 import re
 import resource
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,6 +42,24 @@ import psutil
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "memory")
 PROGRESS_TIMEOUT = 1.0
+LAYOUTS = {
+    "plain": [],
+    "dp2": ["-dp", "2"],
+    "tp2": ["-tp", "2"],
+    "tp2dp2": ["-tp", "2", "-dp", "2"],
+    "nodes": ["-dp", "2", "--data-parallel-size-local", "1"],
+    "nodes-tp2": ["-tp", "2", "-dp", "2", "--data-parallel-size-local", "1"],
+}
+"""Flags of each; with engines on nodes there is one, with the second engine."""
+_MODULES = {"octavo.engine.core_process": "core", "octavo.executor.worker_process": "worker"}
+# In the environment of all processes of a run.
+_MARK = "OCTAVO_CHAOS_RUN"
+# Longer than this no stream is silent, and nothing that was stopped is left alone.
+_SILENT_SECONDS = 120.0
+# Of a node's deaths: it takes eight seconds to find that one is stopped.
+_NODE_KILLED = 0.8
+# Spares begin within that time after their engine has.
+_REST_SECONDS = 2.0
 # How long a limit on its memory gets to end a process, before it is ended otherwise.
 _MEMORY_SECONDS = 1.0
 _SCHEMA = {
@@ -124,7 +148,9 @@ class Load:
         self._client = httpx.AsyncClient(
             base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
         )
-        self.last_event = 0.0
+        self.heard: dict[int, float] = {}
+        """When each stream in flight brought something last."""
+        self._count = 0
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -133,6 +159,7 @@ class Load:
     async def ask(self, path: str, body: dict[str, Any]) -> Answer:
         """The answer to one request."""
         answer = Answer()
+        self._count = number = self._count + 1
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if not body.get("stream") or response.status_code != 200:
@@ -140,10 +167,12 @@ class Load:
                     return answer
                 async for line in response.aiter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
-                        self.last_event = time.monotonic()
+                        self.heard[number] = time.monotonic()
                         answer.add(json.loads(line[6:]))
         except (httpx.HTTPError, ValueError) as error:
             answer.error = repr(error)
+        finally:
+            self.heard.pop(number, None)
         return answer
 
     async def ask_all(self, asked: list[tuple[str, dict[str, Any]]]) -> list[Answer]:
@@ -151,125 +180,278 @@ class Load:
         return await asyncio.gather(*(self.ask(path, body) for path, body in asked))
 
 
-class Killer(threading.Thread):
-    """Ends the engine processes of a server, one after another.
+class Site:
+    """A server with all its processes.
 
     Args:
-        server: the server's process.
-        url: its address.
+        model: the folder; None: the built-in one.
+        layout: one of `LAYOUTS`.
+        flags: more of `octavo serve`.
+        folder: for logs and the cluster's key.
+    """
+
+    def __init__(self, model: str | None, layout: str, flags: list[str], folder: Path) -> None:
+        self._folder = folder
+        self._mark = os.urandom(8).hex()
+        self._temporary = folder / "tmp"
+        self._temporary.mkdir()
+        self._files = self._all_files()
+        common = [*([model] if model else []), *LAYOUTS[layout], *flags]
+        if layout.startswith("nodes"):
+            key = folder / "key"
+            key.write_bytes(os.urandom(32).hex().encode())
+            key.chmod(0o600)
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            common += ["--data-parallel-address", "127.0.0.1", "--cluster-key-file", str(key)]
+            common += ["--data-parallel-rpc-port", str(port)]
+        self._node_flags = [*common, "--headless", "--data-parallel-start-rank", "1"]
+        self._head_flags = [*common, "--host", "127.0.0.1", "--port", "0"]
+        self._head_flags += ["--max-engine-restarts", "1000000"]
+        self._head_flags += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
+        self._head_flags += ["--no-enable-prompt-tokens-details"]
+        self._has_node = layout.startswith("nodes")
+        self._node: subprocess.Popen[bytes] | None = None
+        self.log = folder / "server.log"
+        self.left: list[str] = []
+        """What there is of it after its end: processes and files."""
+
+    def __enter__(self) -> Site:
+        self.server = self._start(self._head_flags, self.log)
+        try:
+            if self._has_node:
+                self.start_node()
+            found, text = None, ""
+            while found is None or " ready " not in text:
+                if self.server.poll() is not None:
+                    raise RuntimeError(f"the server did not start: {self.log.read_text()}")
+                time.sleep(0.01)
+                text = self.log.read_text()
+                found = re.search(r"listening on (\S+)", text)
+        except BaseException:
+            self._end()
+            raise
+        self.url = found[1]
+        """The server's address."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _start(self, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "octavo", "serve", *flags]
+        environment = {**os.environ, "NO_COLOR": "1", _MARK: self._mark}
+        environment["TMPDIR"] = str(self._temporary)
+        with log.open("ab") as out:
+            return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+
+    def start_node(self) -> None:
+        """Starts the node, also in the place of one that is dead or stopped."""
+        if self._node is not None:
+            self._node.kill()
+            self._node.wait()
+        self._node = self._start(self._node_flags, self._folder / "node.log")
+
+    def processes(self) -> list[tuple[str, psutil.Process]]:
+        """All but the front end, and what they are: core, worker, spare, node."""
+        found: list[tuple[str, psutil.Process]] = []
+        if self._node is not None and self._node.poll() is None:
+            found.append(("node", psutil.Process(self._node.pid)))
+        for root in (psutil.Process(self.server.pid), *(p for _, p in found)):
+            spares: set[int] = set()
+            for child in root.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
+                    role = next((_MODULES[w] for w in child.cmdline() if w in _MODULES), None)
+                    if role is None or child.status() == psutil.STATUS_ZOMBIE:
+                        continue
+                    if (role == "core" and not _talks(child)) or child.ppid() in spares:
+                        spares.add(child.pid)
+                        role = "spare"
+                    found.append((role, child))
+        return found
+
+    def settle(self) -> Counter[str]:
+        """Waits until all engines are there, and what was stopped is gone; counts the processes.
+
+        Raises:
+            RuntimeError: they do not come.
+        """
+
+        def settled() -> bool:
+            return _get(self.url, "/ready") == "ready" and _get(self.url, "/health") == "ok"
+
+        _wait(settled, lambda: f"the engines: {_get(self.url, '/health')}")
+        return Counter(role for role, _ in self.processes())
+
+    def at_rest(self) -> Counter[str]:
+        """Waits until no process has come for a while, spares included; counts them."""
+        counts, since = self.settle(), time.monotonic()
+        while time.monotonic() - since < _REST_SECONDS:
+            time.sleep(0.1)
+            if (now := self.settle()) != counts:
+                counts, since = now, time.monotonic()
+        return counts
+
+    def num_descriptors(self) -> int:
+        """Of the front end."""
+        return int(psutil.Process(self.server.pid).num_fds())
+
+    def _all_files(self) -> set[str]:
+        return {str(path) for at in (Path("/dev/shm"), self._temporary) for path in at.iterdir()}
+
+    def _running(self) -> Iterator[str]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == self._mark:
+                    yield f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
+
+    def _end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what is left is told
+            self.server.send_signal(signal.SIGINT)
+            self.server.wait(30)
+            if self._node is not None:
+                self._node.wait(30)
+        end = time.monotonic() + 5.0
+        while (running := list(self._running())) and time.monotonic() < end:
+            time.sleep(0.05)
+        self.left += [*running, *sorted(self._all_files() - self._files)]
+        for process in filter(None, (self.server, self._node)):
+            process.kill()
+            process.wait()
+
+
+def _talks(core: psutil.Process) -> bool:
+    """Whether it has been told what to do: a spare one has no address."""
+    return any(it.laddr for it in core.net_connections(kind="all"))
+
+
+def _get(url: str, path: str) -> str:
+    answer = httpx.get(url + path, timeout=60).json()
+    return str(answer["reason"] if path == "/health" else answer["status"])
+
+
+def _wait(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    end = time.monotonic() + _SILENT_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{what()}, after {_SILENT_SECONDS:.0f} s")
+        time.sleep(0.005)
+
+
+class Killer(threading.Thread):
+    """Ends processes of a server, one after another, or some at once.
+
+    Args:
+        site: the server.
         load: what it is under.
         kills: how many.
         kinds: how, by turns at random.
+        at_once: the most that die together.
+        pause: seconds between, at most.
         seed: of the random numbers.
     """
 
     def __init__(
         self,
-        server: psutil.Process,
-        url: str,
+        site: Site,
         load: Load,
         kills: int,
         kinds: tuple[str, ...],
+        at_once: int,
+        pause: float,
         seed: int,
     ) -> None:
         super().__init__(daemon=True)
-        self.done: Counter[str] = Counter()
-        self.seconds: dict[str, list[float]] = {}
-        """By kind: from the kill to the next token."""
+        self.done: Counter[tuple[str, str]] = Counter()
+        """By what died, and of what."""
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        """Likewise, where it died alone: from the kill until all streams have gone on."""
         self.failure: str | None = None
-        self._server, self._url, self._load = server, url, load
-        self._kills, self._kinds, self._rng = kills, kinds, random.Random(seed)
+        self._site, self._load, self._rng = site, load, random.Random(seed)
+        self._kills, self._kinds, self._at_once, self._pause = kills, kinds, at_once, pause
 
     def run(self) -> None:
         """Kills until all is done."""
         try:
-            for _ in range(self._kills):
-                self._kill(self._rng.choice(self._kinds))
-                time.sleep(self._rng.uniform(0.0, 1.0))
+            while self.done.total() < self._kills:
+                self._strike()
+                time.sleep(self._rng.uniform(0.0, self._pause))
         except Exception as error:
             self.failure = repr(error)
 
-    def _engine(self) -> psutil.Process:
-        """The process that computes: the oldest child, a spare one is younger."""
-        found = []
-        for child in self._server.children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # one ends while they are looked at
-                if "octavo.engine.core_process" in child.cmdline() and child.status() != "zombie":
-                    found.append(child)
-        return min(found, key=lambda c: c.create_time())
+    def _strike(self) -> None:
+        """Ends some processes, and waits until every stream that was in flight has gone on."""
+        # Not before streams have brought something: deaths in a row without would be a request's.
+        begun, load, rng = time.monotonic(), self._load, self._rng
+        _wait(lambda: any(t > begun for t in load.heard.copy().values()), lambda: "no token came")
+        time.sleep(rng.uniform(0.0, 0.3))
+        there = self._site.processes()
+        most = min(self._at_once, self._kills - self.done.total(), len(there))
+        victims = rng.sample(there, rng.randint(1, most)) if there else []
+        killed, in_flight = time.monotonic(), set(load.heard.copy())
+        struck = [(role, self._kill(role, process), process) for role, process in victims]
+        for role, kind, _ in struck:
+            self.done[role, kind] += 1
+        node = next((kind for role, kind, _ in struck if role == "node"), None)
+        if node is None:  # else its engines end with it
+            self._wait_for_ends(struck)
+        elif node != "SIGSTOP":
+            self._site.start_node()
+        gone = time.monotonic() + 0.02  # what was on its way has come
 
-    def _kill(self, kind: str) -> None:
-        while httpx.get(f"{self._url}/ready", timeout=60).status_code != 200:
-            time.sleep(0.01)
-        # Not before it has brought something: two deaths in a row without would be the request's.
-        begun = time.monotonic()
-        while self._load.last_event < begun:
-            time.sleep(0.002)
-        time.sleep(self._rng.uniform(0.0, 0.3))
-        engine = self._engine()
-        if kind == "memory":
-            limit = engine.memory_info().vms + 2**20
-            resource.prlimit(engine.pid, resource.RLIMIT_AS, (limit, limit))
-            with contextlib.suppress(psutil.TimeoutExpired):
-                engine.wait(_MEMORY_SECONDS)
-            kind = "memory" if not engine.is_running() else "memory, then SIGKILL"
-        killed = time.monotonic()
+        def silent() -> list[int]:
+            heard = load.heard.copy()
+            return [i for i in in_flight if heard.get(i, gone + 1) < gone]
+
+        _wait(lambda: not silent(), lambda: f"{len(silent())} streams silent after {struck}")
+        if len(struck) == 1:
+            key = struck[0][:2]
+            self.seconds.setdefault(key, []).append(time.monotonic() - killed)
+        if node == "SIGSTOP":  # only somebody on its machine can end it
+            self._site.start_node()
+        self._wait_for_ends(struck)
+
+    def _wait_for_ends(self, struck: list[tuple[str, str, psutil.Process]]) -> None:
+        """What was stopped is found and ended; but spares only when they are needed."""
+        for role, kind, process in struck:
+            if role != "spare":
+                what = f"{role} {process.pid} is there after {kind}"
+                _wait(lambda p=process: not _runs(p), lambda w=what: w)  # type: ignore[misc]
+
+    def _kill(self, role: str, process: psutil.Process) -> str:
+        """Ends a process; returns how."""
+        kind = self._rng.choice(self._kinds)
+        if role == "node" and "SIGKILL" in self._kinds and self._rng.random() < _NODE_KILLED:
+            kind = "SIGKILL"
         with contextlib.suppress(psutil.NoSuchProcess):
-            engine.send_signal(getattr(signal, kind, signal.SIGKILL))
-        self.done[kind] += 1
-        if kind != "memory":
-            self._time(kind, killed, engine)
-
-    def _time(self, kind: str, killed: float, engine: psutil.Process) -> None:
-        while engine.is_running() and engine.status() != "zombie":
-            time.sleep(0.002)
-        gone = time.monotonic()
-        while self._load.last_event < gone + 0.02:  # what was on its way has come
-            time.sleep(0.002)
-        self.seconds.setdefault(kind, []).append(self._load.last_event - killed)
+            if kind == "memory":
+                limit = process.memory_info().vms + 2**20
+                resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
+                end = time.monotonic() + _MEMORY_SECONDS
+                while (runs := _runs(process)) and time.monotonic() < end:
+                    time.sleep(0.002)
+                kind = "memory, then SIGKILL" if runs else "memory"
+            process.send_signal(getattr(signal, kind, signal.SIGKILL))
+        return kind
 
 
-@contextlib.contextmanager
-def serve(model: str | None, flags: list[str]) -> Iterator[tuple[psutil.Process, str]]:
-    """A server that puts up with any number of deaths; its process and its address."""
-    command = [sys.executable, "-m", "octavo", "serve", *([model] if model else [])]
-    command += ["--host", "127.0.0.1", "--port", "0", "--max-engine-restarts", "1000000"]
-    command += ["--progress-timeout", str(PROGRESS_TIMEOUT), "--no-enable-prompt-tokens-details"]
-    command += flags
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}
-    )
-    assert process.stderr is not None
+def _runs(process: psutil.Process) -> bool:
     try:
-        url = ""
-        for line in process.stderr:
-            if found := re.search(r"listening on (\S+)", line):
-                url = found[1]
-            if " ready " in line:
-                break
-        reader = threading.Thread(target=process.stderr.read, daemon=True)
-        reader.start()
-        yield psutil.Process(process.pid), url
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
-        reader.join()
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-async def storm(
-    server: psutil.Process, url: str, args: argparse.Namespace
-) -> tuple[list[str], int, Killer]:
-    """Asks while the engine dies; returns what was wrong, how many were answered, the killer."""
-    load = Load(url)
+async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, Killer]:
+    """Asks while processes die; returns what was wrong, how many were answered, the killer."""
+    load = Load(site.url)
     asked = requests(args.streams, args.max_tokens)
     wanted = await load.ask_all(asked)
     for (path, body), answer in zip(asked, wanted, strict=True):
         if answer.error is not None or not answer.choices:
             raise RuntimeError(f"undisturbed, {path} {body} was not answered: {answer}")
-    killer = Killer(server, url, load, args.kills, tuple(args.kinds), args.seed)
+    kinds = tuple(args.kinds)
+    killer = Killer(site, load, args.kills, kinds, args.at_once, args.pause, args.seed)
     killer.start()
     wrong: list[str] = []
     num_answers = 0
@@ -283,42 +465,91 @@ async def storm(
             if answer != wanted[number]:
                 wrong.append(f"{path} {body}\n  is      {answer}\n  was     {wanted[number]}")
 
-    await asyncio.gather(*map(repeat, range(len(asked))))
+    tasks = [asyncio.create_task(repeat(number)) for number in range(len(asked))]
+    while killer.is_alive():
+        await asyncio.sleep(0.05)
+    _, hanging = await asyncio.wait(tasks, timeout=_SILENT_SECONDS)
+    for task in hanging:
+        task.cancel()
+    wrong += [f"not answered in {_SILENT_SECONDS:.0f} s (times: {len(hanging)})"] * bool(hanging)
+    for task in set(tasks) - hanging:
+        task.result()
     await load.close()
     if killer.failure is not None:
         wrong.append(f"the killer failed: {killer.failure}")
     return wrong, num_answers, killer
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the storm and prints what came of it."""
+def _same(before: Counter[str], now: Counter[str]) -> bool:
+    """Whether the processes are those of before; a spare one may still be missing."""
+    return now["spare"] <= before["spare"] and all(
+        now[role] == before[role] for role in ("core", "worker", "node")
+    )
+
+
+def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
+    """Runs the storm in a layout and prints what came of it; whether all was well."""
+    started = time.monotonic()
+    site = Site(args.model, layout, args.flags, folder)
+    with site:
+        before, descriptors = site.at_rest(), site.num_descriptors()
+        wrong, num_answers, killer = asyncio.run(storm(site, args))
+        try:
+            _wait(
+                lambda: _same(before, site.settle()),
+                lambda: f"there were {before}, and are {site.settle()}",
+            )
+            _wait(
+                lambda: site.num_descriptors() <= descriptors,
+                lambda: f"{descriptors} descriptors are {site.num_descriptors()}",
+            )
+        except RuntimeError as error:
+            wrong.append(str(error))
+    wrong += [f"left: {what}" for what in site.left]
+    for line in wrong[:5]:
+        print(line)
+    if wrong:
+        log = [line for line in site.log.read_text().splitlines() if " POST " not in line]
+        print("The end of the server's log:", *log[-100:], sep="\n")
+    seconds = time.monotonic() - started
+    print(
+        f"{layout}: {killer.done.total()} kills in {seconds:.0f} s, {num_answers} answers, "
+        f"{len(wrong)} lost, changed or left"
+    )
+    print("| what died | kill | times | until all streams went on: median | highest |")
+    print("| --- | --- | --- | --- | --- |")
+    for (role, kind), count in sorted(killer.done.items()):
+        times = killer.seconds.get((role, kind))
+        cells = "- | -" if not times else f"{statistics.median(times):.2f} s | {max(times):.2f} s"
+        print(f"| {role} | {kind} | {count} | {cells} |")
+    return not wrong and killer.done.total() >= args.kills
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kills", type=int, default=100, help="in each layout")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["plain"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["SIGKILL", "SIGSTOP"])
+    parser.add_argument("--at-once", type=int, default=2, help="the most that die together")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between, at most")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of octavo serve")
-    args = parser.parse_args(argv)
-    started = time.monotonic()
-    with serve(args.model, args.flags) as (server, url):
-        wrong, num_answers, killer = asyncio.run(storm(server, url, args))
-    for line in wrong[:5]:
-        print(line)
-    print(
-        f"{killer.done.total()} kills in {time.monotonic() - started:.0f} s, {num_answers} "
-        f"answers, {len(wrong)} lost or changed"
-    )
-    print("| kill | times | to the next token: median | highest |")
-    print("| --- | --- | --- | --- |")
-    for kind, count in sorted(killer.done.items()):
-        times = killer.seconds.get(kind)
-        cells = "- | -" if not times else f"{statistics.median(times):.2f} s | {max(times):.2f} s"
-        print(f"| {kind} | {count} | {cells} |")
-    return 1 if wrong or killer.done.total() < args.kills else 0
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the storm in each layout; returns the exit status."""
+    args, well = parse(argv), True
+    for layout in args.layout:
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            well &= run(args, layout, Path(folder))
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -395,7 +395,8 @@ def _serve(args: argparse.Namespace) -> int:
 
     from octavo.engine.core_launcher import CoreProcess
 
-    process = CoreProcess(warm=True)  # it imports torch while the web framework is imported here
+    # It imports torch while the web framework is imported here.
+    process = CoreProcess(warm=engine_config)
     try:
         from octavo.server.run import run_server
 

@@ -644,8 +644,9 @@ class ServerConfig(_Section, frozen=True):
     warm_spare: Annotated[
         bool | None,
         Meta(
-            description="Keep an interpreter ready for an engine that takes over (256 MiB);"
-            " default: on, unless the KV cache would be smaller for it."
+            description="Keep an interpreter ready for an engine that takes over (256 MiB; where it"
+            " has worker processes, as much for each); default: on, unless the KV cache would be"
+            " smaller for it."
         ),
     ] = None
     record: Annotated[
@@ -845,6 +846,11 @@ class EngineConfig(_Section, frozen=True):
     def num_worker_processes(self) -> int:
         """Processes that the workers have beside the engine's."""
         return 0 if self.executor_backend == "uni" else self.world_size
+
+    @property
+    def num_spare_workers(self) -> int:
+        """Worker processes that can be started before their setup is known."""
+        return self.world_size if self.executor_backend == "mp" else 0
 
     def __repr__(self) -> str:
         """Shows the sections that differ from their defaults."""

@@ -291,3 +291,12 @@ def set_num_threads(num_threads: int | None) -> int:
     torch.set_num_threads(1)
     _native.set_num_threads(num_threads or cores)
     return num_threads or cores
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP holds a child process; not whether a debugger does."""
+    try:
+        options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, pid, options) is not None
+    except ChildProcessError:  # it has ended, and been seen to
+        return False

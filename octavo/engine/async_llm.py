@@ -328,7 +328,11 @@ class AsyncLLM:
         if self._dead is not None:
             return Health(False, f"the engine is dead: {self._dead}")
         if self.loading:
-            return Health(True, "loading the model")
+            reason = "loading the model"
+            if isinstance(self._client, DataParallelClient) and (missing := self._client.missing):
+                engines = ", ".join(map(str, missing))
+                reason = f"waiting for a node (octavo serve --headless) for engine {engines}"
+            return Health(True, reason)
         if isinstance(self._client, DataParallelClient) and (down := self._client.down):
             engines = ", ".join(f"engine {number} {why}" for number, why in down.items())
             return Health(True, f"{engines}; the others serve" if self.ready else engines)

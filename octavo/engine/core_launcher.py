@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from octavo import clock
 from octavo.config import EngineConfig
+from octavo.device import is_stopped, num_cpus
 from octavo.engine.memory_plan import MemoryPlan
 from octavo.engine.wire import WARM, CoreProcessSetup, CoreReady
 from octavo.errors import reason_of, signal_name
@@ -28,16 +29,24 @@ class CoreProcess:
     """An engine-core process on this machine: an interpreter that waits for its setup.
 
     Args:
-        warm: whether it imports all it will need while it waits.
+        warm: the settings by which it imports all it will need while it waits, and starts the
+            worker processes; None: it does so when it has its setup.
+
+    Raises:
+        OSError: the system has no room for it.
     """
 
-    def __init__(self, *, warm: bool = False) -> None:
+    def __init__(self, *, warm: EngineConfig | None = None) -> None:
         self.input_address, self.output_address = "", ""
         """Where it takes requests, and where it sends outputs: it binds the first only."""
         self._folder: str | None = None
         """Of the sockets."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.engine.core_process", *([WARM] if warm else [])],
+            [
+                *(sys.executable, "-m", "octavo.engine.core_process"),
+                # More workers than cores may be a mistake that is found later.
+                *(() if warm is None else (WARM, str(min(warm.num_spare_workers, num_cpus())))),
+            ],
             stdin=subprocess.PIPE,
             process_group=0,  # a Ctrl-C in the terminal is for the parent, from the very start
         )
@@ -84,6 +93,11 @@ class CoreProcess:
             hint = " (out of memory?)" if -code == signal.SIGKILL else ""
             return f"the engine process was killed by {signal_name(-code)}{hint}"
         return f"the engine process ended with status {code}"
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be started: it has not ended, and no signal holds it."""
+        return self.describe_exit() is None and not is_stopped(self.pid)
 
     def kill(self, reason: str) -> None:
         """Ends the process at once; `describe_exit` will say why. What has ended stays as it is."""
@@ -201,8 +215,8 @@ class CoreLauncher:
             OSError: the system has no room for it.
         """
         process, self._spare = self._spare, None
-        if process is not None and process.describe_exit() is not None:
-            process.shutdown()
+        if process is not None and not process.usable:
+            process.shutdown(0.0)
             process = None
         process = process or CoreProcess()
         try:
@@ -236,12 +250,12 @@ class CoreLauncher:
     def make_spare(self) -> None:
         """Starts an interpreter that a later process need not wait for, unless there is one."""
         if self._spare is not None:
-            if self._spare.describe_exit() is None:
+            if self._spare.usable:
                 return
-            self._spare.shutdown()
+            self._spare.shutdown(0.0)
             self._spare = None
         try:
-            self._spare = CoreProcess(warm=True)
+            self._spare = CoreProcess(warm=self._config)
         except OSError as error:
             logger.warning("there is no warm spare: %s", reason_of(error))
 

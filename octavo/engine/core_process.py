@@ -59,8 +59,8 @@ def main() -> None:
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.argv[1:] == [WARM]:
-        import_executor()
+    if sys.argv[1:2] == [WARM]:
+        _warm_up(int(sys.argv[2]))
     if not (head := sys.stdin.buffer.read(4)):
         return  # a spare that was not needed
     size = int.from_bytes(head, "little")
@@ -125,6 +125,16 @@ def main() -> None:
     sender.join(timeout=5)
     # Threads that wait on sockets or standard input must not keep a finished process alive.
     os._exit(status)
+
+
+def _warm_up(num_workers: int) -> None:
+    """Imports what takes long, here or in worker processes."""
+    if num_workers:
+        from octavo.executor.multiproc import make_spares
+
+        make_spares(num_workers)
+    else:
+        import_executor()
 
 
 class _BusyLoop:

@@ -121,6 +121,7 @@ class DataParallelClient:
         self._leaving: set[int] = set()
         """Engines that get nothing more, since they will be ended."""
         self._waiting_since = time.monotonic()
+        self._told_missing = False
         if self._local < self._size:
             assert parallel.data_parallel_address is not None
             assert parallel.cluster_key_file is not None
@@ -185,6 +186,14 @@ class DataParallelClient:
     def family_of(self, index: int) -> list[int]:
         """The numbers of an engine's processes, see `Supervisor.family`."""
         return self._supervisors[index].family if index in self._supervisors else []
+
+    @property
+    def missing(self) -> list[int]:
+        """The engines for which no node has joined yet, once the first engine is ready."""
+        first = self._supervisors[0]
+        if self.ready.done() or not first.ready.done():
+            return []
+        return [index for index in range(self._size) if index not in self._supervisors]
 
     def pid_of(self, index: int) -> int:
         """An engine process' number; -1: there is none yet."""
@@ -372,6 +381,9 @@ class DataParallelClient:
         for index in missing:
             if self._hub is None or index < self._local or self._hub.has(index):
                 self._supervisors[index] = self._make(index, first)
+        if not self._told_missing and (awaited := self.missing):
+            self._told_missing = True
+            logger.info("waiting for a node for engine %s", ", ".join(map(str, awaited)))
         if not missing:
             if all(s.ready.done() for s in self._supervisors.values()):
                 self.ready.set_result(first)

@@ -235,9 +235,10 @@ def make_memory_plan(
     if limit is None:
         limit = int(budget.available * cache.gpu_memory_utilization) // engines
     server = requests = of_spare = 0
+    spare_nbytes = SPARE_NBYTES * max(1, config.num_spare_workers)
     if request_memory is not None:
         server, requests, of_spare = (
-            nbytes // engines for nbytes in (SERVER_NBYTES, request_memory, SPARE_NBYTES)
+            nbytes // engines for nbytes in (SERVER_NBYTES, request_memory, spare_nbytes)
         )
     left = limit - budget.runtime - budget.weights - budget.rows - budget.draft
     spare = of_spare if warm_spare else 0

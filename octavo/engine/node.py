@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 # How long the head may take to be there.
 JOIN_SECONDS = 600.0
+# How long one with the same key may take to shake hands.
+_KEY_SECONDS = 3.0
 _REMIND_SECONDS = 10.0
 
 
@@ -58,7 +60,7 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
 
     Raises:
         ConfigError, ModelError, HubError: bad settings or a bad model, or the head refuses them.
-        EngineDeadError: the head node is not there, or gone.
+        EngineDeadError: the head node is not there, or gone, or has another key.
     """
     setup_logging(server_config.log_level, server_config.log_format)
     parallel = config.parallel
@@ -100,6 +102,8 @@ class _Node:
         self._context = zmq.Context()
         self._processes: dict[bytes, CoreProcess] = {}
         self._spare: CoreProcess | None = None
+        self._latest = config
+        """The settings of the engine that was started last."""
         self._stopped = False
         self._name = cluster.NODE + os.urandom(16)
         self._socket = cluster.connect(self._context, reached, self._name)
@@ -109,6 +113,8 @@ class _Node:
         self._heard: float | None = None
         """When the head gave the last sign of life; None: it has not welcomed us yet."""
         self._alone_since = time.monotonic()
+        self._connected = self._shaken_hands = False
+        """Whether the head was there, and had the same key: ever."""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ends `run`."""
@@ -138,8 +144,10 @@ class _Node:
                     self._tell(cluster.ALIVE)
                 told = now
             if self._heard is None:
+                self._note_connections()
                 alone = now - self._alone_since
-                if alone > JOIN_SECONDS:
+                no_key = self._connected and not self._shaken_hands
+                if alone > (_KEY_SECONDS if no_key else JOIN_SECONDS):
                     raise EngineDeadError(self._why_alone(alone))
                 if now - said > _REMIND_SECONDS:
                     logger.warning("%s; still trying", self._why_alone(alone))
@@ -229,14 +237,17 @@ class _Node:
         )
         process, self._spare = self._spare, None
         try:
-            if process is None or process.describe_exit() is not None:
-                process = CoreProcess()
+            if process is not None and not process.usable:
+                process.shutdown(0.0)
+                process = None
+            process = process or CoreProcess()
             process.start(setup)
         except OSError as error:
             how = f"no process can be started: {reason_of(error)}"
             self._tell(cluster.EXITED, Exited(launch.launch_id, how))
             return
         self._processes[launch.launch_id] = process
+        self._latest = setup.config
 
     def _end(self, launch_id: bytes, how: Callable[[CoreProcess], None]) -> None:
         process = self._processes.get(launch_id)
@@ -244,11 +255,15 @@ class _Node:
             how(process)
 
     def _make_spare(self) -> None:
-        if self._spare is None or self._spare.describe_exit() is not None:
-            try:
-                self._spare = CoreProcess(warm=True)
-            except OSError as error:
-                logger.warning("there is no warm spare: %s", reason_of(error))
+        if self._spare is not None:
+            if self._spare.usable:
+                return
+            self._spare.shutdown(0.0)
+            self._spare = None
+        try:
+            self._spare = CoreProcess(warm=self._latest)
+        except OSError as error:
+            logger.warning("there is no warm spare: %s", reason_of(error))
 
     def _look_at_processes(self) -> None:
         for launch_id, process in list(self._processes.items()):
@@ -260,13 +275,9 @@ class _Node:
 
     def _why_alone(self, seconds: float) -> str:
         """Why the head has not answered, as far as one can know."""
-        reached = False
-        while self._monitor.poll(0):
-            event = zmq.utils.monitor.recv_monitor_message(self._monitor)
-            reached = True
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return f"the head node {self._reached.address} has not answered for {seconds:.0f} s"
-        if reached:
+        if self._shaken_hands:
+            return f"the head node {self._reached.address} has not answered for {seconds:.0f} s"
+        if self._connected:
             return (
                 f"the head node {self._reached.address} is there, but turns this node away: the "
                 "cluster_key_file must be the same on all machines"
@@ -275,6 +286,13 @@ class _Node:
             f"the head node {self._reached.address} was not reached in {seconds:.0f} s: see "
             "--data-parallel-address and --data-parallel-rpc-port, and whether it runs"
         )
+
+    def _note_connections(self) -> None:
+        """How far one has got with the head."""
+        while self._monitor.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self._monitor)
+            self._connected = True
+            self._shaken_hands |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _tell(self, kind: bytes, message: object = None) -> None:
         self._socket.send_multipart([kind, msgspec.msgpack.encode(message)])

@@ -12,7 +12,8 @@ ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 
 
-# Argument of a process that is to be warm before its setup comes.
+# Argument of a process that is to be warm before its setup comes; the next one is how many worker
+# processes it has to start meanwhile.
 WARM = "warm"
 
 

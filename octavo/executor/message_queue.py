@@ -1,7 +1,7 @@
 """A queue of messages in shared memory: one process writes, several read all of it.
 
 What vLLM's `shm_broadcast.MessageQueue` is for, on one host. The messages lie in a ring of equal
-chunks, in memory without a name (memfd): processes inherit its descriptor, and it is gone with the
+chunks, in memory without a name (memfd): processes are sent its descriptor, and it is gone with the
 last of them. A message that is longer than a chunk takes several. For each reader two eventfds say
 who may touch a chunk: `filled` counts those that were written for it and `free` those that it has
 read. Both are the kernel's, which orders what is written before and read after them on any kind of
@@ -35,7 +35,7 @@ class QueueClosedError(Exception):
 
 
 class QueueHandle(msgspec.Struct, frozen=True, array_like=True):
-    """A queue, as descriptors of this process and of those that inherit them."""
+    """A queue, as descriptors of this process."""
 
     memory: int
     readers: list[tuple[int, int]]
@@ -45,12 +45,17 @@ class QueueHandle(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def descriptors(self) -> list[int]:
-        """What a process must inherit to use it."""
+        """What a process must have to use it."""
         return [self.memory, *(fd for pair in self.readers for fd in pair)]
 
     def for_reader(self, index: int) -> QueueHandle:
         """The same with nothing but one of its readers."""
         return msgspec.structs.replace(self, readers=[self.readers[index]])
+
+    def received(self, numbers: dict[int, int]) -> QueueHandle:
+        """The same in a process that was sent the descriptors: there they have other numbers."""
+        readers = [(numbers[filled], numbers[free]) for filled, free in self.readers]
+        return msgspec.structs.replace(self, memory=numbers[self.memory], readers=readers)
 
     def close(self) -> None:
         """Lets go of the descriptors, once nobody in this process uses them any more."""

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.device import is_stopped
 from octavo.distributed import GroupMemory, Rank
 from octavo.errors import EngineDeadError, OctavoError, UnsupportedError, signal_name
 from octavo.executor.base import Executor
@@ -31,6 +33,7 @@ from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWr
 from octavo.executor.wire import (
     LENGTH_NBYTES,
     UNENCODABLE,
+    WARM,
     Call,
     Died,
     Drafted,
@@ -169,13 +172,79 @@ class _Step:
         return self.sampled
 
 
+class _Process:
+    """A process that waits for its setup. It ends with the thread that started it.
+
+    Args:
+        warm: whether it imports what takes long meanwhile.
+
+    Raises:
+        OSError: the system has no room for it.
+    """
+
+    def __init__(self, *, warm: bool = False) -> None:
+        self.inputs, theirs = socket.socketpair()
+        try:
+            command = [sys.executable, "-m", "octavo.executor.worker_process", str(os.getpid())]
+            self.popen = subprocess.Popen(
+                [*command, *([WARM] if warm else [])],
+                stdin=theirs.fileno(),
+                process_group=0,  # a Ctrl-C in the terminal is for the parent
+            )
+        except BaseException:
+            self.inputs.close()
+            raise
+        finally:
+            theirs.close()
+
+    def start(self, setup: WorkerProcessSetup) -> None:
+        """Has it load the model and compute. Once only."""
+        data = msgspec.msgpack.encode(setup)
+        # What a child says that has died already is found by who looks for its end.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            size = len(data).to_bytes(LENGTH_NBYTES, "little")
+            socket.send_fds(self.inputs, [size], setup.descriptors)
+            self.inputs.sendall(data)
+
+    def kill(self) -> None:
+        """Ends it, whatever it does; nothing is left of it."""
+        self.popen.kill()
+        self.popen.wait()
+        self.inputs.close()
+
+
+_spares: list[_Process] = []
+
+
+def make_spares(count: int) -> None:
+    """Starts processes that later executors need not wait for.
+
+    To be called by a thread that lives as long as this process.
+
+    Raises:
+        OSError: the system has no room for them.
+    """
+    _spares.extend(_Process(warm=True) for _ in range(count))
+
+
+def _take_process() -> _Process:
+    """A spare process, or a new one."""
+    while _spares:
+        process = _spares.pop()
+        if process.popen.poll() is None and not is_stopped(process.popen.pid):
+            return process
+        process.kill()
+    return _Process()
+
+
 class _Worker:
     """A worker's process, and the pipe through which it speaks of what is rare."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], pipe: int) -> None:
-        self.rank, self.process, self.pipe = rank, process, pipe
+    def __init__(self, rank: int, process: _Process, pipe: int) -> None:
+        self.rank, self.pipe = rank, pipe
+        self.process, self.inputs = process.popen, process.inputs
         self.ready: Future[None] = Future()
-        self.pidfd = os.pidfd_open(process.pid)
+        self.pidfd = os.pidfd_open(self.process.pid)
         self.stopped = False
         """Whether it was so at the last look."""
         self._received = b""
@@ -200,14 +269,6 @@ class _Worker:
             messages.append(self._decoder.decode(self._received[LENGTH_NBYTES:size]))
             self._received = self._received[size:]
         return messages, opened
-
-    def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP holds it; not whether a debugger does."""
-        try:
-            options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.process.pid, options) is not None
-        except ChildProcessError:  # it has ended, and been seen to
-            return False
 
     def describe_exit(self) -> str:
         """How it ended, once it has."""
@@ -255,7 +316,7 @@ class _WorkerGroup:
         self._num_steps = 0
         self._calls: dict[int, list[Future[Any]]] = {}
         self._call_ids = itertools.count()
-        # The system ends the processes with the thread that started them.
+        # The system ends the processes that it starts with it.
         self._thread = threading.Thread(target=self._watch, name="octavo-workers", daemon=True)
 
     def start(self) -> None:
@@ -330,9 +391,7 @@ class _WorkerGroup:
                 self._started.result()  # all of them are known
         end = time.monotonic() + _END_SECONDS
         for worker in self.workers:
-            assert worker.process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its setup may still lie there
-                worker.process.stdin.close()
+            worker.inputs.close()
         for worker in self.workers:
             try:
                 worker.process.wait(max(0.0, end - time.monotonic()))
@@ -371,44 +430,35 @@ class _WorkerGroup:
     def _launch(self, rank: int) -> _Worker:
         steps = self._step_queue.for_reader(rank)
         results = self._result_queue if rank == self._teller else None
-        pipe, end = os.pipe()
+        process = _take_process()
         try:
-            descriptors = [end, *steps.descriptors]
-            if results is not None:
-                descriptors += results.descriptors
-            if self._memory is not None:
-                descriptors.append(self._memory)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "octavo.executor.worker_process", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                pass_fds=descriptors,
-                process_group=0,  # a Ctrl-C in the terminal is for the parent
+            pipe, end = os.pipe()
+        except BaseException:
+            process.kill()
+            raise
+        try:
+            worker = _Worker(rank, process, pipe)
+            level, log_format, log_fields = current_logging()
+            process.start(
+                WorkerProcessSetup(
+                    self._setup,
+                    self._worker_cls,
+                    rank,
+                    steps,
+                    results,
+                    end,
+                    self._memory,
+                    level,
+                    log_format,
+                    log_fields,
+                )
             )
         except BaseException:
+            process.kill()
             os.close(pipe)
             raise
         finally:
             os.close(end)
-        worker = _Worker(rank, process, pipe)
-        level, log_format, log_fields = current_logging()
-        setup = WorkerProcessSetup(
-            self._setup,
-            self._worker_cls,
-            rank,
-            steps,
-            results,
-            end,
-            self._memory,
-            level,
-            log_format,
-            log_fields,
-        )
-        data = msgspec.msgpack.encode(setup)
-        assert process.stdin is not None
-        # What a child says that has died already is found by who looks for its end.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(len(data).to_bytes(LENGTH_NBYTES, "little") + data)
-            process.stdin.flush()
         return worker
 
     def _watch_workers(self) -> None:
@@ -445,7 +495,7 @@ class _WorkerGroup:
 
     def _check_stopped(self) -> None:
         for worker in self.workers:
-            stopped = worker.is_stopped()
+            stopped = is_stopped(worker.process.pid)
             if stopped and worker.stopped:
                 self._fail(f"{worker} is stopped by a signal such as SIGSTOP, and was killed")
             worker.stopped = stopped

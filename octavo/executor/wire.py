@@ -94,8 +94,14 @@ class PlainSetup(msgspec.Struct):
         )
 
 
+# Argument of a process that is to be warm before its setup comes.
+WARM = "warm"
+# Most descriptors that come with a setup.
+MAX_DESCRIPTORS = 16
+
+
 class WorkerProcessSetup(msgspec.Struct):
-    """What an executor writes to a new process's standard input."""
+    """What an executor sends to a process, on its standard input; the descriptors with it."""
 
     setup: PlainSetup
     worker_cls: str
@@ -113,6 +119,25 @@ class WorkerProcessSetup(msgspec.Struct):
     log_format: str
     log_fields: dict[str, int] = {}
     """What every line says beside the rank."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Those of the process that sends it."""
+        found = [self.pipe, *self.steps.descriptors]
+        if self.results is not None:
+            found += self.results.descriptors
+        return found if self.group is None else [*found, self.group]
+
+    def received(self, descriptors: list[int]) -> WorkerProcessSetup:
+        """The setup with the numbers that the same descriptors have in this process."""
+        numbers = dict(zip(self.descriptors, descriptors, strict=True))
+        return msgspec.structs.replace(
+            self,
+            steps=self.steps.received(numbers),
+            results=None if self.results is None else self.results.received(numbers),
+            pipe=numbers[self.pipe],
+            group=None if self.group is None else numbers[self.group],
+        )
 
 
 class Failure(msgspec.Struct, array_like=True):

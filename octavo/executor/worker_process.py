@@ -1,6 +1,7 @@
 """A worker in a process of its own: see `MultiprocExecutor`.
 
-The process gets its setup on standard input and keeps reading there: end of file tells it to end.
+The process gets its setup on standard input, a socket since descriptors come with it, and keeps
+reading there: end of file tells it to end.
 When the process that started it is gone, the system kills it, whatever it is doing or waiting for.
 """
 
@@ -11,6 +12,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,7 +30,9 @@ from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWr
 from octavo.executor.registry import import_class
 from octavo.executor.wire import (
     LENGTH_NBYTES,
+    MAX_DESCRIPTORS,
     UNENCODABLE,
+    WARM,
     Call,
     Died,
     Drafted,
@@ -60,15 +64,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Runs a worker until told to stop or until the parent is gone; its pid is the argument."""
+    """Runs a worker until told to stop or until the parent is gone; its pid is an argument."""
     _die_with_parent(int(sys.argv[1]))
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    size = int.from_bytes(sys.stdin.buffer.read(LENGTH_NBYTES), "little")
-    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=WorkerProcessSetup)
+    if sys.argv[2:] == [WARM]:
+        _import_class("octavo.worker.worker.Worker")
+    inputs = socket.socket(fileno=sys.stdin.fileno())
+    if (setup := _receive_setup(inputs)) is None:
+        return  # a spare that was not needed
     steps, loaded = QueueReader(setup.steps), threading.Event()
-    threading.Thread(target=_end_with_input, args=(steps, loaded), daemon=True).start()
+    threading.Thread(target=_end_with_input, args=(inputs, steps, loaded), daemon=True).start()
     setup_logging(setup.log_level, setup.log_format, **{**setup.log_fields, "rank": setup.rank})
     sys.setswitchinterval(SWITCH_INTERVAL)
     pipe = _Pipe(setup.pipe)
@@ -77,9 +84,7 @@ def main() -> None:
         device = setup.setup.config.device
         rank = Rank.of(setup.rank, device.tensor_parallel_size, device.pipeline_parallel_size)
         plain = setup.setup.complete(rank, setup.group)
-        gc.disable()  # the imports make 200,000 objects that stay
-        worker_cls = import_class(setup.worker_cls)
-        gc.enable()
+        worker_cls = _import_class(setup.worker_cls)
         worker: Worker = worker_cls(plain, get_platform(plain.config.device.device))
         gc.freeze()  # collections need not look at what is there now
         loaded.set()
@@ -233,9 +238,30 @@ def _die_with_parent(pid: int) -> None:
         os._exit(1)
 
 
-def _end_with_input(steps: QueueReader, loaded: threading.Event) -> None:
+def _import_class(path: str) -> Any:
+    gc.disable()  # the imports make 200,000 objects that stay
+    try:
+        return import_class(path)
+    finally:
+        gc.enable()
+
+
+def _receive_setup(inputs: socket.socket) -> WorkerProcessSetup | None:
+    """Waits for the setup and the descriptors; None: there will be none."""
+    head, descriptors, _, _ = socket.recv_fds(inputs, LENGTH_NBYTES, MAX_DESCRIPTORS)
+    if len(head) < LENGTH_NBYTES:
+        return None
+    size, data = int.from_bytes(head, "little"), b""
+    while len(data) < size:
+        if not (more := inputs.recv(size - len(data))):
+            return None
+        data += more
+    return msgspec.msgpack.decode(data, type=WorkerProcessSetup).received(descriptors)
+
+
+def _end_with_input(inputs: socket.socket, steps: QueueReader, loaded: threading.Event) -> None:
     """Ends the process when standard input ends."""
-    while sys.stdin.buffer.read(1):
+    while inputs.recv(1):
         pass
     if not loaded.is_set():
         os._exit(1)  # nothing has begun that could end in order

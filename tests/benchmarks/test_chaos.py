@@ -55,12 +55,17 @@ def test_what_is_lost_or_changed_is_counted(monkeypatch, change):
 
     monkeypatch.setattr(chaos.Load, "ask", ask)
     monkeypatch.setattr(chaos, "Killer", lambda *args: Killer())
-    args = SimpleNamespace(streams=3, max_tokens=5, kills=1, kinds=["SIGKILL"], seed=0)
-    wrong, count, _ = asyncio.run(chaos.storm(None, "http://x", args))
+    args = chaos.parse(["--streams", "3", "--kills", "1"])
+    wrong, count, _ = asyncio.run(chaos.storm(SimpleNamespace(url="http://x"), args))
     assert count >= 6
     assert len(wrong) == (0 if change is None else count)
 
 
-def test_five_deaths_under_32_streams(capsys):
-    assert chaos.main(["--kills", "5", "--max-tokens", "40"]) == 0, capsys.readouterr().out
-    assert ", 0 lost or changed" in capsys.readouterr().out
+def test_forty_deaths_of_replicas_workers_and_a_node_under_32_streams(capsys):
+    """One server with everything: an engine here and one on a node, each with two workers."""
+    flags = ["--kills", "40", "--at-once", "8", "--pause", "0.2", "--max-tokens", "40"]
+    passed = chaos.main([*flags, "--layout", "nodes-tp2", "--flags", "--num-threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert passed, out
+    assert "40 kills" in out
+    assert ", 0 lost, changed or left" in out

@@ -87,6 +87,19 @@ def test_there_is_one_spare_at_most_and_it_lives():
     made.shutdown()
 
 
+def test_a_spare_that_is_stopped_is_not_used():
+    made = launcher()
+    made.make_spare()
+    spare = made._spare
+    os.kill(spare.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, spare.pid, os.WSTOPPED | os.WNOWAIT)
+    process = made.launch(None)
+    assert process.pid != spare.pid
+    assert spare._process.returncode == -signal.SIGKILL
+    process.shutdown(0.0)
+    made.shutdown()
+
+
 def test_there_is_no_room_for_sockets(monkeypatch):
     process = CoreProcess()
     made = launcher(process=process)

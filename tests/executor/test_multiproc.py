@@ -16,6 +16,7 @@ import pytest
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.distributed import Rank
 from octavo.errors import ConfigError, EngineDeadError, ModelError, UnsupportedError
+from octavo.executor import multiproc
 from octavo.executor.multiproc import MultiprocExecutor
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import GrammarOutput, ScheduledRequest, SchedulerOutput
@@ -247,6 +248,24 @@ def test_no_room_for_a_process_leaves_nothing(monkeypatch):
         make()
     assert started[0].poll() is not None
     del started[:]
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_spare_processes_are_used_unless_they_are_dead_or_stopped():
+    before = set(os.listdir("/proc/self/fd"))
+    multiproc.make_spares(4)
+    spares = [spare.popen.pid for spare in multiproc._spares]
+    os.kill(spares[-1], signal.SIGSTOP)
+    os.kill(spares[-2], signal.SIGKILL)
+    os.waitid(os.P_PID, spares[-1], os.WSTOPPED | os.WNOWAIT)
+    os.waitid(os.P_PID, spares[-2], os.WEXITED | os.WNOWAIT)
+    executor = make(3)
+    assert executor.pids[:2] == [spares[1], spares[0]]
+    assert not any(map(psutil.pid_exists, spares[2:]))
+    assert run(executor, "a").sampled_token_ids
+    executor.shutdown()
+    del executor
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before
 
