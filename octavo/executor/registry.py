@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from typing import Any
 
@@ -15,7 +15,8 @@ def get_executor_class(config: EngineConfig) -> type[Any]:
     """The class of the executor, a subclass of `Executor`; made from a setup and a platform.
 
     Raises:
-        ConfigError: it does not work on this system, or one's own cannot be imported or is none.
+        ConfigError: it does not work on this system, Ray is missing, or one's own cannot be
+            imported or is none.
     """
     backend = config.executor_backend
     if backend == "uni":
@@ -30,12 +31,21 @@ def get_executor_class(config: EngineConfig) -> type[Any]:
         from octavo.executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor
+    if backend == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "distributed_executor_backend=ray needs Ray: pip install 'octavo[ray]'; or use mp, "
+                "which starts the workers on this machine."
+            )
+        from octavo.executor.ray import RayExecutor
+
+        return RayExecutor
     try:
         found = import_class(backend)
     except Exception as error:
         raise ConfigError(
             f"distributed_executor_backend={backend!r} cannot be imported "
-            f"({type(error).__name__}: {error}); choose uni or mp, or mend it."
+            f"({type(error).__name__}: {error}); choose uni, mp or ray, or mend it."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Executor)):
         raise ConfigError(
