@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -96,18 +97,18 @@ class WorkerActor:
         self._inbox = _Inbox()
         self._outbox = _Outbox()
 
-    def start(self, data: bytes) -> bytes:
+    def place(self) -> bytes:
+        """Where it is, as an encoded `Place`."""
+        return msgspec.msgpack.encode(Place(os.getpid(), _host(), os.uname().nodename))
+
+    def start(self, data: bytes) -> None:
         """Has the worker made; what comes of it is heard.
 
         Args:
             data: an encoded `ActorSetup`.
-
-        Returns:
-            An encoded `Place`.
         """
         setup = msgspec.msgpack.decode(data, type=ActorSetup)
         threading.Thread(target=self._run, args=(setup,), name="octavo-worker", daemon=True).start()
-        return msgspec.msgpack.encode(Place(os.getpid(), _host(), os.uname().nodename))
 
     def tell(self, number: int, data: bytes) -> None:
         """Hands the worker a message, or its end.
@@ -456,9 +457,11 @@ class _ActorGroup(WorkerGroup):
                 ),
             }
             self.workers.append(_Actor(rank, ray.remote(**options)(WorkerActor).remote()))
+        for worker, data in self._gather([it.handle.place.remote() for it in self.workers]):
+            worker.place = msgspec.msgpack.decode(data, type=Place)
         level, log_format = current_logging()
         group = None if self._memory is None else (os.getpid(), self._memory)
-        starts: dict[Any, _Actor] = {}
+        starts = []
         for worker in self.workers:
             setup = ActorSetup(
                 self._setup,
@@ -470,16 +473,27 @@ class _ActorGroup(WorkerGroup):
                 level,
                 log_format,
             )
-            starts[worker.handle.start.remote(msgspec.msgpack.encode(setup))] = worker
-        while starts:
+            starts.append(worker.handle.start.remote(msgspec.msgpack.encode(setup)))
+        for _ in self._gather(starts):
+            pass
+
+    def _gather(self, refs: list[Any]) -> Iterator[tuple[_Actor, Any]]:
+        """What each worker answers while they start, as it comes.
+
+        Raises:
+            EngineDeadError: one has died, or they are to end.
+        """
+        waiting = dict(zip(refs, self.workers, strict=True))
+        while waiting:
             if self._ending:
                 raise EngineDeadError("The workers have been shut down.")
-            for ref in ray.wait(list(starts), timeout=_CHECK_SECONDS)[0]:
-                worker = starts.pop(ref)
+            for ref in ray.wait(list(waiting), timeout=_CHECK_SECONDS)[0]:
+                worker = waiting.pop(ref)
                 try:
-                    worker.place = msgspec.msgpack.decode(ray.get(ref), type=Place)
+                    answer = ray.get(ref)
                 except RayError as error:
                     raise EngineDeadError(f"{worker} could not start: {_explain(error)}") from error
+                yield worker, answer
 
     def _listen(self) -> None:
         """Takes in what the workers say until they end, or one has died."""
