@@ -11,8 +11,11 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -267,42 +270,85 @@ class _Session:
 
     def _keep(self, connected: Future[None]) -> None:
         try:
-            _connect()
+            folder = _connect()
         except BaseException as error:
             connected.set_exception(error)
             return
         connected.set_result(None)
         self._end.wait()
         ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _SESSION = _Session()
 
 
-def _connect() -> None:
-    settings: dict[str, Any] = {"logging_level": logging.ERROR}
-    address = os.environ.get("RAY_ADDRESS")
+def _connect() -> str | None:
+    """Joins the cluster that there is, or starts one; returns the latter's folder.
+
+    Raises:
+        ConfigError: RAY_ADDRESS leads to no cluster, or none can be started.
+    """
+    address = _find_cluster()
+    folder = None
+    settings: dict[str, Any] = {"address": address}
+    if address is None:
+        # Its own, so that no other process takes it for a cluster that stays.
+        folder = tempfile.mkdtemp(prefix="octavo-ray-", dir=_ray_folder())
+        settings = {"address": "local", "include_dashboard": False, "_temp_dir": folder}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(address="auto", **settings)
-        logger.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
-        return
+        ray.init(logging_level=logging.ERROR, **settings)
     except Exception as error:
-        if address is not None:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        what = "Ray cannot be started" if address is None else f"Ray at {address} cannot be joined"
+        raise ConfigError(f"{what} ({type(error).__name__}: {error}).") from error
+    if address is None:
+        logger.info(
+            "started Ray on this machine, for this process only: no cluster runs here, and "
+            "RAY_ADDRESS names none"
+        )
+    else:
+        logger.info("joined the Ray cluster at %s", address)
+    return folder
+
+
+def _find_cluster() -> str | None:
+    """The cluster that RAY_ADDRESS names, or that was started on this machine.
+
+    Raises:
+        ConfigError: there is nobody at the first.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    if named and named != "auto":
+        if "://" in named or not _answers(named):
             raise ConfigError(
-                f"RAY_ADDRESS={address!r} leads to no Ray cluster ({error}); start it, or leave "
-                "the variable out to have one started on this machine."
-            ) from error
-        if not isinstance(error, ConnectionError):
-            raise ConfigError(f"The Ray cluster here cannot be joined ({error}).") from error
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                f"RAY_ADDRESS={named!r} leads to no Ray cluster: it is the head's host:port, as "
+                "`ray start --head` prints it. Start the cluster, or leave the variable out to "
+                "have one started on this machine."
+            )
+        return named
     try:
-        ray.init(address="local", include_dashboard=False, **settings)
-    except Exception as error:
-        raise ConfigError(f"Ray cannot be started on this machine ({error}).") from error
-    logger.info(
-        "started Ray on this machine, for this process only: no cluster runs here, and RAY_ADDRESS "
-        "names none"
-    )
+        noted = Path(_ray_folder(), "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        return None
+    return noted if _answers(noted) else None  # the note outlives the cluster
+
+
+def _ray_folder() -> str:
+    return os.environ.get("RAY_TMPDIR", "/tmp")
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens at host:port; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 5).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
 
 
 class _Actor:

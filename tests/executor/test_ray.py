@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -159,13 +160,25 @@ def test_a_cluster_that_is_too_small(connected, monkeypatch):
     assert free_cpus() == 2
 
 
-def test_an_address_without_a_cluster(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")
-    monkeypatch.setenv("RAY_gcs_server_request_timeout_seconds", "1")
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS='127.0.0.1:1' leads to no Ray cluster"):
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nonsense"])
+def test_an_address_without_a_cluster(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS='{address}' leads to no Ray cluster"):
         make()
     assert not ray.is_initialized()
+
+
+def test_what_an_old_cluster_has_left_is_no_cluster(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert of_ray._find_cluster() is None
+    (tmp_path / "ray").mkdir()
+    note = tmp_path / "ray" / "ray_current_cluster"
+    note.write_text("127.0.0.1:1")
+    assert of_ray._find_cluster() is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        note.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        assert of_ray._find_cluster() == note.read_text()
 
 
 def test_without_ray(monkeypatch):
