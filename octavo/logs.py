@@ -13,6 +13,7 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the HTTP request that the current task serves."""
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
+_STANDARD |= {"_ray_timestamp_ns"}  # every record has it once Ray is imported
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -11,9 +11,10 @@ import contextlib
 import logging
 import os
 import queue
-import shutil
+import secrets
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,6 +35,7 @@ from octavo.distributed import Rank
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executor.message_queue import QueueClosedError
 from octavo.executor.multiproc import MultiprocExecutor, WorkerGroup
+from octavo.executor.ray_cluster import ADDRESS, ERROR
 from octavo.executor.wire import Died, Failure, FromWorker, PlainSetup
 from octavo.executor.worker_process import serve
 from octavo.logs import current_logging, setup_logging
@@ -231,88 +233,91 @@ def _open_group(pid: int, descriptor: int, host: str) -> int:
 
 
 class _Session:
-    """This process's connection to Ray, one for all executors.
-
-    The system ends a cluster that was started here with the thread that did it: it has one.
-    """
+    """This process's connection to Ray, one for all executors."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._thread: threading.Thread | None = None
-        self._end = threading.Event()
+        self._ours = False
+        self._cluster: subprocess.Popen[str] | None = None
 
     def join(self) -> None:
-        """Connects, unless that has been done.
+        """Connects, unless that has been done. Not to be called by the main thread, on which Ray
+        would replace the handler of SIGTERM.
 
         Raises:
             ConfigError: RAY_ADDRESS leads to no cluster, or none can be started.
         """
         with self._lock:
             if not ray.is_initialized():
-                self._end.clear()
-                connected: Future[None] = Future()
-                self._thread = threading.Thread(
-                    target=self._keep, args=(connected,), name="octavo-ray", daemon=True
-                )
-                self._thread.start()
-                connected.result()
+                self._connect()
             self._users += 1
 
     def leave(self) -> None:
         """Disconnects after the last executor, if `join` connected."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._thread is not None:
-                self._end.set()
-                self._thread.join()
-                self._thread = None
+            if self._users == 0 and self._ours:
+                self._ours = False
+                ray.shutdown()
+                self._end_cluster()
 
-    def _keep(self, connected: Future[None]) -> None:
+    def _connect(self) -> None:
+        address = _find_cluster()
         try:
-            folder = _connect()
-        except BaseException as error:
-            connected.set_exception(error)
-            return
-        connected.set_result(None)
-        self._end.wait()
-        ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            if address is None:
+                address = self._start_cluster()
+                logger.info(
+                    "started Ray on this machine, for this process only: no cluster runs here, "
+                    "and RAY_ADDRESS names none"
+                )
+            else:
+                logger.info("joining the Ray cluster at %s", address)
+            ray.init(address=address, logging_level=logging.ERROR)
+        except Exception as error:
+            self._end_cluster()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"The Ray cluster at {address} cannot be joined ({type(error).__name__}: {error})."
+            ) from error
+        self._ours = True
+
+    def _start_cluster(self) -> str:
+        """Starts one on this machine; returns where it is."""
+        if "RAY_AUTH_MODE" not in os.environ:
+            # Ray would write a token into the home folder, for all clusters.
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+            ray._raylet.Config.initialize("")  # this process has read the variables already
+        # Its own, so that no other process takes it for a cluster that stays.
+        folder = tempfile.mkdtemp(prefix="octavo-ray-", dir=_ray_folder())
+        self._cluster = subprocess.Popen(
+            [sys.executable, "-m", "octavo.executor.ray_cluster", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,  # a Ctrl-C in the terminal is for the parent
+        )
+        assert self._cluster.stdout is not None
+        for line in self._cluster.stdout:
+            if line.startswith(ADDRESS):
+                return line.removeprefix(ADDRESS).strip()
+            if line.startswith(ERROR):
+                raise ConfigError(f"Ray cannot be started here ({line.removeprefix(ERROR)[:-1]}).")
+        raise ConfigError(f"Ray cannot be started here (status {self._cluster.wait()}).")
+
+    def _end_cluster(self) -> None:
+        """Ends what `_start_cluster` has started."""
+        if (cluster := self._cluster) is not None:
+            self._cluster = None
+            assert cluster.stdin is not None
+            assert cluster.stdout is not None
+            cluster.stdin.close()
+            cluster.stdout.close()
+            cluster.wait()
 
 
 _SESSION = _Session()
-
-
-def _connect() -> str | None:
-    """Joins the cluster that there is, or starts one; returns the latter's folder.
-
-    Raises:
-        ConfigError: RAY_ADDRESS leads to no cluster, or none can be started.
-    """
-    address = _find_cluster()
-    folder = None
-    settings: dict[str, Any] = {"address": address}
-    if address is None:
-        # Its own, so that no other process takes it for a cluster that stays.
-        folder = tempfile.mkdtemp(prefix="octavo-ray-", dir=_ray_folder())
-        settings = {"address": "local", "include_dashboard": False, "_temp_dir": folder}
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray.init(logging_level=logging.ERROR, **settings)
-    except Exception as error:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        what = "Ray cannot be started" if address is None else f"Ray at {address} cannot be joined"
-        raise ConfigError(f"{what} ({type(error).__name__}: {error}).") from error
-    if address is None:
-        logger.info(
-            "started Ray on this machine, for this process only: no cluster runs here, and "
-            "RAY_ADDRESS names none"
-        )
-    else:
-        logger.info("joined the Ray cluster at %s", address)
-    return folder
 
 
 def _find_cluster() -> str | None:

@@ -23,11 +23,11 @@ def get_executor_class(config: EngineConfig) -> type[Any]:
         from octavo.executor.uniproc import UniProcExecutor
 
         return UniProcExecutor
+    if backend in ("mp", "ray") and sys.platform != "linux":
+        raise ConfigError(
+            f"distributed_executor_backend={backend} works on Linux only; use uni, in one process."
+        )
     if backend == "mp":
-        if sys.platform != "linux":
-            raise ConfigError(
-                "distributed_executor_backend=mp works on Linux only; use uni, in one process."
-            )
         from octavo.executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor

@@ -3,13 +3,16 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from octavo.config import EngineConfig
+from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
@@ -208,8 +211,40 @@ def test_tokens_are_those_of_one_process(cluster):
     settings = {"max_model_len": 128, "max_num_seqs": 4, "num_threads": 1}
     found = []
     for layout in ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}):
-        llm = LLM("builtin", **settings, **layout)
+        llm = LLM(BUILTIN_MODEL, **settings, **layout)
         found.append([it.outputs[0] for it in llm.generate(prompts, params)])
         llm.shutdown()
     one, two = ([(it.token_ids, it.logprobs) for it in outputs] for outputs in found)
     assert one == two
+
+
+SCRIPT = """
+from tests.executor.test_ray import make
+
+if __name__ == "__main__":
+    print(*make().pids, flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_cluster_of_one_s_own_ends_with_the_process(tmp_path, kill):
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    variables |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", SCRIPT]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=variables, **streams) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert {*pids} < {it.pid for it in below}
+        if kill:
+            process.kill()
+        else:
+            process.stdin.close()
+        process.wait(20)
+    assert len(pids) == 2
+    assert gone([it.pid for it in below], 10)
+    end = time.monotonic() + 5
+    while (left := list(tmp_path.iterdir())) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left, "its folder, too"
