@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -218,19 +219,27 @@ def test_tokens_are_those_of_one_process(cluster):
     assert one == two
 
 
+@pytest.fixture
+def short_path():
+    """Sockets have names of 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as path:
+        yield Path(path)
+
+
 SCRIPT = """
 from tests.executor.test_ray import make
 
 if __name__ == "__main__":
-    print(*make().pids, flush=True)
+    executor = make()
+    print(*executor.pids, flush=True)
     input()
 """
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_a_cluster_of_one_s_own_ends_with_the_process(tmp_path, kill):
+def test_a_cluster_of_one_s_own_ends_with_the_process(short_path, kill):
     variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    variables |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)}
+    variables |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(short_path)}
     command = [sys.executable, "-c", SCRIPT]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=variables, **streams) as process:
@@ -245,6 +254,6 @@ def test_a_cluster_of_one_s_own_ends_with_the_process(tmp_path, kill):
     assert len(pids) == 2
     assert gone([it.pid for it in below], 10)
     end = time.monotonic() + 5
-    while (left := list(tmp_path.iterdir())) and time.monotonic() < end:
+    while (left := list(short_path.iterdir())) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left, "its folder, too"
