@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.executor.base import Executor
+from octavo.executor.base import Executor, import_class
 
 
 def get_executor_class(config: EngineConfig) -> type[Any]:
@@ -53,9 +53,3 @@ def get_executor_class(config: EngineConfig) -> type[Any]:
             "octavo.executor.base.Executor."
         )
     return found
-
-
-def import_class(path: str) -> Any:
-    """What a module has under a name, the two with a dot between."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

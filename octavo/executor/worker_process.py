@@ -23,9 +23,8 @@ import msgspec
 from octavo.device import SWITCH_INTERVAL
 from octavo.distributed import Rank
 from octavo.errors import OctavoError, UnsupportedError
-from octavo.executor.base import find_method
+from octavo.executor.base import find_method, import_class
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter
-from octavo.executor.registry import import_class
 from octavo.executor.wire import (
     LENGTH_NBYTES,
     UNENCODABLE,
