@@ -91,4 +91,35 @@ void shared_barrier(const BarrierArgs& a) {
   check();
 }
 
+void counter_post(SharedCounter* counter, uint32_t value) {
+  counter->value.store(value);
+  if (counter->sleeping.load() > 0) wake(counter->value);
+}
+
+bool counter_reached(const SharedCounter& counter, uint32_t value) {
+  return int32_t(counter.value.load(std::memory_order_acquire) - value) >= 0;
+}
+
+void counter_wait(SharedCounter* counter, uint32_t value, const SharedBarrier& group,
+                  double timeout) {
+  const auto start = Clock::now();
+  auto reached = [&] { return counter_reached(*counter, value); };
+  while (Clock::now() - start < kSpin)
+    for (int i = 0; i < 32; i++) {
+      if (reached()) return;
+      pause();
+    }
+  while (!reached()) {
+    if (group.broken.load()) throw GroupError("another of the group's processes has failed");
+    if (std::chrono::duration<double>(Clock::now() - start).count() > timeout)
+      throw GroupError("a process of the group did not come within " +
+                       std::to_string(int64_t(timeout)) + " s");
+    counter->sleeping.fetch_add(1);
+    const uint32_t seen = counter->value.load();
+    // Not for long: who breaks the group does not know who waits here.
+    if (!reached()) sleep_at(counter->value, seen, 0.1);
+    counter->sleeping.fetch_sub(1);
+  }
+}
+
 }  // namespace octavo

@@ -39,4 +39,21 @@ void shared_barrier(const BarrierArgs& a);
 // Ends all waiting, now and later.
 void break_group(SharedBarrier* barrier);
 
+// A number in shared memory that one process makes larger and others wait for; zeros at first.
+struct SharedCounter {
+  alignas(64) std::atomic<uint32_t> value;
+  alignas(64) std::atomic<uint32_t> sleeping;
+};
+static_assert(sizeof(SharedCounter) == 128);
+
+// What was written before is seen by all who find that value. It may wrap around.
+void counter_post(SharedCounter* counter, uint32_t value);
+
+// Whether the counter has come to a value.
+bool counter_reached(const SharedCounter& counter, uint32_t value);
+
+// Waits for that. Throws GroupError when the group is broken, or after `timeout` seconds.
+void counter_wait(SharedCounter* counter, uint32_t value, const SharedBarrier& group,
+                  double timeout);
+
 }  // namespace octavo

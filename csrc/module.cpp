@@ -228,6 +228,20 @@ NB_MODULE(_native, m) {
   m.def("break_group", [](Address barrier) { break_group(at<SharedBarrier>(barrier)); });
   m.def("group_broken", [](Address barrier) { return at<SharedBarrier>(barrier)->broken.load() != 0; });
 
+  m.def("counter_post", [](Address counter, uint32_t value) {
+    counter_post(at<SharedCounter>(counter), value);
+  });
+  m.def("counter_reached", [](Address counter, uint32_t value) {
+    return counter_reached(*at<SharedCounter>(counter), value);
+  });
+  m.def(
+      "counter_wait",
+      [](Address counter, uint32_t value, Address barrier, double timeout) {
+        Release release;
+        counter_wait(at<SharedCounter>(counter), value, *at<SharedBarrier>(barrier), timeout);
+      },
+      nb::kw_only(), nb::arg("counter"), nb::arg("value"), nb::arg("barrier"), nb::arg("timeout"));
+
   m.def("linear_scratch", [](int64_t rows, int64_t k, int64_t threads) {
     return kernels().linear_scratch(rows, k, threads);
   });

@@ -276,6 +276,21 @@ class DeviceConfig(_Section, frozen=True):
             ge=1,
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(
+            description="Stages into which the layers are divided; each is computed by"
+            " tensor_parallel_size processes, while the others compute other steps.",
+            ge=1,
+        ),
+    ] = 1
+    pipeline_layers: Annotated[
+        Annotated[str, Meta(pattern=r"^[1-9]\d*(,[1-9]\d*)*$")] | None,
+        Meta(
+            description="Layers of each stage, such as 8,8,6; default: so that each reads about as"
+            " many weights."
+        ),
+    ] = None
     num_threads: Annotated[
         PositiveInt | None,
         Meta(
@@ -696,7 +711,7 @@ class EngineConfig(_Section, frozen=True):
     @property
     def world_size(self) -> int:
         """Workers of an engine, which compute together."""
-        return self.device.tensor_parallel_size
+        return self.device.tensor_parallel_size * self.device.pipeline_parallel_size
 
     @property
     def executor_backend(self) -> str:
@@ -773,8 +788,15 @@ class EngineConfig(_Section, frozen=True):
         backend = self.executor_backend
         if backend == "uni" and self.world_size > 1:
             raise ConfigError(
-                "distributed_executor_backend=uni has one worker, and tensor_parallel_size="
-                f"{self.world_size} needs more; set distributed_executor_backend=mp."
+                "distributed_executor_backend=uni has one worker, and tensor_parallel_size times "
+                f"pipeline_parallel_size is {self.world_size}; set "
+                "distributed_executor_backend=mp."
+            )
+        layers, stages = self.device.pipeline_layers, self.device.pipeline_parallel_size
+        if layers is not None and layers.count(",") + 1 != stages:
+            raise ConfigError(
+                f"pipeline_layers={layers!r} is for {layers.count(',') + 1} stages, and "
+                f"pipeline_parallel_size={stages}; give a number of layers for each."
             )
         if backend not in ("uni", "mp", "ray") and "." not in backend.strip("."):
             raise ConfigError(

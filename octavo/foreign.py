@@ -58,8 +58,9 @@ def _group(why: str, **harmless: Any) -> list[Foreign]:
 
 
 _ONE_DEVICE = (
-    "a model is divided among processes only by tensor_parallel_size so far, on one machine's CPU; "
-    "to use more devices, start a server for each and a load balancer in front"
+    "a model is divided among processes only by tensor_parallel_size and pipeline_parallel_size "
+    "so far, on one machine's CPU; to use more devices, start a server for each and a load "
+    "balancer in front"
 )
 
 FOREIGN: dict[str, Foreign] = {
@@ -67,7 +68,6 @@ FOREIGN: dict[str, Foreign] = {
     for settings in (
         _group(
             _ONE_DEVICE,
-            pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
             nnodes=1,

@@ -416,6 +416,7 @@ class FakeEngine:
         depth: int = 1,
         caching: bool = True,
         num_drafts: int = 0,
+        num_stages: int = 1,
         fail: Iterable[str] = (),
         observer: SchedulerObserver | None = None,
         **config: object,
@@ -432,6 +433,7 @@ class FakeEngine:
             enable_caching=caching,
             num_speculative_tokens=num_drafts,
             max_num_drafts=3 * num_drafts,
+            num_stages=num_stages,
             clock=lambda: self.now,
             observer=observer,
         )

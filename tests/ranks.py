@@ -9,27 +9,29 @@ from octavo.executor.uniproc import UniProcExecutor
 
 
 class _Step:
-    def __init__(self, handles):
-        self.handles = handles
+    def __init__(self, handles, teller):
+        self.handles, self.teller = handles, teller
 
     def drafts(self):
-        return self.handles[0].drafts()
+        return self.handles[self.teller].drafts()
 
     def sample(self, grammar=None):
         futures = [handle.sample(grammar) for handle in self.handles]
-        return futures[0]
+        return futures[self.teller]
 
 
 class RanksExecutor(Executor):
     """A `UniProcExecutor` for each rank; all are given the same steps."""
 
     def __init__(self, setup, platform):
-        self.descriptor = GroupMemory.create(setup.group_nbytes)
-        size = setup.rank.size
+        size, stages = setup.rank.size, setup.rank.num_stages
+        self.descriptor = GroupMemory.create(setup.group_nbytes, stages)
+        ranks = [Rank.of(number, size, stages) for number in range(size * stages)]
         self.ranks = [
-            UniProcExecutor(replace(setup, rank=Rank(index, size), group=self.descriptor), platform)
-            for index in range(size)
+            UniProcExecutor(replace(setup, rank=rank, group=self.descriptor), platform)
+            for rank in ranks
         ]
+        (self.teller,) = (rank.number for rank in ranks if rank.samples)
         self.max_in_flight = self.ranks[0].max_in_flight
 
     def measure_memory(self):
@@ -40,7 +42,7 @@ class RanksExecutor(Executor):
             rank.initialize_kv_cache(kv_cache)
 
     def execute(self, work):
-        return _Step([rank.execute(work) for rank in self.ranks])
+        return _Step([rank.execute(work) for rank in self.ranks], self.teller)
 
     def collective_rpc(self, call, timeout=None):
         return [result for rank in self.ranks for result in rank.collective_rpc(call, timeout)]

@@ -43,7 +43,7 @@ def test_what_asks_for_nothing_changes_nothing(serve, words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-pp", "2"], "pipeline_parallel_size='2' is not supported: "),
+        (["-pcp", "2"], "prefill_context_parallel_size='2' is not supported: "),
         (["--enable-lora"], "enable_lora=True is not supported: "),
         (["-cc.mode=3"], "compilation_config='{\"mode\": 3}' is not supported: "),
         (["--max-num-seqs", "1.5"], "'1.5' is not a whole number"),

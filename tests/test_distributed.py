@@ -15,8 +15,8 @@ from octavo.errors import ConfigError
 
 CHILD = """
 import sys, numpy as np
-from octavo.distributed import GroupMemory
-memory = GroupMemory(int(sys.argv[1]), 4096, 2)
+from octavo.distributed import GroupMemory, Rank
+memory = GroupMemory(int(sys.argv[1]), 4096, Rank(1, 2))
 data = memory.data.view(np.int64)
 for step in range(200):
     data[1] = step
@@ -43,7 +43,7 @@ def test_shares_are_all_there_is_once(n, size):
 
 def test_processes_see_what_others_wrote_before_a_barrier(descriptor):
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(descriptor)], pass_fds=[descriptor])
-    memory = GroupMemory(descriptor, 4096, 2)
+    memory = GroupMemory(descriptor, 4096, Rank(0, 2))
     data = memory.data.view(np.int64)
     try:
         for step in range(200):
@@ -58,7 +58,7 @@ def test_processes_see_what_others_wrote_before_a_barrier(descriptor):
 
 
 def test_who_does_not_come_ends_the_waiting_of_all(descriptor):
-    memories = [GroupMemory(descriptor, 4096, 3, timeout=0.2) for _ in range(2)]
+    memories = [GroupMemory(descriptor, 4096, Rank(0, 3), timeout=0.2) for _ in range(2)]
     errors = []
 
     def wait(memory):
@@ -79,7 +79,7 @@ def test_who_does_not_come_ends_the_waiting_of_all(descriptor):
 
 
 def test_a_broken_group_wakes_who_sleeps(descriptor):
-    memory, other = (GroupMemory(descriptor, 4096, 2) for _ in range(2))
+    memory, other = (GroupMemory(descriptor, 4096, Rank(0, 2)) for _ in range(2))
     timer = threading.Timer(0.1, other.break_)
     timer.start()
     start = time.monotonic()
@@ -90,7 +90,7 @@ def test_a_broken_group_wakes_who_sleeps(descriptor):
 
 
 def test_a_barrier_is_recorded(descriptor):
-    memory, plan = GroupMemory(descriptor, 4096, 2, timeout=0.01), _native.Plan()
+    memory, plan = GroupMemory(descriptor, 4096, Rank(0, 2), timeout=0.01), _native.Plan()
     plan.begin()
     memory.barrier()
     plan.end()
@@ -101,4 +101,69 @@ def test_a_barrier_is_recorded(descriptor):
 
 def test_other_memory_is_refused(descriptor):
     with pytest.raises(ConfigError, match="do not compute the same model"):
-        GroupMemory(descriptor, 8192, 2)
+        GroupMemory(descriptor, 8192, Rank(0, 2))
+
+
+def test_processes_are_numbered_stage_by_stage():
+    ranks = [Rank.of(number, 2, 3) for number in range(6)]
+    assert [rank.number for rank in ranks] == list(range(6))
+    assert [(rank.stage, rank.index) for rank in ranks] == [
+        (s, i) for s in range(3) for i in (0, 1)
+    ]
+    assert [rank.drafts for rank in ranks] == [True, False, False, False, False, False]
+    assert [rank.samples for rank in ranks] == [False, False, False, False, True, False]
+    assert Rank(0, 1).drafts
+    assert Rank(0, 1).samples
+
+
+def test_stages_have_barriers_of_their_own_and_break_together():
+    descriptor = GroupMemory.create(64, num_stages=20)  # more than a page of barriers
+    try:
+        first, last = (GroupMemory(descriptor, 64, Rank(0, 1, stage, 20)) for stage in (0, 19))
+        first.barrier()
+        last.barrier()
+        assert first.data.any() == last.data.any() == False  # noqa: E712
+        last.break_()
+        assert first.broken
+        with pytest.raises(_native.GroupError):
+            first.barrier()
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("begin", [0, 2**32 - 100, 2**33 - 3])
+def test_counters_are_waited_for(descriptor, begin):
+    """Also where 32 bits of them begin anew."""
+    memory = GroupMemory(descriptor, 4096, Rank(0, 2))
+    counter, data = memory.counter(0), memory.data[256:].view(np.int64)
+    counter.post(begin)
+    seen = []
+
+    def follow():
+        own = GroupMemory(descriptor, 4096, Rank(1, 2)).counter(0)
+        for value in range(begin + 1, begin + 201):
+            own.wait(value)
+            seen.append(int(data[value % 256]) == value)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    for value in range(begin + 1, begin + 201):
+        data[value % 256] = value
+        counter.post(value)
+        if value % 50 == 0:
+            time.sleep(0.002)  # it sleeps meanwhile
+    thread.join(10)
+    assert seen == [True] * 200
+    assert counter.reached(begin + 200)
+    assert not counter.reached(begin + 201)
+
+
+def test_a_broken_group_wakes_who_waits_for_a_counter(descriptor):
+    memory, other = (GroupMemory(descriptor, 4096, Rank(i, 2)) for i in range(2))
+    timer = threading.Timer(0.05, other.break_)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(_native.GroupError, match="another"):
+        memory.counter(128).wait(1)
+    assert time.monotonic() - start < 5
+    timer.join()

@@ -37,8 +37,8 @@ def test_settings_go_through():
     assert EngineArgs(**dataclasses.asdict(args)).create_engine_config() == config
     with pytest.raises(TypeError, match="no_such"):
         EngineArgs(no_such=1)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
-        EngineArgs(pipeline_parallel_size=2).create_engine_config()
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size=2"):
+        EngineArgs(prefill_context_parallel_size=2).create_engine_config()
 
 
 def test_none_is_the_default_where_it_is_no_value():

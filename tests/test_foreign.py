@@ -12,8 +12,8 @@ from octavo.foreign import FOREIGN, check_foreign, translate
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pipeline_parallel_size", 1),
-        ("pipeline_parallel_size", "1"),
+        ("prefill_context_parallel_size", 1),
+        ("prefill_context_parallel_size", "1"),
         ("compilation_config", "3"),
         ("compilation_config", {}),
         ("cpu_offload_gb", 0.0),
@@ -45,7 +45,7 @@ def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("pipeline_parallel_size", 2, "load balancer"),
+        ("prefill_context_parallel_size", 2, "load balancer"),
         ("compilation_config", '{"mode": 0}', "enforce_eager"),
         ("cpu_offload_gb", "4", "quantization"),
         ("enable_lora", True, "merge the adapter"),

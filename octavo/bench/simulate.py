@@ -146,6 +146,11 @@ class _Simulation:
                 "speculative_config: a simulation does not know which drafts are right; leave it "
                 "out."
             )
+        if (stages := config.device.pipeline_parallel_size) > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={stages}: a simulation does not know steps that several "
+                "stages compute at once; leave it out."
+            )
         self.spec = read_spec(
             resolve_folders(config)[0], trust_remote_code=config.model.trust_remote_code
         )

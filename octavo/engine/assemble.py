@@ -95,15 +95,16 @@ def make_engine_core(
         dtype=resolve_dtype(config, spec),
         max_model_len=resolve_max_model_len(config, spec),
         max_num_batched_tokens=budget,
-        rank=Rank(0, config.device.tensor_parallel_size),
+        rank=Rank.of(0, config.device.tensor_parallel_size, config.device.pipeline_parallel_size),
     )
     setup = _with_draft(setup)
     draft = setup.draft
     platform = platform or get_platform(config.device.device)
     platform.check_settings(config.device)
-    if setup.rank.size > 1:
+    if setup.rank.world_size > 1:
         _check_parallel(setup, platform)
-    read_ahead(config, setup.part, model_path, setup.dtype)  # while torch is imported
+    for stage in setup.stages:
+        read_ahead(config, stage.part, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or import_executor(config)
     estimate = platform.estimate_memory(setup)
     # Kernels of others keep their memory in their own ways.
@@ -126,7 +127,7 @@ def make_engine_core(
     if estimate is not None:  # what does not fit is refused before anything is loaded
         plan, kv_cache = make_memory_plan(
             config,
-            setup.part,
+            spec.split(setup.rank),
             estimate,
             max_num_batched_tokens=budget,
             request_memory=request_memory,
@@ -135,10 +136,11 @@ def make_engine_core(
             draft=None if draft is None else draft.spec,
         )
         _log_plan(plan, details)
-        setup = replace(setup, max_model_len=plan.max_model_len, scratch=estimate.scratch)
+        setup = replace(setup, max_model_len=plan.max_model_len, scratches=estimate.scratches)
         if draft is not None:
             length = min(draft.max_model_len, plan.max_model_len)
-            draft = replace(draft, max_model_len=length, scratch=estimate.draft_scratch)
+            assert estimate.draft_scratch is not None
+            draft = replace(draft, max_model_len=length, scratches=(estimate.draft_scratch,))
             setup = replace(setup, draft=draft)
     executor = make_executor(setup, platform)
     try:
@@ -158,6 +160,7 @@ def make_engine_core(
             enable_caching=config.cache.enable_prefix_caching,
             num_speculative_tokens=setup.num_speculative_tokens,
             max_num_drafts=setup.max_num_drafts,
+            num_stages=setup.rank.num_stages,
             clock=clock.now,
             observer=observer.LogObserver() if watched else None,
         )
@@ -190,7 +193,12 @@ def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    config, ranks = setup.config, setup.rank.size
+    config, rank = setup.config, setup.rank
+    setting = (
+        f"tensor_parallel_size={rank.size}"
+        if rank.size > 1
+        else f"pipeline_parallel_size={rank.num_stages}"
+    )
     reasons = {
         "device=cpu without Triton": platform.name != "cpu"
         or config.device.attention_backend == "triton",
@@ -200,17 +208,16 @@ def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:
     }
     for needed, wrong in reasons.items():
         if wrong:
-            raise ConfigError(
-                f"tensor_parallel_size={ranks} needs {needed}; change one of the two."
-            )
+            raise ConfigError(f"{setting} needs {needed}; change one of the two.")
     cores, threads = num_cpus(), config.device.num_threads or 1
-    if config.parallel.data_parallel_size == 1 and ranks * threads > cores:
+    if config.parallel.data_parallel_size == 1 and rank.world_size * threads > cores:
         logger.warning(
             "%d processes with %d threads each are more than the %d cores there are for them: they "
-            "wait for each other at every layer, and a step takes many times as long",
-            ranks,
+            "wait for each other%s",
+            rank.world_size,
             threads,
             cores,
+            " at every layer, and a step takes many times as long" if rank.size > 1 else "",
         )
 
 

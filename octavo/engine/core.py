@@ -228,7 +228,7 @@ class EngineCore:
             newest = self._in_flight[-1] if self._in_flight else None
             if newest is not None and newest.result is None:
                 # A grammar must know all tokens so far; the forward pass is under way meanwhile.
-                while len(self._in_flight) > 1:
+                while self._waits_for_tokens(newest):
                     self._take_result()
                     took = True
                 self._sample(newest, self._ask_grammars(newest))
@@ -265,6 +265,16 @@ class EngineCore:
         if not any(request.has_grammar for request in work.scheduled_reqs):
             self._sample(step, None)
         self._in_flight.append(step)
+
+    def _waits_for_tokens(self, newest: _StepInFlight) -> bool:
+        """Whether a step in flight before the newest one has requests of it with a grammar."""
+        asking = {r.req_id for r in newest.work.scheduled_reqs if r.has_grammar}
+        return any(
+            request.req_id in asking
+            for step in self._in_flight
+            if step is not newest
+            for request in step.work.scheduled_reqs
+        )
 
     def _sample(self, step: _StepInFlight, grammar: GrammarOutput | None) -> None:
         """Has a step sampled; when it has been, its time is noted if it is to be recorded."""

@@ -12,8 +12,9 @@ from octavo.kv_cache.groups import (
     bytes_per_block,
     make_kv_cache_groups,
     max_blocks_per_request,
+    select_layers,
 )
-from octavo.models.spec import ModelSpec
+from octavo.models.spec import ModelSpec, divide_layers
 from octavo.worker.memory import MemoryBudget
 
 # The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
@@ -195,7 +196,7 @@ def make_memory_plan(
 
     Args:
         config: the settings.
-        spec: the model; of several ranks, the first one's part.
+        spec: the model; of ranks that divide its heads, what the first one has.
         budget: what there is, and what is taken beside the KV cache.
         max_num_batched_tokens: token budget of a step.
         request_memory: bytes for a server's requests, if they come from the same memory; None:
@@ -214,7 +215,11 @@ def make_memory_plan(
     cache = config.cache
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
     groups = make_kv_cache_groups(spec.caches)
-    block_nbytes = bytes_per_block(groups, cache.block_size, cache_dtype)
+    device = config.device
+    block_nbytes = sum(
+        bytes_per_block(select_layers(groups, *layers), cache.block_size, cache_dtype)
+        for layers in divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
+    )
     if draft is not None:
         block_nbytes += sum(c.block_nbytes(cache.block_size, cache_dtype) for c in draft.caches)
 

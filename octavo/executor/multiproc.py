@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.distributed import GroupMemory
+from octavo.distributed import GroupMemory, Rank
 from octavo.errors import EngineDeadError, OctavoError, UnsupportedError, signal_name
 from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
@@ -64,12 +64,11 @@ _END_SECONDS = 5.0
 
 
 class MultiprocExecutor(Executor):
-    """Runs `world_size` workers, each in a process.
+    """Runs a worker for each rank, in a process of its own.
 
     Args:
         setup: what they are built from; each reads the models' specs from their folders again.
         platform: the device's; each makes its own from the settings.
-        world_size: how many; None: as the settings say.
         worker_cls: module and name of their class, with a dot between; it is made like `Worker`.
 
     Raises:
@@ -83,14 +82,14 @@ class MultiprocExecutor(Executor):
         setup: WorkerSetup,
         platform: Platform,
         *,
-        world_size: int | None = None,
         worker_cls: str = "octavo.worker.worker.Worker",
     ) -> None:
-        self.max_in_flight = 2 if setup.config.scheduler.async_scheduling else 1
-        world_size = world_size or setup.config.world_size
-        memory = GroupMemory.create(setup.group_nbytes) if setup.rank.size > 1 else None
+        self.max_in_flight = setup.max_in_flight
+        rank, memory = setup.rank, None
+        if rank.world_size > 1:
+            memory = GroupMemory.create(setup.group_nbytes, rank.num_stages)
         try:
-            group = self._make_group(PlainSetup.of(setup), world_size, worker_cls, memory)
+            group = self._make_group(PlainSetup.of(setup), rank, worker_cls, memory)
         except BaseException:
             if memory is not None:
                 os.close(memory)
@@ -105,9 +104,9 @@ class MultiprocExecutor(Executor):
             raise
 
     def _make_group(
-        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
+        self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None
     ) -> WorkerGroup:
-        return _ProcessGroup(setup, world_size, worker_cls, memory)
+        return _ProcessGroup(setup, rank, worker_cls, memory)
 
     def measure_memory(self) -> MemoryBudget:
         """See `Executor`; that of the worker which has least room."""
@@ -240,10 +239,10 @@ class WorkerGroup(ABC):
     kind: str
     """As `distributed_executor_backend` calls it."""
 
-    def __init__(
-        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
-    ) -> None:
-        self._setup, self._world_size, self._worker_cls = setup, world_size, worker_cls
+    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+        self._setup, self._world_size, self._worker_cls = setup, rank.world_size, worker_cls
+        self._teller = rank.world_size - rank.size
+        """The rank that samples: it has all that there is to tell."""
         self._memory = memory
         """The descriptor of what the workers share, beside the queues."""
         self.workers: list[Any] = []
@@ -422,12 +421,10 @@ class _ProcessGroup(WorkerGroup):
     kind = "mp"
     workers: list[_Worker]
 
-    def __init__(
-        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
-    ) -> None:
-        super().__init__(setup, world_size, worker_cls, memory)
+    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+        super().__init__(setup, rank, worker_cls, memory)
         with contextlib.ExitStack() as undo:
-            self._step_queue = make_queue(world_size)
+            self._step_queue = make_queue(rank.world_size)
             undo.callback(self._step_queue.close)
             self._result_queue = make_queue(1)
             undo.pop_all()
@@ -485,7 +482,7 @@ class _ProcessGroup(WorkerGroup):
 
     def _launch(self, rank: int) -> _Worker:
         steps = self._step_queue.for_reader(rank)
-        results = self._result_queue if rank == 0 else None
+        results = self._result_queue if rank == self._teller else None
         pipe, end = os.pipe()
         try:
             descriptors = [end, *steps.descriptors]
@@ -510,7 +507,6 @@ class _ProcessGroup(WorkerGroup):
             self._setup,
             self._worker_cls,
             rank,
-            self._world_size,
             steps,
             results,
             end,
@@ -541,7 +537,7 @@ class _ProcessGroup(WorkerGroup):
             if self._wake in ready:
                 return
             while (data := self._results.try_read()) is not None:
-                self._take(self.workers[0], decoder.decode(data))
+                self._take(self.workers[self._teller], decoder.decode(data))
             for fd in ready & pipes.keys():
                 messages, opened = pipes[fd].receive()
                 for message in messages:

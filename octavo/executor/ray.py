@@ -54,7 +54,7 @@ _COPIED = ("OCTAVO_", "HF_", "HUGGING_FACE_", "NCCL_")
 
 
 class RayExecutor(MultiprocExecutor):
-    """Runs `world_size` workers, each in an actor; see `MultiprocExecutor`.
+    """Runs a worker for each rank, in an actor; see `MultiprocExecutor`.
 
     Joins the cluster that this process is connected to, or RAY_ADDRESS names, or runs on this
     machine; where there is none it starts one on this machine.
@@ -65,9 +65,9 @@ class RayExecutor(MultiprocExecutor):
     """
 
     def _make_group(
-        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
+        self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None
     ) -> WorkerGroup:
-        return _ActorGroup(setup, world_size, worker_cls, memory)
+        return _ActorGroup(setup, rank, worker_cls, memory)
 
 
 class ActorSetup(msgspec.Struct):
@@ -77,7 +77,9 @@ class ActorSetup(msgspec.Struct):
     worker_cls: str
     """Module and name of the worker's class, with a dot between: it is made like `Worker`."""
     rank: int
-    world_size: int
+    """Its number among all."""
+    tells: bool
+    """Whether it is the one that tells what comes of steps."""
     group: tuple[int, int] | None
     """Process and descriptor of the workers' memory, if they compute one model together."""
     host: str
@@ -135,14 +137,14 @@ class WorkerActor:
     def _run(self, setup: ActorSetup) -> None:
         setup_logging(setup.log_level, setup.log_format, rank=setup.rank)
         sys.setswitchinterval(SWITCH_INTERVAL)
-        rank, outbox = Rank(setup.rank, setup.world_size), self._outbox
+        outbox = self._outbox
         try:
             group = None if setup.group is None else _open_group(*setup.group, setup.host)
         except ConfigError as error:
             outbox.write(Died(Failure.of(error)))
         else:
-            results = _Results(outbox) if rank.index == 0 else None
-            serve(setup.setup, setup.worker_cls, rank, group, self._inbox, results, outbox)
+            results = _Results(outbox) if setup.tells else None
+            serve(setup.setup, setup.worker_cls, setup.rank, group, self._inbox, results, outbox)
         outbox.end()
 
 
@@ -393,10 +395,8 @@ class _ActorGroup(WorkerGroup):
     kind = "ray"
     workers: list[_Actor]
 
-    def __init__(
-        self, setup: PlainSetup, world_size: int, worker_cls: str, memory: int | None
-    ) -> None:
-        super().__init__(setup, world_size, worker_cls, memory)
+    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+        super().__init__(setup, rank, worker_cls, memory)
         self._placement: PlacementGroup | None = None
         self._sending = threading.Lock()
         """Of what follows."""
@@ -518,7 +518,7 @@ class _ActorGroup(WorkerGroup):
                 self._setup,
                 self._worker_cls,
                 worker.rank,
-                self._world_size,
+                worker.rank == self._teller,
                 group,
                 _host(),
                 level,

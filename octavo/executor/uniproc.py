@@ -32,7 +32,7 @@ class UniProcExecutor(Executor):
     """
 
     def __init__(self, setup: WorkerSetup, platform: Platform) -> None:
-        self.max_in_flight = 2 if setup.config.scheduler.async_scheduling else 1
+        self.max_in_flight = setup.max_in_flight
         self._thread = ThreadPoolExecutor(1, "octavo-worker")
         self._results = ThreadPoolExecutor(1, "octavo-results")
         try:

@@ -37,7 +37,7 @@ class PlainSetup(msgspec.Struct):
     dtype: str
     max_model_len: int
     max_num_batched_tokens: int
-    scratch: Scratch | None
+    scratches: tuple[Scratch, ...]
     kept_layers: tuple[int, ...]
     draft: PlainSetup | None
 
@@ -50,7 +50,7 @@ class PlainSetup(msgspec.Struct):
             setup.dtype,
             setup.max_model_len,
             setup.max_num_batched_tokens,
-            setup.scratch,
+            setup.scratches,
             setup.kept_layers,
             None if setup.draft is None else cls.of(setup.draft),
         )
@@ -89,7 +89,7 @@ class PlainSetup(msgspec.Struct):
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            scratch=self.scratch,
+            scratches=self.scratches,
             kept_layers=self.kept_layers,
         )
 
@@ -101,11 +101,11 @@ class WorkerProcessSetup(msgspec.Struct):
     worker_cls: str
     """Module and name of the worker's class, with a dot between: it is made like `Worker`."""
     rank: int
-    world_size: int
+    """Its number among all."""
     steps: QueueHandle
     """From the executor to all workers."""
     results: QueueHandle | None
-    """Back; from rank 0 only, since all compute the same."""
+    """Back; only from the rank that samples."""
     pipe: int
     group: int | None
     """The descriptor of the workers' memory, if they compute one model together."""

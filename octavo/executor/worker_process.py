@@ -43,7 +43,7 @@ from octavo.executor.wire import (
     ToWorker,
     WorkerProcessSetup,
 )
-from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig
 from octavo.logs import setup_logging
 from octavo.platforms.registry import get_platform
 from octavo.worker.setup import WorkerSetup
@@ -73,8 +73,8 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
     pipe = _Pipe(setup.pipe)
     results = None if setup.results is None else QueueWriter(setup.results)
-    rank = Rank(setup.rank, setup.world_size)
-    fine = serve(setup.setup, setup.worker_cls, rank, setup.group, steps, results, pipe, loaded.set)
+    number, group = setup.rank, setup.group
+    fine = serve(setup.setup, setup.worker_cls, number, group, steps, results, pipe, loaded.set)
     # Threads that wait for standard input or a device must not keep a finished process alive.
     os._exit(0 if fine else 1)
 
@@ -114,7 +114,7 @@ class Rare(Protocol):
 def serve(
     setup: PlainSetup,
     worker_cls: str,
-    rank: Rank,
+    number: int,
     group: int | None,
     steps: Steps,
     results: Results | None,
@@ -126,7 +126,7 @@ def serve(
     Args:
         setup: what it is built from.
         worker_cls: module and name of its class.
-        rank: which worker it is.
+        number: which worker it is, among all.
         group: the descriptor of the workers' memory.
         steps: what it is told.
         results: for the rank that answers.
@@ -137,6 +137,8 @@ def serve(
         Whether it ended because it was told to.
     """
     try:
+        device = setup.config.device
+        rank = Rank.of(number, device.tensor_parallel_size, device.pipeline_parallel_size)
         plain = setup.complete(rank, group)
         gc.disable()  # the imports make 200,000 objects that stay
         found = import_class(worker_cls)
@@ -281,7 +283,7 @@ class _Loop:
         return find_method(self._worker, method)
 
     def _initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        groups = make_kv_cache_groups(self._setup.part.caches)
+        groups = self._setup.kv_cache_groups
         self._worker.initialize_kv_cache(KVCacheConfig(num_blocks, block_size, groups))
 
 

@@ -9,7 +9,7 @@ physical tensor, and a block id is used by one group at a time. See vLLM's hybri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -92,6 +92,20 @@ def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
         KVCacheGroup(tuple(layers[i : i + size]), cache)
         for cache, layers in kinds.items()
         for i in range(0, len(layers), size)
+    ]
+
+
+def select_layers(groups: Sequence[KVCacheGroup], begin: int, end: int) -> list[KVCacheGroup]:
+    """The same groups with the layers from ... to ... only, counted from 0 on: a stage's.
+
+    All groups stay, since stages have block tables in common; some may have no layer.
+    """
+    return [
+        replace(
+            group,
+            layer_indices=tuple(i - begin for i in group.layer_indices if begin <= i < end),
+        )
+        for group in groups
     ]
 
 

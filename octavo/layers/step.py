@@ -23,6 +23,8 @@ class StepContext:
         kept: filled by the model: [T, hidden_size] behind each of them, the residual added.
         embeds: [T, embed_size], what to take instead of the tokens' rows in the embedding's table;
             changed.
+        received: what the stage before has handed on, (x, residual) as `Layer` takes them.
+        handed: filled by the model, where the layers behind are another stage's: likewise.
     """
 
     positions: Tensor
@@ -32,3 +34,5 @@ class StepContext:
     kept_layers: tuple[int, ...] = ()
     kept: dict[int, Tensor] = field(default_factory=dict)
     embeds: Tensor | None = None
+    received: tuple[Tensor, Tensor | None] | None = None
+    handed: tuple[Tensor, Tensor | None] | None = None

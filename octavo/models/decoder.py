@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from octavo.kernels.base import PackedWeight
@@ -14,7 +13,7 @@ from octavo.models.spec import ModelSpec
 
 
 class DecoderModel:
-    """A decoder-only language model, ready to run: a `Model`.
+    """A decoder-only language model, or a stage of one, ready to run: a `Model`.
 
     Args:
         spec: the model.
@@ -24,33 +23,42 @@ class DecoderModel:
     def __init__(self, spec: ModelSpec, parts: Parts) -> None:
         self.spec = spec
         self.device = parts.device
-        self.head = spec.head.build(parts)
-        shared = None if parts.has("embed.weight") else self.head.lm_head.weight
-        assert shared is None or isinstance(shared, PackedWeight)
-        self.embed = spec.embed.build(parts.of("embed"), shared)
+        self.dtype = parts.dtype
+        if spec.has_head:
+            self.head = spec.head.build(parts)
+            self.norm = build_norm(spec.head.norm, parts.of("norm"))
+        if spec.has_embed:
+            shared = None if parts.has("embed.weight") else self.head.lm_head.weight
+            assert shared is None or isinstance(shared, PackedWeight)
+            self.embed = spec.embed.build(parts.of("embed"), shared)
         self.layers: list[Layer] = []
         cache = 0
         for i, layer in enumerate(spec.layers):
             self.layers.append(layer.build(parts.of(f"layers.{i}"), cache))
             cache += layer.mixer.cache() is not None
-        self.norm = build_norm(spec.head.norm, parts.of("norm"))
         self._add = parts.ops.add
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of weights and activations."""
-        return self.embed.weight.dtype
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int64 -> [T, embed_size], for `StepContext.embeds`."""
         return self.embed.look_up(input_ids)
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """See `Model`; hidden states come from behind the final norm."""
-        x = self.embed(input_ids, step.positions, step.embeds)
+        """See `Model`; hidden states come from behind the final norm.
+
+        A stage takes those of `StepContext.received`, and hands on its own as they are.
+        """
+        x: Tensor
         residual: Tensor | None = None
+        if self.spec.has_embed:
+            x = self.embed(input_ids, step.positions, step.embeds)
+        else:
+            assert step.received is not None
+            x, residual = step.received
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)
             if index in step.kept_layers:
                 step.kept[index] = x if residual is None else self._add(x, residual)
+        if not self.spec.has_head:
+            step.handed = x, residual
+            return x
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]

@@ -427,10 +427,12 @@ class _FileCheckpoint:
                 "to another checkpoint."
             )
         used = {self.stored_name(s.name) for s in sources}
+        elsewhere = {self.stored_name(name) for name in self.spec.elsewhere}
         extra = [
             name
             for name in self.files
             if name not in used
+            and name not in elsewhere
             and not any(re.fullmatch(pattern, name) for pattern in self.spec.ignored)
         ]
         if extra:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -52,6 +54,14 @@ class ModelSpec:
     """Regular expressions of names in a checkpoint that hold no weights."""
     model_class: str = "octavo.models.decoder:DecoderModel"
     """Module and name of the `Model` that it is computed by."""
+    first_layer: int = 0
+    """Where `layers` begin in the checkpoint: other stages have those before and behind."""
+    has_embed: bool = True
+    """Whether it has the embedding; otherwise its input is what another stage hands on."""
+    has_head: bool = True
+    """Whether it has the final norm and the LM head; otherwise it hands on its output."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names in the checkpoint of what only other stages have."""
 
     @property
     def embed_size(self) -> int:
@@ -79,6 +89,35 @@ class ModelSpec:
             layers=tuple(layers[id(layer)] for layer in self.layers),
             head=self.head.split(rank),
         )
+
+    def stage(self, begin: int, end: int) -> ModelSpec:
+        """What a stage has of it that computes the layers from ... to ...
+
+        The first one has the embedding, the last one the head; where the two are tied each has
+        the table.
+
+        Raises:
+            ConfigError: it cannot be divided.
+        """
+        if self.model_class != ModelSpec.model_class:
+            raise ConfigError(
+                f"pipeline_parallel_size of more than 1 is not supported with {self.architecture}; "
+                "leave it out."
+            )
+        stage = replace(
+            self,
+            layers=self.layers[begin:end],
+            first_layer=begin,
+            has_embed=begin == 0,
+            has_head=end == len(self.layers),
+        )
+        names, own = ({s.name for w in m.weights() for s in w.sources} for m in (self, stage))
+        return replace(stage, elsewhere=frozenset(names - own))
+
+    @property
+    def hands_residual(self) -> bool:
+        """Whether the residual stream is in two parts between layers; see `Layer`."""
+        return self.layers[0].arrangement != "post"
 
     @property
     def tied(self) -> bool:
@@ -111,11 +150,17 @@ class ModelSpec:
             quantized: the LM head will be, so that it cannot serve as embedding table, too. A part
                 of it cannot either.
         """
-        shared = self.tied and not quantized and self.head.lm_head.parts is None
-        weights = list(self.embed.weights(Names("embed."), shared=shared))
+        whole = self.has_embed and self.has_head and self.head.lm_head.parts is None
+        weights: list[Weight] = []
+        if self.has_embed:
+            shared = self.tied and not quantized and whole
+            weights += self.embed.weights(Names("embed."), shared=shared)
         for i, layer in enumerate(self.layers):
-            weights += layer.weights(Names(f"layers.{i}.", self.layer_names.format(i)))
-        return weights + list(self.head.weights(Names()))
+            checkpoint = self.layer_names.format(self.first_layer + i)
+            weights += layer.weights(Names(f"layers.{i}.", checkpoint))
+        if self.has_head:
+            weights += self.head.weights(Names())
+        return weights
 
     def weight_nbytes(
         self, dtype: str, max_model_len: int | None = None, quantization: str | None = None
@@ -148,6 +193,60 @@ class ModelSpec:
         """
         source = 8 if self.dtype == "float64" else 4
         return (source + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in self.weights())
+
+
+def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[tuple[int, int]]:
+    """Which layers each stage has, from ... to ...
+
+    Args:
+        spec: the whole model.
+        num_stages: how many stages there are.
+        asked: how many layers each is to have, as `pipeline_layers`; None: so that the one that
+            reads most weights for a token reads as few as may be, the LM head's included.
+
+    Raises:
+        ConfigError: there are too few layers, or what is asked for is no division of them.
+    """
+    layers = len(spec.layers)
+    if num_stages > layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} is more than the {layers} layers of the model; "
+            "lower it."
+        )
+    if asked is not None:
+        counts = [int(count) for count in asked.split(",")]
+        if len(counts) != num_stages or sum(counts) != layers:
+            raise ConfigError(
+                f"pipeline_layers={asked!r} has {len(counts)} stages with {sum(counts)} layers; "
+                f"give {num_stages} numbers (pipeline_parallel_size) whose sum is {layers}, the "
+                "layers of the model."
+            )
+        ends = list(accumulate(counts, initial=0))
+        return list(pairwise(ends))
+    sizes = {id(layer): _linear_size(layer.weights(Names())) for layer in spec.distinct_layers}
+    read = [0, *accumulate(sizes[id(layer)] for layer in spec.layers)]
+    head = _linear_size(spec.head.weights(Names()))
+    # best[k][n]: the least that k stages with the first n layers can read at most, and where the
+    # last of them begins. The last stage of all has the head, too.
+    best = {(1, n): (read[n], 0) for n in range(1, layers + 1)}
+    for k in range(2, num_stages + 1):
+        for n in range(k, layers + 1):
+            more = head if (k, n) == (num_stages, layers) else 0
+            best[k, n] = min(
+                (max(best[k - 1, begin][0], read[n] - read[begin] + more), begin)
+                for begin in range(k - 1, n)
+            )
+    stages: list[tuple[int, int]] = []
+    end = layers
+    for k in range(num_stages, 0, -1):
+        begin = best[k, end][1]
+        stages.append((begin, end))
+        end = begin
+    return stages[::-1]
+
+
+def _linear_size(weights: Iterable[Weight]) -> int:
+    return sum(math.prod(weight.shape) for weight in weights if weight.kind == "linear")
 
 
 def checkpoint_dtype(folder: Path) -> str:

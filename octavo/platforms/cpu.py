@@ -18,7 +18,6 @@ from octavo.device import (
 )
 from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ConfigError
-from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.models.heads import HeadsSpec
 from octavo.platforms.base import Platform, require_package
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
@@ -74,12 +73,13 @@ class CPUPlatform(Platform):
         from octavo.worker.scratch import measure_scratch
 
         backend = self.make_attention_backend(setup, torch.device("cpu"))
-        scratch, draft = measure_scratch(setup, backend), setup.draft
+        draft = setup.draft
+        scratches = tuple(measure_scratch(stage, backend) for stage in setup.stages)
         draft_scratch = None
         if draft is not None:  # heads without layers are not recorded
             layers = bool(draft.spec.layers)
             draft_scratch = measure_scratch(draft, backend) if layers else Scratch(0, 0, 0)
-        return memory_budget(setup, scratch, draft_scratch)
+        return memory_budget(setup, scratches, draft_scratch)
 
     def open_device(self, setup: WorkerSetup) -> torch.device:
         """See `Platform`."""
@@ -90,9 +90,9 @@ class CPUPlatform(Platform):
         if config.numa_node is not None:
             bind_to_numa_node(config.numa_node)
         threads = config.num_threads
-        if threads is None and setup.rank.size > 1:
+        if threads is None and setup.rank.world_size > 1:
             cores = num_cpus() if config.numa_node is None else len(numa_cpus(config.numa_node))
-            threads = max(1, cores // setup.rank.size)
+            threads = max(1, cores // setup.rank.world_size)
         set_num_threads(threads)
         return torch.device("cpu")
 
@@ -181,50 +181,64 @@ class CPUPlatform(Platform):
 
 
 def memory_budget(
-    setup: WorkerSetup, scratch: Scratch, draft_scratch: Scratch | None = None
+    setup: WorkerSetup, scratches: tuple[Scratch, ...], draft_scratch: Scratch | None = None
 ) -> MemoryBudget:
-    """What there is and what will be taken on a CPU, with what steps take."""
-    config, spec, ranks = setup.config, setup.part, setup.rank.size
-    max_num_seqs = config.scheduler.max_num_seqs
-    groups = make_kv_cache_groups(spec.caches)
+    """What there is and what will be taken on a CPU, with what steps of each stage take."""
+    config, ranks = setup.config, setup.rank.size
+    max_num_seqs, vocab_size = config.scheduler.max_num_seqs, setup.spec.vocab_size
     rows = input_batch_nbytes(
-        setup.largest_step, setup.max_model_len, config.cache.block_size, len(groups)
+        setup.largest_step,
+        setup.max_model_len,
+        config.cache.block_size,
+        len(setup.kv_cache_groups),
     )
+    rows *= setup.rank.world_size
+    rows += state_nbytes(max_num_seqs, vocab_size)
     speculative = config.speculation.speculative_config
     if speculative is not None and speculative.method == "suffix":
         rows += suffix_nbytes()
-    # Random weights are made whole, others are read in part.
-    loads = setup.spec if config.load.load_format == "dummy" else spec
-    loading, draft = loads.loading_nbytes(setup.dtype), 0
+    draft = draft_loading = 0
     if setup.draft is not None:
         assert draft_scratch is not None
         draft = _draft_nbytes(setup, setup.draft, draft_scratch)
-        loading = max(loading, setup.draft.spec.loading_nbytes(setup.dtype))
+        draft_loading = setup.draft.spec.loading_nbytes(setup.dtype)
         # The kernels' own memory serves both.
+        (scratch,) = scratches
         kernels = max(scratch.kernels, draft_scratch.kernels)
-        scratch = dataclasses.replace(scratch, kernels=kernels)
-    copy = 0
-    if ranks > 1:  # that of one rank, which samples: the logits are in the shared memory
-        copy = setup.largest_step.samples * spec.vocab_size * DTYPE_NBYTES["float32"]
+        scratches = (dataclasses.replace(scratch, kernels=kernels),)
+    # What the sampler works in.
+    logits = workspace_nbytes(setup.largest_step.samples, vocab_size)
+    if ranks > 1:  # a copy of one rank's, which samples: the logits are in the shared memory
+        logits += setup.largest_step.samples * vocab_size * DTYPE_NBYTES["float32"]
+    weights = loading = activations = 0
+    for stage, scratch in zip(setup.stages, scratches, strict=True):  # no rank has more than these
+        spec = stage.part
+        weights += ranks * spec.weight_nbytes(
+            setup.dtype, setup.max_model_len, config.model.quantization
+        )
+        # Random weights are made whole, others are read in part.
+        loads = setup.spec if config.load.load_format == "dummy" else spec
+        loading += ranks * loads.loading_nbytes(setup.dtype)
+        activations += ranks * (scratch.activations + scratch.kernels)
+        # Logits as they come; as much again for those of prompt tokens, of which there are fewer
+        # at once, or for a copy before they are changed, where logprobs are asked for.
+        logits += ranks * 2 * scratch.logits
+        if not stage.rank.is_first:
+            activations += ranks * setup.group_layout.slot_nbytes  # what it has received
+    if setup.rank.world_size > 1:
+        activations += dataclasses.replace(setup, scratches=scratches).group_nbytes
     return MemoryBudget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],
         most_kv_cache=DEFAULT_KV_NBYTES,
-        # No other rank has more of anything than the first.
         runtime=RUNTIME_NBYTES * (1 + config.num_worker_processes),
-        weights=ranks
-        * spec.weight_nbytes(setup.dtype, setup.max_model_len, config.model.quantization),
-        activations=ranks * (scratch.activations + scratch.kernels) + scratch.shared,
-        # Logits as they come; as much again for those of prompt tokens, of which there are fewer at
-        # once, or for a copy before they are changed, where logprobs are asked for; and what the
-        # sampler works in.
-        logits=ranks * 2 * scratch.logits
-        + copy
-        + workspace_nbytes(setup.largest_step.samples, spec.vocab_size),
-        loading=ranks * loading,
-        rows=ranks * rows + state_nbytes(max_num_seqs, spec.vocab_size),
+        weights=weights,
+        activations=activations,
+        logits=logits,
+        loading=max(loading, draft_loading),
+        rows=rows,
         draft=draft,
-        scratch=scratch,
+        scratches=scratches,
         draft_scratch=draft_scratch,
     )
 

@@ -70,6 +70,8 @@ class _ScheduledStep:
     """Whether grammars have drafts in it."""
     entries: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, first position computed, tokens it samples at most; 0: none), in batch order."""
+    busy: frozenset[Request] = frozenset()
+    """Requests that would hold the step up: another stage has yet to sample their last tokens."""
 
 
 class Scheduler:
@@ -90,6 +92,8 @@ class Scheduler:
         enable_caching: keep KV blocks of known prefixes after their last user has gone.
         num_speculative_tokens: most drafts of a request in a step, beside those of grammars.
         max_num_drafts: most drafts of all requests in a step.
+        num_stages: steps that are computed at the same time, one behind the other (pipeline
+            parallelism).
         clock: the time in seconds, as requests' `deadline` has it.
         observer: is told why requests wait or are preempted.
     """
@@ -104,6 +108,7 @@ class Scheduler:
         enable_caching: bool = True,
         num_speculative_tokens: int = 0,
         max_num_drafts: int = 0,
+        num_stages: int = 1,
         clock: Callable[[], float] = now,
         observer: SchedulerObserver | None = None,
     ) -> None:
@@ -113,6 +118,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._draft_lengths = DraftLengths(num_speculative_tokens)
         self.max_num_drafts = max_num_drafts
+        self.num_stages = num_stages
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching)
 
@@ -265,6 +271,8 @@ class Scheduler:
             self.forced_per_request,
             now,
         )
+        if self.num_stages > 1:
+            step.busy = self._find_busy()
         prefills = self._schedule_running(step, now)
         if prefills:
             self._share_prefill(step, now, prefills)
@@ -273,6 +281,9 @@ class Scheduler:
                 pass
             if self.waiting and not step.budget:
                 self._note_wait(self.waiting.peek(), WaitReason.BUDGET)
+        if step.busy and not step.entries:  # better than nothing
+            step.busy = frozenset()
+            self._schedule_running(step, now)
         output.total_num_scheduled_tokens = self.max_num_batched_tokens - step.budget
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
@@ -520,6 +531,16 @@ class Scheduler:
                 "max_tokens",
             )
 
+    def _find_busy(self) -> frozenset[Request]:
+        """The requests that sample in the steps which the stages have not begun or not ended.
+
+        What is not among them is computed while these are, so that no stage waits for another.
+        """
+        last = list(self._in_flight)[1 - self.num_stages :]
+        return frozenset(
+            request for step in last for request, _, sampled in step.entries if sampled
+        )
+
     def _schedule_running(self, step: _ScheduledStep, now: float) -> list[Request]:
         """Gives each running request its next tokens, in order of service.
 
@@ -533,9 +554,14 @@ class Scheduler:
         prefills: list[Request] = []
         allocate_slots = self.kv_cache_manager.allocate_slots
         may_overtake = self.config.scheduling_policy == "priority"
+        # Every stage gets its share of those that decode.
+        seats = -(-len(running) // self.num_stages)
         i = 0
         while i < len(running) and step.budget:
             request = running[i]
+            if request in step.busy:
+                i += 1
+                continue
             if may_overtake and self.waiting and self.waiting.peek().priority < request.priority:
                 # It enters `running` at or before i, so i still is the next one to look at.
                 may_overtake = self._admit(step, now, preempt=True)
@@ -555,6 +581,10 @@ class Scheduler:
                     continue
                 num_new = min(self._cap(num_new), step.budget)
             else:
+                if not seats:
+                    i += 1
+                    continue
+                seats -= 1
                 wanted = step.drafts_per_request
                 if request.num_forced:
                     if min(request.num_forced, step.forced_per_request) > wanted:

@@ -30,6 +30,7 @@ from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.models.spec import divide_layers
 from octavo.platforms.registry import get_platform
 from octavo.recording import RecordSettings
 from octavo.server.app import build_app
@@ -292,7 +293,8 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
     )
     spec = read_spec(folder, trust_remote_code=name.trust_remote_code)
     resolve_max_model_len(engine_config, spec)
-    spec.split(Rank(0, engine_config.device.tensor_parallel_size))
+    spec.split(Rank(0, device.tensor_parallel_size))
+    divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
     if name.tokenizer is not None:
         resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
 

@@ -1,8 +1,11 @@
-"""The model runner of a rank that computes its part and leaves sampling to rank 0."""
+"""The model runner of a rank that computes its part and leaves sampling to another one."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +15,7 @@ from octavo.messages import (
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
 )
 from octavo.profiler import span
@@ -21,56 +25,86 @@ from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
 _NONE: LongArray = np.empty(0, np.int64)
 
 
+@dataclass(slots=True)
+class _Sampling:
+    """A step whose tokens the rows do not have yet."""
+
+    step: int
+    rows: LongArray
+    owners: LongArray
+    most: LongArray
+    """How many tokens each may get."""
+
+
 class FollowingRunner(ModelRunner):
-    """Keeps the same rows as rank 0, whose tokens and drafts it learns when the next step begins.
+    """Keeps the same rows as the rank that samples, whose tokens it learns when it needs them.
 
     Its results are empty.
     """
 
-    _sampled: tuple[LongArray, LongArray] = (_NONE, _NONE)
-    """Of the last step's requests that sampled: rows, and how many tokens each got at most."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sampling: deque[_Sampling] = deque()
 
     def execute_model(
         self,
         scheduler_output: SchedulerOutput,
         announce: Callable[[Drafts], None] = lambda drafts: None,
     ) -> None:
-        """See `ModelRunner`; the drafts are rank 0's."""
-        scheduled, state, drafts = scheduler_output.scheduled_reqs, self.state, Drafts()
+        """See `ModelRunner`."""
+        scheduled, state = scheduler_output.scheduled_reqs, self.state
         with span("prepare_inputs"):
-            if scheduled:
-                assert self.group is not None
-                rows, most = self._sampled
-                tokens, kept, drafts = self.group.news.receive(
-                    len(rows), [request.req_id for request in scheduled]
-                )
-                state.batch.append(rows, tokens, kept)
-                state.batch.num_computed_tokens[rows] -= most - kept
-                self._sampled = _NONE, _NONE
             self._update_rows(scheduler_output)
-            announce(drafts)
             if not scheduled:
+                announce({})
                 return
-            buffers = state.steps.buffers(scheduler_output.total_num_scheduled_tokens, 0)
-            inputs = state.batch.gather(scheduled, drafts, buffers)
+            self._num_steps += 1
+            self._learn_tokens(scheduled)
+            drafts = self._find_drafts(scheduled)
+            announce(drafts)
+            tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
+            tokens += sum(map(len, drafts.values()))
+            inputs = state.batch.gather(scheduled, drafts, state.steps.buffers(tokens, 0))
         with span("forward") as note:
             note(rows=inputs.size.tokens)
             result = state.steps.run(inputs, None)
-        self._compute_prompt_logprobs(inputs, result.hidden)
+        if self.setup.rank.is_last:
+            self._compute_prompt_logprobs(inputs, result.hidden)
         state.batch.num_computed_tokens[inputs.rows] += inputs.counts
-        rows = inputs.rows[inputs.sampling]
-        self._sampled = rows, inputs.num_samples[inputs.sampling]
+        if len(inputs.sampling):
+            rows = inputs.rows[inputs.sampling]
+            most = inputs.num_samples[inputs.sampling]
+            owners = state.batch.owners[rows]
+            self._sampling.append(_Sampling(self._num_steps, rows, owners, most))
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
-        """Nothing: rank 0 does."""
+        """Nothing: another rank does."""
+        if grammar is not None and self.setup.rank.drafts:
+            self._note_forced(grammar)
         return PendingOutput(ModelRunnerOutput(), _NONE, None)
 
+    def _learn_tokens(self, scheduled: list[ScheduledRequest]) -> None:
+        """Takes in the tokens that a step's requests need, and all others that are there."""
+        assert self.group is not None
+        news, batch, waiting = self.group.news, self.state.batch, self._sampling
+        needed = 0
+        if waiting:
+            rows = [batch.row_of[request.req_id] for request in scheduled]
+            needed = max((it.step for it in waiting if np.isin(it.rows, rows).any()), default=0)
+        while waiting and (waiting[0].step <= needed or news.has_tokens(waiting[0].step)):
+            it = waiting.popleft()
+            tokens, kept = news.read_tokens(it.step, len(it.rows))
+            same = it.owners == batch.owners[it.rows]  # another request may have the row now
+            rows, kept_now = it.rows[same], kept[same]
+            batch.append(rows, tokens[np.repeat(same, kept)], kept_now)
+            batch.num_computed_tokens[rows] -= it.most[same] - kept_now
+
     def _add_sampling(self, req_id: str, row: int, data: NewRequestData) -> None:
-        """Rank 0 samples."""
+        """Another rank samples."""
 
     def _remove_sampling(self, row: int) -> None:
-        """Rank 0 samples."""
+        """Another rank samples."""
 
     def _prompt_lists(self, logits: torch.Tensor, targets: IntArray, k: int) -> LogprobsLists:
-        """Rank 0 reads them."""
+        """Another rank reads them."""
         return LogprobsLists.join([])

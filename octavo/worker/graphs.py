@@ -27,6 +27,8 @@ from octavo.models.decoder import DecoderModel
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.step_table import StepTable
 
+_NO_LOGITS = torch.empty(0, 0)
+
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of decode rows to capture: 1, 2, 4, then multiples of 8 up to 256, then of 32.
@@ -49,6 +51,9 @@ class StepResult:
     """[T, hidden_size] behind each of the layers that were asked for."""
     tokens: Tensor | None = None
     """int64 [S], if they have been chosen already."""
+    handed: tuple[Tensor, Tensor | None] | None = None
+    """What a stage hands on to the next one instead of logits: see `StepContext`; some rows more
+    may belong to no token."""
 
 
 class StepRunner(Protocol):
@@ -82,6 +87,7 @@ class EagerSteps:
         layer_groups: for each of them its KV-cache group.
         buffers: for a step of the largest size.
         kept_layers: layers whose hidden states are returned.
+        received: where the input of a stage is that is not the first one.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class EagerSteps:
         layer_groups: Sequence[int],
         buffers: StepBuffers,
         kept_layers: tuple[int, ...] = (),
+        received: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
         self._buffers = buffers
         self.model = model
@@ -99,6 +106,7 @@ class EagerSteps:
         self.kv_caches = kv_caches
         self.layer_groups = layer_groups
         self.kept_layers = kept_layers
+        self._received = received
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """See `StepRunner`."""
@@ -132,12 +140,17 @@ class EagerSteps:
                 table.block_tables, table.slot_mappings, strict=True
             )
         ]
+        received = self._received
+        if received is not None:
+            rows, (x, residual) = len(table.input_ids), received
+            received = x[:rows], None if residual is None else residual[:rows]
         return StepContext(
             positions=table.positions,
             caches=self.kv_caches,
             metadata=[groups[group] for group in self.layer_groups],
             backend=self.backend,
             kept_layers=self.kept_layers,
+            received=received,
         )
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
@@ -146,11 +159,13 @@ class EagerSteps:
         max_seq_len = int(table.seq_lens.max())
         tensors = table.map(torch.from_numpy)
         step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
-        if inputs.embeds:
+        if inputs.embeds and self.model.spec.has_embed:
             assert isinstance(self.model, DecoderModel)
             step.embeds = self.model.embed_input_ids(tensors.input_ids)
             _put_embeds(step.embeds, inputs.embeds)
         hidden = self.model.forward(tensors.input_ids, step)
+        if step.handed is not None:
+            return StepResult(hidden, _NO_LOGITS, step.kept, handed=step.handed)
         return StepResult(hidden, self.model.head(hidden, tensors.logits_indices), step.kept)
 
 
@@ -181,15 +196,17 @@ class CapturedSteps:
         table = buffers.table.map(torch.from_numpy)
         step = eager.context(table, len(table.input_ids), 0)
         self._look_up, self._embeds = _native.Plan(), None
-        if prompt_embeds:
+        if prompt_embeds and eager.model.spec.has_embed:
             assert isinstance(eager.model, DecoderModel)
             with ops.record(self._look_up, activations):
                 self._embeds = step.embeds = eager.model.embed_input_ids(table.input_ids)
         with ops.record(self._plan, activations):
             self._hidden = eager.model.forward(table.input_ids, step)
-        self._plan.bind("samples")
-        with ops.record(self._plan, logits):
-            self._logits = eager.model.head(self._hidden, table.logits_indices)
+        self._logits, self._handed = _NO_LOGITS, step.handed
+        if step.handed is None:
+            self._plan.bind("samples")
+            with ops.record(self._plan, logits):
+                self._logits = eager.model.head(self._hidden, table.logits_indices)
         self._kept = step.kept
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
@@ -207,7 +224,8 @@ class CapturedSteps:
             _put_embeds(self._embeds, inputs.embeds)
         self._plan.run(size.tokens, size.requests, size.samples)
         kept = {layer: hidden[: size.tokens] for layer, hidden in self._kept.items()}
-        return StepResult(self._hidden[: size.tokens], self._logits[: size.samples], kept)
+        hidden, logits = self._hidden[: size.tokens], self._logits[: size.samples]
+        return StepResult(hidden, logits, kept, handed=self._handed)
 
 
 def _put_embeds(x: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from octavo.distributed import GroupMemory
+from octavo.distributed import COUNTER_NBYTES, GroupMemory
 from octavo.layers.shared import SharedBuffers
-from octavo.worker.news import News, news_nbytes
+from octavo.worker.graphs import StepResult, StepRunner
+from octavo.worker.group_layout import HANDED_SLOTS, GroupLayout
+from octavo.worker.input_batch import StepBuffers, StepInputs
+from octavo.worker.news import News
 from octavo.worker.setup import WorkerSetup
+
+Handed = tuple[Tensor, Tensor | None]
+"""(x, residual), as `Layer` takes and returns them."""
 
 
 def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
-    """What the blocks of a rank's part reserve their buffers in; None: there is one rank only."""
+    """What the blocks of a rank's part reserve their buffers in; None: a stage is one rank."""
     if setup.rank.size == 1:
         return None
     tokens, samples = setup.max_num_batched_tokens, setup.largest_step.samples
@@ -20,20 +29,119 @@ def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
     return SharedBuffers(setup.rank, most_rows, getattr(torch, setup.dtype))
 
 
+def make_received(setup: WorkerSetup, dtype: torch.dtype) -> Handed | None:
+    """Where a stage has what the one before hands on; None: it is the first one."""
+    if setup.rank.is_first:
+        return None
+    shape = setup.max_num_batched_tokens, setup.spec.hidden_size
+    residual = torch.empty(shape, dtype=dtype) if setup.spec.hands_residual else None
+    return torch.empty(shape, dtype=dtype), residual
+
+
 class Group:
     """What ranks share.
 
     Args:
         setup: has rank and descriptor.
-        buffers: of the model that has been built.
+        buffers: of the model that has been built, if several ranks compute the same layers.
 
     Raises:
         ConfigError: the others do not compute the same model.
     """
 
-    def __init__(self, setup: WorkerSetup, buffers: SharedBuffers) -> None:
+    def __init__(self, setup: WorkerSetup, buffers: SharedBuffers | None) -> None:
         assert setup.group is not None, "the executor has made no memory for the group"
-        size, drafts = setup.largest_step, setup.max_num_drafts
-        self.memory = GroupMemory(setup.group, setup.group_nbytes, setup.rank.size)
-        self.news = News(self.memory, size, drafts)
-        buffers.attach(self.memory, news_nbytes(size, drafts))
+        rank, layout = setup.rank, setup.group_layout
+        self.memory = GroupMemory(setup.group, layout.nbytes, rank)
+        self.news = News(self.memory, layout)
+        self._rank, self._layout = rank, layout
+        if buffers is not None:
+            buffers.attach(self.memory, layout.buffers_of(rank.stage))
+
+    def connect(self, steps: StepRunner, received: Handed | None) -> StepRunner:
+        """Has a stage's steps begin with what the one before hands on, and hand on their results.
+
+        Args:
+            steps: run the stage's layers.
+            received: where these take their input from.
+        """
+        rank, memory, layout = self._rank, self.memory, self._layout
+        if rank.num_stages == 1:
+            return steps
+        before = None if rank.is_first else _Channel(memory, layout, rank.stage - 1, rank.index)
+        behind = None if rank.is_last else _Channel(memory, layout, rank.stage, rank.index)
+        return _StageSteps(steps, before, received, behind)
+
+
+class _Channel:
+    """From one rank to the one of the same index in the next stage, step by step."""
+
+    def __init__(self, memory: GroupMemory, layout: GroupLayout, stage: int, index: int) -> None:
+        begin = layout.handed(stage, index)
+        self._sent = memory.counter(begin)
+        self._taken = memory.counter(begin + COUNTER_NBYTES)
+        begin += 2 * COUNTER_NBYTES
+        size = layout.slot_nbytes
+        self._slots: list[Tensor] = [
+            torch.from_numpy(memory.data[begin + i * size : begin + (i + 1) * size])
+            for i in range(HANDED_SLOTS)
+        ]
+        self._step = 0
+
+    def send(self, handed: Handed, rows: int) -> None:
+        """Hands on the first rows of a step; waits while the other one is too far behind."""
+        self._step += 1
+        self._taken.wait(self._step - HANDED_SLOTS)
+        for tensor, place in self._places(handed, rows):
+            place.copy_(tensor)
+        self._sent.post(self._step)
+
+    def receive(self, into: Handed, rows: int) -> None:
+        """Takes the first rows of the next step; waits for them."""
+        self._step += 1
+        self._sent.wait(self._step)
+        for tensor, place in self._places(into, rows):
+            tensor.copy_(place)
+        self._taken.post(self._step)
+
+    def _places(self, handed: Handed, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """The tensors' rows, and where in the memory they are in this step."""
+        slot, begin = self._slots[self._step % HANDED_SLOTS], 0
+        places = []
+        for tensor in handed:
+            if tensor is not None:
+                part = tensor[:rows]
+                place = slot[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
+                places.append((part, place))
+                begin += part.nbytes
+        return places
+
+
+class _StageSteps:
+    """See `StepRunner`; the steps of one of several stages."""
+
+    def __init__(
+        self,
+        steps: StepRunner,
+        before: _Channel | None,
+        received: Handed | None,
+        behind: _Channel | None,
+    ) -> None:
+        self._steps, self._before, self._received, self._behind = steps, before, received, behind
+        self.put_tokens = steps.put_tokens
+
+    def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
+        """See `StepRunner`."""
+        return self._steps.buffers(num_tokens, num_reqs)
+
+    def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
+        """See `StepRunner`."""
+        rows = inputs.size.tokens
+        if self._before is not None:
+            assert self._received is not None
+            self._before.receive(self._received, rows)
+        result = self._steps.run(inputs, params)
+        if self._behind is not None:
+            assert result.handed is not None
+            self._behind.send(result.handed, rows)
+        return result

@@ -43,7 +43,8 @@ class MemoryBudget:
         rows: token histories, block tables and sampling state of the running requests, where they
             are in the same memory.
         draft: weights, activations, logits and rows of the model that drafts.
-        scratch: what `activations` and `logits` come from, where they are estimated.
+        scratches: what `activations` and `logits` come from, of each stage, where they are
+            estimated.
         draft_scratch: the same of the model that drafts.
     """
 
@@ -57,5 +58,5 @@ class MemoryBudget:
     loading: int = 0
     rows: int = 0
     draft: int = 0
-    scratch: Scratch | None = None
+    scratches: tuple[Scratch, ...] = ()
     draft_scratch: Scratch | None = None

@@ -12,7 +12,7 @@ from octavo.attention.base import KV_CACHE_DTYPES
 from octavo.device import cpu_memory
 from octavo.errors import SleepError
 from octavo.kernels.memory import is_host, release_memory, to_device
-from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
     CoreSamplingParams,
     GrammarOutput,
@@ -35,7 +35,7 @@ from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_
 from octavo.sampling.state import SamplingState
 from octavo.spec_decode.base import Proposer, Target
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
-from octavo.worker.group import Group, make_buffers
+from octavo.worker.group import Group, make_buffers, make_received
 from octavo.worker.input_batch import (
     UNKNOWN,
     InputBatch,
@@ -164,7 +164,7 @@ class ModelRunner:
         # Before the weights: what is wrong with them is to be known at once.
         self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
         buffers = make_buffers(setup)
-        with loading_bar(config.model.model, shown=setup.rank.index == 0) as progress:
+        with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             self.model = load_model(
                 setup.part,
                 setup.model_path,
@@ -180,8 +180,10 @@ class ModelRunner:
                 keep=self._weights,
                 shared=buffers,
             )
-        self.group = None if buffers is None else Group(setup, buffers)
+        self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
         """What is shared with other ranks."""
+        self._num_steps = 0
+        """That computed something."""
         self.sampler = Sampler(self.ops)
         self._state: RunnerState | None = None
         self._prompt_logprobs: dict[str, int] = {}
@@ -205,7 +207,11 @@ class ModelRunner:
         return self._state
 
     def initialize_kv_cache(self, kv: KVCacheConfig) -> None:
-        """Allocates the KV cache and all that steps need; captures steps."""
+        """Allocates the KV cache and all that steps need; captures steps.
+
+        `kv` is all ranks'; this one takes its layers of it.
+        """
+        kv = replace(kv, groups=self.setup.kv_cache_groups)
         self._state = self._make_state(kv, capture=True)
         self._caches += self._state.kv_tensors
 
@@ -228,7 +234,7 @@ class ModelRunner:
                 "are free; free some, and wake up again."
             )
         setup = self.setup
-        with loading_bar(setup.config.model.model, shown=setup.rank.index == 0) as progress:
+        with loading_bar(setup.config.model.model, shown=setup.rank.number == 0) as progress:
             for weights in self._weights:
                 weights.reload(progress, same=same)
         self._released = False
@@ -250,6 +256,7 @@ class ModelRunner:
         ]
         max_num_seqs = setup.largest_step.requests
         batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
+        received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
             self.model,
             self.backend,
@@ -257,13 +264,17 @@ class ModelRunner:
             kv.layer_to_group,
             StepBuffers(batch.layout(setup.largest_step)),
             setup.kept_layers,
+            received,
         )
+        steps = self.platform.make_steps(setup, self.ops, eager, batch, capture=capture)
+        if self.group is not None:
+            steps = self.group.connect(steps, received)
         sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         return RunnerState(
             kv_tensors,
             batch,
             sampling,
-            self.platform.make_steps(setup, self.ops, eager, batch, capture=capture),
+            steps,
             self._make_proposer(
                 Target(
                     *(setup, self.model, batch, sampling),
@@ -285,7 +296,7 @@ class ModelRunner:
         num_reqs = min(scheduler.max_num_seqs, tokens)
         count = min(setup.max_model_len, tokens // num_reqs)
         blocks = -(-count // cache.block_size)
-        groups = make_kv_cache_groups(setup.spec.caches)
+        groups = setup.kv_cache_groups
         kv = KVCacheConfig(blocks + 1, cache.block_size, groups)
         self._state = self._make_state(kv, capture=False)
         # What takes most: logits that are changed beside a copy of them, and more candidates than
@@ -331,10 +342,9 @@ class ModelRunner:
                 announce({})
                 self._step = None
                 return
-            state, drafts = self.state, self._propose(scheduled)
+            self._num_steps += 1
+            state, drafts = self.state, self._find_drafts(scheduled)
             announce(drafts)
-            if self.group is not None:
-                self.group.news.publish([request.req_id for request in scheduled], drafts)
             # A place for a draft that there is none for is no token.
             tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
             tokens += sum(map(len, drafts.values()))
@@ -390,9 +400,7 @@ class ModelRunner:
         bitmask = None
         if grammar is not None:
             bitmask = _find_bitmask(grammar, inputs, self.spec.vocab_size)
-            for req_id, forced in grammar.forced.items():
-                row = state.batch.row_of[req_id]
-                self._forced[req_id] = int(state.batch.num_tokens[row]), forced
+            self._note_forced(grammar)
         if inputs.size.samples > len(indices):
             self._verify_drafts(step, bitmask, output)
             return PendingOutput(output, indices, None)
@@ -415,7 +423,7 @@ class ModelRunner:
             state.batch.append(rows, known, ones)
             state.sampling.append(rows, known, ones)
             if self.group is not None:
-                self.group.news.note_tokens(known, ones)
+                self.group.news.post_tokens(self._num_steps, known, ones)
         else:
             places = state.batch.append(rows, np.full(len(rows), UNKNOWN), ones)
             state.sampling.advance(rows, ones)
@@ -481,7 +489,7 @@ class ModelRunner:
         new = np.maximum(tokens, 0)  # a row that failed computes on in vain
         state.batch.append(rows, new[_ranges(first, kept)], kept)
         if self.group is not None:
-            self.group.news.note_tokens(new[_ranges(first, kept)], kept)
+            self.group.news.post_tokens(self._num_steps, new[_ranges(first, kept)], kept)
         state.sampling.append(rows, new[_ranges(first + known, kept - known)], kept - known)
         state.batch.num_computed_tokens[rows] -= counts - kept
         for i, begin, count in zip(
@@ -525,6 +533,25 @@ class ModelRunner:
             batch.token_ids[step.rows[placed], step.places[placed]] = tokens[placed]
             rows = step.rows[same]
             self.state.sampling.record(rows, tokens[same], np.ones_like(rows))
+
+    def _find_drafts(self, scheduled: Sequence[ScheduledRequest]) -> Drafts:
+        """The drafts of a step that begins: one rank has them proposed, and tells the others."""
+        if self.group is None:
+            return self._propose(scheduled)
+        if not any(request.num_drafts for request in scheduled):
+            return {}
+        news, req_ids = self.group.news, [request.req_id for request in scheduled]
+        if not self.setup.rank.drafts:
+            return news.read_drafts(self._num_steps, req_ids)
+        drafts = self._propose(scheduled)
+        news.post_drafts(self._num_steps, req_ids, drafts)
+        return drafts
+
+    def _note_forced(self, grammar: GrammarOutput) -> None:
+        """Keeps what grammars force behind the tokens that rows have."""
+        batch = self.state.batch
+        for req_id, forced in grammar.forced.items():
+            self._forced[req_id] = int(batch.num_tokens[batch.row_of[req_id]]), forced
 
     def _propose(self, scheduled: Sequence[ScheduledRequest]) -> Drafts:
         """Drafts for the places that a step has for them."""

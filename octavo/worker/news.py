@@ -1,6 +1,6 @@
-"""What the other ranks of a group must know that only rank 0 does: it samples and drafts.
+"""What the ranks of a model must know that only one of them does: who samples, and who drafts.
 
-They learn it when the next step begins, in the memory of the group. Imports no torch.
+Each says it of a step once it knows, in the memory that they share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,73 +10,101 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from octavo.distributed import GroupMemory
-from octavo.worker.step_table import StepSize
+from octavo.distributed import COUNTER_NBYTES, GroupMemory
+from octavo.worker.group_layout import GroupLayout
 
-_ALIGNMENT = 64  # a cache line; what follows in the memory begins at one
 LongArray = npt.NDArray[np.int64]
 
 
-def news_nbytes(size: StepSize, max_num_drafts: int) -> int:
-    """Bytes that they take, for the largest step."""
-    numbers = 2 * size.requests + size.samples + max_num_drafts
-    return -(-8 * numbers // _ALIGNMENT) * _ALIGNMENT
+class _Ring:
+    """Two rows of numbers for each of the last steps; one rank writes, all others read."""
+
+    def __init__(
+        self, memory: GroupMemory, begin: int, num_slots: int, first: int, numbers: int
+    ) -> None:
+        self._counter = memory.counter(begin)
+        begin += COUNTER_NBYTES
+        data = memory.data[begin : begin + 8 * num_slots * numbers].view(np.int64)
+        self._slots, self._first = data.reshape(num_slots, numbers), first
+
+    def slot(self, step: int) -> tuple[LongArray, LongArray]:
+        """The rows of a step."""
+        slot = self._slots[step % len(self._slots)]
+        return slot[: self._first], slot[self._first :]
+
+    def post(self, step: int) -> None:
+        """Says that those of a step are written."""
+        self._counter.post(step)
+
+    def reached(self, step: int) -> bool:
+        """Whether they are."""
+        return self._counter.reached(step)
+
+    def wait(self, step: int) -> None:
+        """Waits until they are."""
+        self._counter.wait(step)
 
 
 class News:
-    """Tokens that the last step sampled, and drafts of the one that begins.
+    """The tokens that steps sampled, and their drafts. Steps are numbered from 1.
 
-    Rank 0 writes them and the others read them behind the barrier of a step's beginning; they are
-    written again only behind those of the step itself.
+    Raises:
+        GroupError: from all that waits: see `GroupMemory.barrier`.
 
     Args:
-        memory: of the group; these are at its beginning.
-        size: of the largest step.
-        max_num_drafts: of all requests in a step.
+        memory: of all ranks.
+        layout: where what is in it.
     """
 
-    def __init__(self, memory: GroupMemory, size: StepSize, max_num_drafts: int) -> None:
-        self.memory = memory
-        lengths = size.requests, size.samples, size.requests, max_num_drafts
-        numbers = memory.data[: 8 * sum(lengths)].view(np.int64)
-        # By request that sampled; the tokens of all; by request of the step; the drafts of all.
-        self._kept, self._tokens, self._counts, self._drafts = np.split(
-            numbers, np.cumsum(lengths)[:-1]
-        )
+    def __init__(self, memory: GroupMemory, layout: GroupLayout) -> None:
+        slots, requests = layout.num_slots, layout.size.requests
+        self._tokens = _Ring(memory, layout.tokens, slots, requests, layout.token_numbers)
+        self._drafts = _Ring(memory, layout.drafts, slots, requests, layout.draft_numbers)
 
-    def note_tokens(self, tokens: LongArray, kept: LongArray) -> None:
-        """Rank 0: what a step sampled, int64 [sum of kept], so many for each request that did."""
-        self._kept[: len(kept)] = kept
-        self._tokens[: len(tokens)] = tokens
+    def post_tokens(self, step: int, tokens: LongArray, kept: LongArray) -> None:
+        """Who samples: a step's tokens, int64 [sum of kept], so many for each request that did."""
+        counts, numbers = self._tokens.slot(step)
+        counts[: len(kept)] = kept
+        numbers[: len(tokens)] = tokens
+        self._tokens.post(step)
 
-    def publish(self, req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> None:
-        """Rank 0: the drafts of the requests of a step that begins; waits until all begin it."""
+    def has_tokens(self, step: int) -> bool:
+        """The others: whether `read_tokens` returns at once."""
+        return self._tokens.reached(step)
+
+    def read_tokens(self, step: int, num_sampling: int) -> tuple[LongArray, LongArray]:
+        """The others: a step's tokens and `kept`; waits for them.
+
+        Args:
+            step: a step that samples.
+            num_sampling: how many of its requests do.
+        """
+        self._tokens.wait(step)
+        counts, numbers = self._tokens.slot(step)
+        kept = counts[:num_sampling].copy()
+        return numbers[: kept.sum()].copy(), kept
+
+    def post_drafts(
+        self, step: int, req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Who drafts: the drafts of the requests of a step that begins."""
+        counts, numbers = self._drafts.slot(step)
         at = 0
         for i, req_id in enumerate(req_ids):
             tokens = drafts.get(req_id, ())
-            self._counts[i] = len(tokens)
-            self._drafts[at : at + len(tokens)] = tokens
+            counts[i] = len(tokens)
+            numbers[at : at + len(tokens)] = tokens
             at += len(tokens)
-        self.memory.barrier()
+        self._drafts.post(step)
 
-    def receive(
-        self, num_sampling: int, req_ids: Sequence[str]
-    ) -> tuple[LongArray, LongArray, dict[str, list[int]]]:
-        """The others: waits for what rank 0 knows.
-
-        Args:
-            num_sampling: requests of the last step that sampled.
-            req_ids: of the step that begins.
-
-        Returns:
-            Tokens and kept as in `note_tokens`, and the drafts.
-        """
-        self.memory.barrier()
-        kept = self._kept[:num_sampling].copy()
+    def read_drafts(self, step: int, req_ids: Sequence[str]) -> dict[str, list[int]]:
+        """The others: the drafts of the requests of a step that begins; waits for them."""
+        self._drafts.wait(step)
+        counts, numbers = self._drafts.slot(step)
         drafts: dict[str, list[int]] = {}
         at = 0
-        for req_id, count in zip(req_ids, self._counts.tolist(), strict=False):
+        for req_id, count in zip(req_ids, counts.tolist(), strict=False):
             if count:
-                drafts[req_id] = self._drafts[at : at + count].tolist()
+                drafts[req_id] = numbers[at : at + count].tolist()
                 at += count
-        return self._tokens[: kept.sum()].copy(), kept, drafts
+        return drafts

@@ -16,7 +16,7 @@ from octavo.device import num_cpus
 from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
-from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig
 from octavo.models.blocks.base import Parts
 from octavo.models.cache import AttentionCache
 from octavo.models.eagle import EagleModel
@@ -65,7 +65,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         max_model_len=1,
         shared=(buffers := make_buffers(setup)),
     )
-    kv = KVCacheConfig(1, config.cache.block_size, make_kv_cache_groups(spec.caches))
+    kv = KVCacheConfig(1, config.cache.block_size, setup.kv_cache_groups)
     layout = StepLayout(setup.largest_step, 1, len(kv.groups))
     activations, logits = Arena(), Arena()
     model = build_model(spec, parts)
@@ -80,18 +80,25 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
                 kv.layer_to_group,
                 StepBuffers(layout, placeholder(layout.nbytes, dtype=torch.uint8).numpy()),
                 setup.kept_layers,
+                None if setup.rank.is_first else _received(setup, dtype),
             ),
             ops,
             activations=activations,
             logits=logits,
             prompt_embeds=config.model.enable_prompt_embeds,
         )
-    kernels += kernel_nbytes(threads, spec.vocab_size)
+    if spec.has_head:
+        kernels += kernel_nbytes(threads, spec.vocab_size)
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
     shared = 0 if buffers is None else buffers.nbytes
     return Scratch(activations.peak, logits.peak, kernels, shared)
+
+
+def _received(setup: WorkerSetup, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    x = placeholder(setup.max_num_batched_tokens, setup.spec.hidden_size, dtype=dtype)
+    return x, x if setup.spec.hands_residual else None
 
 
 def _weight(weight: Weight, dtype: torch.dtype) -> Tensor | PackedWeight | QuantizedWeight:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from octavo.config import EngineConfig
 from octavo.distributed import ALONE, Rank
-from octavo.models.spec import ModelSpec
+from octavo.dtypes import DTYPE_NBYTES
+from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
+from octavo.models.spec import ModelSpec, divide_layers
 from octavo.structured_output.base import MAX_FORCED
+from octavo.worker.group_layout import GroupLayout
 from octavo.worker.memory import Scratch
-from octavo.worker.news import news_nbytes
 from octavo.worker.step_table import StepSize
 
 # Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
@@ -32,8 +34,8 @@ class WorkerSetup:
     """"float32", "float16" or "bfloat16"."""
     max_model_len: int
     max_num_batched_tokens: int
-    scratch: Scratch | None = None
-    """On a CPU what the memory plan has for steps."""
+    scratches: tuple[Scratch, ...] = ()
+    """On a CPU what the memory plan has for steps, of each stage."""
     kept_layers: tuple[int, ...] = ()
     """Layers whose hidden states steps return, for draft heads and pooling."""
     draft: WorkerSetup | None = None
@@ -46,7 +48,33 @@ class WorkerSetup:
     @cached_property
     def part(self) -> ModelSpec:
         """What of the model this rank has."""
-        return self.spec.split(self.rank)
+        part = self.spec.split(self.rank)
+        if self.rank.num_stages == 1:
+            return part
+        return part.stage(*self.stage_layers)
+
+    @cached_property
+    def stage_layers(self) -> tuple[int, int]:
+        """Its layers, from ... to ..."""
+        asked = self.config.device.pipeline_layers
+        return divide_layers(self.spec, self.rank.num_stages, asked)[self.rank.stage]
+
+    @cached_property
+    def kv_cache_groups(self) -> list[KVCacheGroup]:
+        """Groups of the KV cache as all ranks have them, with the layers of this one."""
+        groups = make_kv_cache_groups(self.spec.split(self.rank).caches)
+        return groups if self.rank.num_stages == 1 else select_layers(groups, *self.stage_layers)
+
+    @property
+    def stages(self) -> list[WorkerSetup]:
+        """The setup of the first rank of each stage."""
+        size, num_stages = self.rank.size, self.rank.num_stages
+        return [replace(self, rank=Rank(0, size, stage, num_stages)) for stage in range(num_stages)]
+
+    @property
+    def scratch(self) -> Scratch | None:
+        """What the memory plan has for this rank's steps."""
+        return self.scratches[self.rank.stage] if self.scratches else None
 
     @property
     def prompt_logprobs_rows(self) -> int:
@@ -55,9 +83,25 @@ class WorkerSetup:
 
     @property
     def group_nbytes(self) -> int:
-        """What the memory of a group takes: what rank 0 tells the others, and the buffers."""
-        assert self.scratch is not None
-        return news_nbytes(self.largest_step, self.max_num_drafts) + self.scratch.shared
+        """What the memory of all ranks takes; see `GroupLayout`."""
+        return self.group_layout.nbytes
+
+    @property
+    def group_layout(self) -> GroupLayout:
+        """Where what ranks share is."""
+        return GroupLayout(
+            size=self.largest_step,
+            max_num_drafts=self.max_num_drafts,
+            num_slots=self.max_in_flight + 1,
+            rank=self.rank,
+            handed_nbytes=2 * self.spec.hidden_size * DTYPE_NBYTES[self.dtype],
+            buffers=[scratch.shared for scratch in self.scratches],
+        )
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be handed in before the first one's result is there."""
+        return self.rank.num_stages + self.config.scheduler.async_scheduling
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -37,11 +37,9 @@ class Worker:
         self.device = platform.open_device(setup)
         self._allocated_before = platform.allocated_nbytes(self.device)
         with torch.inference_mode(), _out_of_memory("loading the model"):
-            self._runner: ModelRunner | None = (
-                ModelRunner(setup, platform, self.device, make_proposer)
-                if setup.rank.index == 0
-                else FollowingRunner(setup, platform, self.device)
-            )
+            more = (make_proposer,) if setup.rank.drafts else ()
+            runner = ModelRunner if setup.rank.samples else FollowingRunner
+            self._runner: ModelRunner | None = runner(setup, platform, self.device, *more)
         self._step = 0  # number of the current one: the engine core counts alike
 
     @property

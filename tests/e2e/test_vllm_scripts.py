@@ -96,7 +96,7 @@ def test_what_is_not_supported_is_refused_with_a_sentence(llm):
         with pytest.raises(UnsupportedError, match="generate text"):
             call("x", use_tqdm=False)
     for settings, why in [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"enable_lora": True}, "adapter"),
         ({"task": "embed"}, "task='embed'"),
         ({"runner": "pooling"}, "embeddings"),

@@ -40,7 +40,7 @@ class Platform(CPUPlatform):
         if not self._estimates:
             return None
         self._order.append(("estimate", setup))
-        return replace(BUDGET, scratch=Scratch(1000, 2000, 3000))
+        return replace(BUDGET, scratches=(Scratch(1000, 2000, 3000),))
 
 
 def make(order=None, *, estimates=True, request_memory=None, **settings):
@@ -110,8 +110,8 @@ def test_memory_is_planned_before_loading_if_it_can_be_known(estimates, monkeypa
     assert first.max_model_len == SPEC.max_model_len
     if estimates:
         assert [what for what, _ in order] == ["estimate", "load", "allocate"]
-        scratch = Scratch(1000, 2000, 3000)
-        assert order[1][1] == replace(first, max_model_len=longest, scratch=scratch)
+        scratches = (Scratch(1000, 2000, 3000),)
+        assert order[1][1] == replace(first, max_model_len=longest, scratches=scratches)
         assert plan.compare(123 * 2**20) in lines
         assert plan.requests == 2**20
     else:

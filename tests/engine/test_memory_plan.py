@@ -46,7 +46,7 @@ def plan(scratch=SCRATCH, request_memory=None, **kwargs):
     return make_memory_plan(
         config,
         SPEC,
-        cpu.memory_budget(setup, scratch),
+        cpu.memory_budget(setup, (scratch,)),
         max_num_batched_tokens=2048,
         request_memory=request_memory,
     )
@@ -128,7 +128,7 @@ def test_a_limit_that_is_given_is_heeded():
         max_model_len=SPEC.max_model_len,
         max_num_batched_tokens=2048,
     )
-    budget = replace(cpu.memory_budget(setup, SCRATCH), available=0)
+    budget = replace(cpu.memory_budget(setup, (SCRATCH,)), available=0)
     result, _ = make_memory_plan(config, SPEC, budget, max_num_batched_tokens=2048, limit=2**30)
     assert result.limit == 2**30
 

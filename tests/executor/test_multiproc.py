@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.distributed import Rank
 from octavo.errors import ConfigError, EngineDeadError, ModelError, UnsupportedError
 from octavo.executor.multiproc import MultiprocExecutor
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
@@ -20,6 +22,7 @@ from octavo.messages import GrammarOutput, ScheduledRequest, SchedulerOutput
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.platforms.cpu import CPUPlatform
+from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
 
 PATH = resolve_model(BUILTIN_MODEL)
@@ -33,9 +36,9 @@ def make_setup(**settings):
 
 
 def make(world_size=2, worker="FakeWorker"):
-    return MultiprocExecutor(
-        make_setup(), CPUPlatform(), world_size=world_size, worker_cls=f"{FAKES}.{worker}"
-    )
+    setup = make_setup(tensor_parallel_size=world_size)
+    setup = replace(setup, rank=Rank(0, world_size), scratches=(Scratch(0, 0, 0),))
+    return MultiprocExecutor(setup, CPUPlatform(), worker_cls=f"{FAKES}.{worker}")
 
 
 def work(*ids, tokens=1, drafts=0):

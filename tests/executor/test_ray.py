@@ -8,17 +8,20 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.distributed import Rank
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import GrammarOutput
 from octavo.platforms.cpu import CPUPlatform
+from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
 from tests.executor.test_multiproc import FAKES, PATH, SPEC, gone, run, work
 
@@ -56,9 +59,12 @@ def cluster():
 
 
 def make(world_size=2, worker="FakeWorker", **settings):
-    config = EngineConfig.from_kwargs(distributed_executor_backend="ray", **settings)
+    config = EngineConfig.from_kwargs(
+        distributed_executor_backend="ray", tensor_parallel_size=world_size, **settings
+    )
     setup = WorkerSetup(config, SPEC, PATH, "float32", 64, 32)
-    return RayExecutor(setup, CPUPlatform(), world_size=world_size, worker_cls=f"{FAKES}.{worker}")
+    setup = replace(setup, rank=Rank(0, world_size), scratches=(Scratch(0, 0, 0),))
+    return RayExecutor(setup, CPUPlatform(), worker_cls=f"{FAKES}.{worker}")
 
 
 def free_cpus():
@@ -159,7 +165,11 @@ def test_a_cluster_that_is_too_small(connected, monkeypatch):
     monkeypatch.setattr(of_ray, "_PLACEMENT_SECONDS", 1.0)
     with pytest.raises(ConfigError) as caught:
         make(num_threads=2)
-    for part in ("2 x {'CPU': 2} in the cluster", "2 nodes have 2 CPU", "Lower tensor_parallel"):
+    for part in (
+        "2 x {'CPU': 2} on the engine's machine",
+        "2 nodes have 2 CPU",
+        "Lower tensor_parallel",
+    ):
         assert part in str(caught.value)
     assert free_cpus() == 2
 

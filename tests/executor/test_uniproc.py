@@ -30,9 +30,7 @@ class Pending:
 
 
 def make_executor(async_scheduling=True):
-    scheduler = SimpleNamespace(async_scheduling=async_scheduling)
-    setup = SimpleNamespace(config=SimpleNamespace(scheduler=scheduler))
-    return UniProcExecutor(setup, None)
+    return UniProcExecutor(SimpleNamespace(max_in_flight=1 + async_scheduling), None)
 
 
 class RecordingWorker:

@@ -208,7 +208,7 @@ def test_configs_with_odd_values(folder: Path, data: st.DataObject) -> None:
             max_model_len=resolve_max_model_len(engine, spec),
             max_num_batched_tokens=1,
         )
-        budget = memory_budget(setup, Scratch(0, 0, 0))
+        budget = memory_budget(setup, (Scratch(0, 0, 0),))
         make_memory_plan(engine, spec, budget, max_num_batched_tokens=1)
     except (ModelError, ConfigError):
         return

@@ -1,21 +1,24 @@
 """Parts of models: what ranks compute together is what one computes, bit for bit."""
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.distributed import GroupMemory, Rank
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.kernels.native import NativeOps
 from octavo.layers.shared import SharedBuffers
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
-from octavo.models.spec import ModelSpec
+from octavo.models.spec import ModelSpec, divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from tests.models.harness import CPU, Runner, make_hf
@@ -72,7 +75,7 @@ def run_ranks(
         with ThreadPoolExecutor(size) as threads:
             futures = []
             for model, buffers in models:
-                memory = GroupMemory(descriptor, nbytes[0], size, timeout=20)
+                memory = GroupMemory(descriptor, nbytes[0], buffers.rank, timeout=20)
                 buffers.attach(memory, 0)
                 futures.append(threads.submit(run, model, memory.barrier))
             results = [future.result() for future in futures]
@@ -169,3 +172,69 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     other = replace(read_spec(tmp_path), model_class="somewhere:Model")
     with pytest.raises(ConfigError, match="not supported with LlamaForCausalLM"):
         other.split(Rank(0, 2))
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-mqa-tied-bias", "gpt2", "opt-350m"])
+def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    stages = [spec.stage(*layers) for layers in divide_layers(spec, 3, None)]
+    names = [s.name for stage in stages for w in stage.weights() for s in w.sources]
+    whole = {s.name for w in spec.weights() for s in w.sources}
+    assert set(names) == whole
+    assert len(names) - len(whole) == spec.tied
+    for stage in stages:
+        load_model(stage, tmp_path, dtype=torch.float32, device=CPU, ops=NativeOps())
+
+
+def test_what_no_stage_has_is_still_found(tmp_path: Path) -> None:
+    architecture, config = CASES["llama"]
+    model = make_hf(architecture, **config)
+    model.save_pretrained(tmp_path)
+    more = {"model.layers.0.strange": torch.zeros(3)}
+    save_file(model.state_dict() | more, tmp_path / "model.safetensors", {"format": "pt"})
+    stage = read_spec(tmp_path).stage(1, 3)
+    with pytest.raises(ModelError, match=r"1 tensors that .* does not have: .*strange"):
+        load_model(stage, tmp_path, dtype=torch.float32, device=CPU, ops=NativeOps())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_layers_are_divided_by_the_weights_that_are_read(num_stages: int, tmp_path: Path) -> None:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config | {"num_hidden_layers": 5}).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    stages = divide_layers(spec, num_stages, None)
+    assert stages[0][0] == 0
+    assert stages[-1][1] == 5
+    assert all(one[1] == next_[0] for one, next_ in pairwise(stages))
+    assert all(end > begin for begin, end in stages)
+
+    def most(bounds: tuple[int, ...]) -> int:
+        ends = [0, *bounds, 5]
+        sizes = []
+        for begin, end in pairwise(ends):
+            weights = spec.stage(begin, end).weights()
+            sizes.append(sum(math.prod(w.shape) for w in weights if w.kind == "linear"))
+        return max(sizes)
+
+    best = min(map(most, combinations(range(1, 5), num_stages - 1)))
+    assert most(tuple(begin for begin, _ in stages[1:])) == best
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "asked", "said"),
+    [
+        (4, None, "pipeline_parallel_size=4 is more than the 3 layers"),
+        (2, "1,1", "2 stages with 2 layers; give 2 numbers .* whose sum is 3"),
+        (3, "2,1", "2 stages with 3 layers; give 3 numbers"),
+    ],
+)
+def test_no_division(num_stages: int, asked: str | None, said: str, tmp_path: Path) -> None:
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        divide_layers(read_spec(tmp_path), num_stages, asked)
+    other = replace(read_spec(tmp_path), model_class="somewhere:Model")
+    with pytest.raises(ConfigError, match="not supported with LlamaForCausalLM"):
+        other.stage(0, 1)

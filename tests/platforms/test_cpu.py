@@ -55,8 +55,8 @@ def test_what_needs_a_gpu_is_refused() -> None:
 def test_the_estimate_is_of_the_largest_step() -> None:
     budget = CPUPlatform().estimate_memory(setup(max_num_seqs=2))
     assert budget is not None
-    assert budget.scratch is not None
-    assert budget.activations == budget.scratch.activations + budget.scratch.kernels
+    (scratch,) = budget.scratches
+    assert budget.activations == scratch.activations + scratch.kernels
     assert isinstance(CPUPlatform().make_ops(EngineConfig().device), NativeOps)
 
 

@@ -37,6 +37,7 @@ def engines(draw, **fixed):
         "max_num_batched_tokens": draw(st.sampled_from([8, 13, 32, 200])),
         "max_num_seqs": draw(st.sampled_from([1, 3, 8])),
         "depth": draw(st.integers(1, 3)),
+        "num_stages": draw(st.sampled_from([1, 1, 2, 3])),
         "caching": draw(st.booleans()),
         # A state cannot go back behind a draft that was wrong.
         "num_drafts": 0 if state else draw(st.sampled_from([0, 0, 3])),

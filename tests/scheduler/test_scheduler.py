@@ -980,3 +980,36 @@ def test_what_a_resumed_request_has_is_not_counted_as_cached_prompt():
     engine.add("b", list(range(10)), output=output[:30], max_tokens=40)
     engine.run()
     assert engine.outputs["b"][0].num_cached_tokens == 10
+
+
+class TestStages:
+    """Pipeline parallelism: steps of different requests follow one another."""
+
+    @pytest.mark.parametrize(("stages", "requests"), [(2, 6), (2, 5), (3, 7), (4, 8)])
+    def test_requests_that_decode_are_divided_among_the_stages(self, stages, requests):
+        engine = FakeEngine(num_stages=stages, depth=stages, num_blocks=200)
+        for i in range(requests):
+            engine.add(f"r{i}", [1, 2, 3, i], max_tokens=40)
+        for _ in range(2 * stages + 2):
+            engine.step()
+        steps = [{r.req_id for r in step.scheduled_reqs} for step in engine.steps[-2 * stages :]]
+        engine.run()
+        most = -(-requests // stages)
+        assert all(len(step) <= most for step in steps)
+        for i in range(stages):  # of so many steps in a row each has others, and together all
+            window = steps[i : i + stages]
+            assert sum(map(len, window)) == len(set().union(*window)) == requests
+
+    def test_what_is_in_flight_goes_on_if_there_is_nothing_else(self):
+        engine = FakeEngine(num_stages=2, depth=3)
+        engine.add("a", [1, 2, 3], max_tokens=20)
+        engine.run()
+        assert all(step.scheduled_reqs for step in engine.steps[:20])
+
+    def test_a_prompt_fills_the_stages_in_parts(self):
+        engine = FakeEngine(num_stages=2, depth=3, max_num_batched_tokens=8)
+        engine.add("a", list(range(40)), max_tokens=2)
+        for _ in range(3):
+            engine.schedule()
+        assert [step.total_num_scheduled_tokens for step in engine.steps] == [8, 8, 8]
+        engine.run()

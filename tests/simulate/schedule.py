@@ -31,6 +31,7 @@ class Settings:
     max_num_batched_tokens: int = 64
     max_num_seqs: int = 8
     depth: int = 1
+    num_stages: int = 1
     caching: bool = True
     num_drafts: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -255,6 +256,7 @@ def _make_settings(rng: random.Random) -> Settings:
         policy=rng.choice(("fcfs", "fcfs", "priority")),
         threshold=rng.choice((0, 0, 0, 5)),
         chunked=chunked,
+        num_stages=rng.choice((1, 1, 1, 2, 3)),
     )
 
 

@@ -359,6 +359,7 @@ class Simulation:
             enable_caching=settings.caching,
             num_speculative_tokens=settings.num_drafts,
             max_num_drafts=0 if settings.state else max(3 * settings.num_drafts, MAX_FORCED),
+            num_stages=settings.num_stages,
             clock=lambda: self.now,
         )
         lengths: Any = RandomDraftLengths(settings.num_drafts)

@@ -75,7 +75,7 @@ class Runner:
         )
         platform = CPUPlatform()
         backend = platform.make_attention_backend(setup, CPU)
-        setup = replace(setup, scratch=measure_scratch(setup, backend))
+        setup = replace(setup, scratches=(measure_scratch(setup, backend),))
         self.runner = ModelRunner(setup, platform, CPU, self._make_proposer)
         kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         with torch.inference_mode():

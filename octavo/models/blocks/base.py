@@ -116,6 +116,11 @@ class Parts:
         parts._own = f"{self._own}{part}."
         return parts
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's: that of all weights which are not quantized."""
+        return next(w.dtype for w in self._weights.values() if hasattr(w, "dtype"))
+
     def has(self, name: str) -> bool:
         """Whether there is a weight of that name."""
         return self._own + name in self._weights

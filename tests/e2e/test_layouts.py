@@ -1,0 +1,339 @@
+"""Several ranks, with parts of layers and of all layers, give one engine's answers: bit for bit."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from functools import partial
+from itertools import pairwise
+
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from octavo import LLM, SamplingParams
+from octavo.engine import llm_engine
+from octavo.engine.assemble import make_engine_core
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.sampling_params import StructuredOutputsParams
+from tests.e2e import harness
+from tests.models.harness import make_hf
+from tests.models.test_parity import CASES, VOCAB
+from tests.ranks import RanksExecutor
+
+SETTINGS = {
+    "skip_tokenizer_init": True,
+    "block_size": 8,
+    "max_model_len": 96,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+}
+
+
+@pytest.fixture
+def in_ranks(monkeypatch):
+    """Has every engine from now on computed by so many ranks."""
+
+    def use(size, stages=1, layers=None):
+        def make(config, *args, **kwargs):
+            device = replace(
+                config.device,
+                tensor_parallel_size=size,
+                pipeline_parallel_size=stages,
+                pipeline_layers=layers,
+            )
+            config = replace(config, device=device)
+            return make_engine_core(config, *args, make_executor=RanksExecutor, **kwargs)
+
+        monkeypatch.setattr(llm_engine, "make_engine_core", make)
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma2")
+    architecture, config = CASES["gemma2"]
+    make_hf(architecture, **config).save_pretrained(folder)
+    return folder
+
+
+def load(seed, count):
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, VOCAB) for _ in range(30)]
+    prompts, params = [], []
+    for i in range(count):
+        begin = shared[: rng.choice([0, 9, 30])]
+        prompts.append([*begin, *(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40)))])
+        params.append(
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.8, 1.5]),
+                top_p=rng.choice([1.0, 0.9]),
+                seed=i,
+                max_tokens=rng.randrange(1, 24),
+                ignore_eos=True,
+                logprobs=rng.choice([None, 3]),
+                prompt_logprobs=rng.choice([None, None, 2]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+                n=rng.choice([1, 1, 2]),
+            )
+        )
+    return prompts, params
+
+
+def answers(llm, seed=1, count=24):
+    prompts, params = load(seed, count)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [
+        (
+            o.prompt_logprobs and list(map(str, o.prompt_logprobs)),
+            [(list(a.token_ids), a.logprobs and list(map(str, a.logprobs))) for a in o.outputs],
+        )
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "layouts"),
+    [
+        ({}, [(2, 1), (1, 2), (2, 2)]),
+        ({"async_scheduling": False, "enforce_eager": True}, [(2, 1), (1, 2)]),
+        # Too few blocks for all: requests are preempted.
+        ({"num_gpu_blocks_override": 28}, [(2, 1), (1, 2)]),
+        ({"attention_backend": "reference", "enable_prefix_caching": False}, [(2, 1)]),
+        ({"kv_cache_dtype": "int8", "quantization": "int4", "dtype": "bfloat16"}, [(2, 2)]),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            [(2, 1), (2, 2)],
+        ),
+        ({"speculative_config": {"method": "suffix"}}, [(1, 2)]),
+        ({}, [(1, 2, "1,2"), (1, 3, "1,1,1")]),
+    ],
+    ids=["plain", "eager", "preempted", "reference", "quantized", "ngram", "suffix", "uneven"],
+)
+def test_several_ranks_answer_as_one(settings, layouts, folder, in_ranks):
+    settings = SETTINGS | settings
+    with LLM(str(folder), **settings) as llm:
+        expected = answers(llm)
+    for layout in layouts:
+        in_ranks(*layout)
+        with LLM(str(folder), **settings) as llm:
+            assert answers(llm) == expected, layout
+            llm.llm_engine.client.core.check_integrity()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bloom", "qwen3", "opt-350m", "olmo2", "granite"])
+def test_stages_of_other_models(case, tmp_path, in_ranks):
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS | {"max_model_len": 64}) as llm:
+        expected = answers(llm, count=6)
+    in_ranks(1, 2)
+    with LLM(str(tmp_path), **SETTINGS | {"max_model_len": 64}) as llm:
+        assert answers(llm, count=6) == expected
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("more", [{}, {"speculative_config": {"method": "ngram"}}])
+def test_structured_outputs_in_ranks(layout, more, in_ranks):
+    """Grammars force drafts, which one rank proposes and another one checks."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [100, 200]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    params = [
+        SamplingParams(
+            temperature=0.9,
+            seed=i,
+            max_tokens=60,
+            structured_outputs=StructuredOutputsParams(json=schema) if i % 3 else None,
+        )
+        for i in range(6)
+    ]
+    prompts = [f"Once upon a time {i}" for i in range(6)]
+    settings = {"max_model_len": 128, "max_num_seqs": 4} | more
+    with LLM("octavo/stories", **settings) as llm:
+        expected = [it.outputs[0].text for it in llm.generate(prompts, params, use_tqdm=False)]
+    in_ranks(*layout)
+    with LLM("octavo/stories", **settings) as llm:
+        got = [it.outputs[0].text for it in llm.generate(prompts, params, use_tqdm=False)]
+    assert got == expected
+    assert all(json.loads(text) for text in (got[1], got[2]))
+
+
+def test_steps_of_different_requests_are_in_the_stages_at_once(folder, in_ranks):
+    in_ranks(1, 2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        core = llm.llm_engine.client.core
+        steps, schedule = [], core.scheduler.schedule
+
+        def note():
+            output = schedule()
+            steps.append({r.req_id for r in output.scheduled_reqs})
+            return output
+
+        core.scheduler.schedule = note
+        prompts = [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(6)]
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+    middle = [step for step in steps if step][4:-4]
+    assert len(middle) > 20
+    assert all(len(step) == 3 for step in middle)
+    assert all(not one & next_ for one, next_ in pairwise(middle))
+
+
+def test_the_plan_counts_all_ranks(folder, in_ranks):
+    with LLM(str(folder), **SETTINGS) as llm:
+        alone = llm.llm_engine.memory_plan
+    in_ranks(2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        plan = llm.llm_engine.memory_plan
+        ranks = llm.llm_engine.client.core.executor.ranks
+        caches = [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
+    assert plan.runtime == 3 * alone.runtime  # of the engine's own process, too
+    assert alone.weights < plan.weights < 2 * alone.weights  # norms and embedding twice
+    assert (plan.num_blocks, plan.block_nbytes) == (alone.num_blocks, alone.block_nbytes)
+    assert sum(caches) == plan.kv_cache
+
+
+def test_the_plan_counts_all_stages(folder, in_ranks):
+    with LLM(str(folder), **SETTINGS) as llm:
+        alone = llm.llm_engine.memory_plan
+    in_ranks(1, 2)
+    with LLM(str(folder), **SETTINGS) as llm:
+        plan = llm.llm_engine.memory_plan
+        ranks = llm.llm_engine.client.core.executor.ranks
+        caches = [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
+        weights = [rank._worker.runner._weights[0].nbytes for rank in ranks]
+    assert sum(caches) == plan.kv_cache
+    assert 0.9 < plan.weights / sum(weights) < 1.1  # positions' tables beside them
+    assert alone.weights < plan.weights < 2 * alone.weights  # the tied table twice
+
+
+@pytest.mark.parametrize(("size", "stages", "broken"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 3)])
+def test_a_failed_rank_ends_the_engine(size, stages, broken, folder, in_ranks):
+    in_ranks(size, stages)
+    with LLM(str(folder), **SETTINGS) as llm:
+        answers(llm, count=1)
+        runner = llm.llm_engine.client.core.executor.ranks[broken]._worker.runner
+        runner.state.steps.run = partial(int, "broken")
+        with pytest.raises(EngineDeadError, match="group"):
+            answers(llm, count=1)
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_in_processes(layout, folder):
+    settings = SETTINGS | {"num_threads": 1, "dtype": "bfloat16"}
+    with LLM(str(folder), **settings) as llm:
+        expected = answers(llm)
+    with LLM(str(folder), **settings, **{layout: 2}) as llm:
+        assert answers(llm) == expected
+        executor = llm.llm_engine.client.core.executor
+        os.kill(executor.pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match=r"worker 1 .* was killed by SIGKILL"):
+            answers(llm)
+        assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("layout", ["-tp", "-pp"])
+def test_streams_outlive_a_rank(layout, tmp_path):
+    """Whichever of them dies: another engine, of as many, goes on."""
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1}
+    flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
+    with harness.serve(tmp_path, layout, "2", *flags) as server:
+        expected = server.post("/v1/completions", body).json()["choices"]
+        for index in (0, 1):
+            workers = server.engine_process().children()
+            assert len(workers) == 2
+            timer = threading.Timer(0.1, workers[index].kill)
+            timer.start()
+            assert server.post("/v1/completions", body).json()["choices"] == expected
+            timer.join()
+            harness.wait_for(server, "/ready")
+        assert server.metric("octavo:engine_restarts_total") == 2
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        _, left = psutil.wait_procs(family, timeout=5)
+        assert left == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["-tp", "5"], r"tensor_parallel_size=5 does not divide the \d+"),
+        (["-pp", "99"], r"pipeline_parallel_size=99 is more than the \d+ layers"),
+        (["-pp", "2", "--pipeline-layers", "1,1"], "pipeline_layers='1,1' has 2 stages with 2 la"),
+        (["-pp", "3", "--pipeline-layers", "1,1"], "pipeline_layers='1,1' is for 2 stages, and"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_before_the_server_listens(flags, said, tmp_path):
+    with pytest.raises(AssertionError, match=said), harness.serve(tmp_path, *flags):
+        pass
+    assert "listening" not in (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"enable_prompt_embeds": True}])
+def test_what_ranks_cannot_do_is_refused(settings, folder, in_ranks):
+    in_ranks(2)
+    name = next(iter(settings))
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size=2 needs {name}=false"):
+        LLM(str(folder), **SETTINGS, **settings)
+
+
+def random_life(llm, seed):
+    """Tokens of the requests that were let live, while others come, and are aborted at any time."""
+    rng, engine = random.Random(seed), llm.llm_engine
+    left = [f"r{i}" for i in range(40)]
+    doomed = {name: rng.randrange(1, 20) for name in left if rng.random() < 0.4}
+    shared = [rng.randrange(3, VOCAB) for _ in range(30)]
+    given, lives = {}, {}
+    for i, name in enumerate(left):
+        prompt = shared[: rng.choice([0, 9, 30])]
+        prompt = [*prompt, *(rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30)))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.2]),
+            seed=i,
+            max_tokens=rng.randrange(1, 30),
+            stop_token_ids=[7, 9, 11],
+            repetition_penalty=rng.choice([1.0, 1.3]),
+        )
+        given[name] = ({"prompt_token_ids": prompt}, params)
+    while left or engine.has_unfinished_requests():
+        for _ in range(min(len(left), rng.randrange(3))):
+            name = left.pop(0)
+            engine.add_request(name, *given[name])
+        gone = [name for name in doomed if name not in left and not doomed[name]]
+        engine.abort_request(gone)
+        for name in list(doomed):
+            if name in gone:
+                del doomed[name]
+                lives[name] = None
+            elif name not in left:
+                doomed[name] -= 1
+        for output in engine.step():
+            if output.finished and output.request_id not in lives:
+                lives[output.request_id] = list(output.outputs[0].token_ids)
+    return lives
+
+
+@pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 28}])
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2), (1, 3)])
+def test_requests_that_come_and_go(layout, more, folder, in_ranks):
+    """A row that a request has left may have another one while its tokens are on their way."""
+    settings = SETTINGS | {"max_num_seqs": 4} | more
+    with LLM(str(folder), **settings) as llm:
+        expected = [random_life(llm, seed) for seed in range(3)]
+    in_ranks(*layout)
+    with LLM(str(folder), **settings) as llm:
+        for seed, lives in enumerate(expected):
+            got = random_life(llm, seed)
+            both = {n for n in lives if lives[n] is not None and got[n] is not None}
+            assert len(both) > 15
+            assert {n: got[n] for n in both} == {n: lives[n] for n in both}
+        llm.llm_engine.client.core.check_integrity()
