@@ -327,8 +327,9 @@ class ParallelConfig(_Section, frozen=True):
         str | None,
         Meta(
             description="Where an engine's workers compute. uni: in its own process; mp: each in a"
-            " process of its own, on this machine (Linux); or module and name, with a dot between,"
-            " of an Executor of one's own. Default: uni for one worker, mp for more."
+            " process of its own, on this machine (Linux); ray: each in an actor of a Ray cluster"
+            " (pip install 'octavo[ray]'); or module and name, with a dot between, of an Executor"
+            " of one's own. Default: uni for one worker, mp for more."
         ),
     ] = None
     data_parallel_size_local: Annotated[
@@ -925,21 +926,17 @@ class EngineConfig(_Section, frozen=True):
                 f"pipeline_layers={layers!r} is for {layers.count(',') + 1} stages, and "
                 f"pipeline_parallel_size={stages}; give a number of layers for each."
             )
-        if backend == "ray":
+        if backend not in ("uni", "mp", "ray") and "." not in backend.strip("."):
             raise ConfigError(
-                "distributed_executor_backend=ray is not supported yet: there is no Ray here; use "
-                "mp, which starts the workers on this machine, or uni."
-            )
-        if backend not in ("uni", "mp") and "." not in backend.strip("."):
-            raise ConfigError(
-                f"distributed_executor_backend={backend!r} is unknown; choose uni or mp, or give "
-                "module and name, with a dot between, of an Executor of your own."
+                f"distributed_executor_backend={backend!r} is unknown; choose uni, mp or ray, or "
+                "give module and name, with a dot between, of an Executor of your own."
             )
         directory = self.observability.profiler_dir
-        if backend == "mp" and directory is not None:
+        if backend in ("mp", "ray") and directory is not None:
             raise ConfigError(
                 f"profiler_dir={directory!r} records one process, and with "
-                "distributed_executor_backend=mp the workers are in others; leave one of them out."
+                f"distributed_executor_backend={backend} the workers are in others; leave one of "
+                "them out."
             )
 
 

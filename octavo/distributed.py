@@ -144,6 +144,15 @@ class GroupMemory:
         os.ftruncate(descriptor, _header_nbytes(num_stages) + nbytes)
         return descriptor
 
+    @staticmethod
+    def end(descriptor: int, num_stages: int) -> None:
+        """Has who waits in the memory behind a descriptor, now or later, end with an error."""
+        from octavo import _native
+
+        header = np.frombuffer(mmap.mmap(descriptor, _header_nbytes(num_stages)), np.uint8)
+        for stage in range(num_stages):
+            _native.break_group(header.ctypes.data + stage * _BARRIER_NBYTES)
+
     @property
     def data(self) -> NDArray[np.uint8]:
         """uint8 [nbytes], the same for all."""

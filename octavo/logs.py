@@ -17,6 +17,7 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _OWN_FIELDS: dict[str, Any] = {}
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
+_STANDARD |= {"_ray_timestamp_ns"}  # every record has it once Ray is imported
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -29,6 +29,7 @@ class RanksExecutor(Executor):
 
     def __init__(self, setup, platform):
         size, stages = setup.rank.size, setup.rank.num_stages
+        self.num_stages = stages
         self.descriptor = GroupMemory.create(setup.group_nbytes, stages)
         ranks = [Rank.of(number, size, stages) for number in range(size * stages)]
         self.ranks = [
@@ -53,6 +54,8 @@ class RanksExecutor(Executor):
         return [result for results in calls for result in results]
 
     def shutdown(self):
+        if self.descriptor is not None:
+            GroupMemory.end(self.descriptor, self.num_stages)
         for rank in self.ranks:
             rank.shutdown()
         if self.descriptor is not None:

@@ -113,7 +113,7 @@ BAD = {
     "pipeline_layers": ["", "0,3", "1,,2", "a", 3, "2,"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
     "enable_elastic_ep": ["yes", 1],
-    "distributed_executor_backend": ["", "ray", "processes", "executor.", ".mp", 2],
+    "distributed_executor_backend": ["", "processes", "executor.", ".mp", 2],
     "data_parallel_size_local": [0, -1, 1.5],
     "data_parallel_start_rank": [-1, 1.5, None],
     "data_parallel_rank": [-1, 1.5, "0"],

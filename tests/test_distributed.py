@@ -89,6 +89,15 @@ def test_a_broken_group_wakes_who_sleeps(descriptor):
     timer.join()
 
 
+def test_whoever_has_the_descriptor_ends_the_waiting(descriptor):
+    memory = GroupMemory(descriptor, 4096, Rank(0, 2))
+    timer = threading.Timer(0.05, GroupMemory.end, [descriptor, 1])
+    timer.start()
+    with pytest.raises(_native.GroupError, match="another"):
+        memory.barrier()
+    timer.join()
+
+
 def test_a_barrier_is_recorded(descriptor):
     memory, plan = GroupMemory(descriptor, 4096, Rank(0, 2), timeout=0.01), _native.Plan()
     plan.begin()

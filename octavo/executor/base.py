@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -109,3 +110,9 @@ def find_method(worker: object, name: str) -> Callable[..., Any]:
         raise UnsupportedError(f"Workers have no method {name!r}.")
     method: Callable[..., Any] = found
     return method
+
+
+def import_class(path: str) -> Any:
+    """What a module has under a name, the two with a dot between."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -91,7 +92,7 @@ class MultiprocExecutor(Executor):
         if rank.world_size > 1:
             memory = GroupMemory.create(setup.group_nbytes, rank.num_stages)
         try:
-            group = _WorkerGroup(PlainSetup.of(setup), rank, worker_cls, memory)
+            group = self._make_group(PlainSetup.of(setup), rank, worker_cls, memory)
         except BaseException:
             if memory is not None:
                 os.close(memory)
@@ -104,6 +105,11 @@ class MultiprocExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
+
+    def _make_group(
+        self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None
+    ) -> WorkerGroup:
+        return _ProcessGroup(setup, rank, worker_cls, memory)
 
     def measure_memory(self) -> MemoryBudget:
         """See `Executor`; that of the worker which has least room."""
@@ -130,15 +136,15 @@ class MultiprocExecutor(Executor):
         if callable(method):
             raise UnsupportedError(
                 "A function cannot travel to workers in other processes "
-                "(distributed_executor_backend=mp); name a method of the worker, or set "
-                "distributed_executor_backend=uni."
+                f"(distributed_executor_backend={self._group.kind}); name a method of the worker, "
+                "or set distributed_executor_backend=uni."
             )
         return self._group.call(method, timeout, list(args), dict(kwargs or {}))
 
     @property
     def pids(self) -> list[int]:
         """See `Executor`."""
-        return [worker.process.pid for worker in self._group.workers]
+        return [worker.pid for worker in self._group.workers]
 
     def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
         """See `Executor`."""
@@ -154,7 +160,7 @@ class _Step:
 
     __slots__ = ("_group", "_number", "drafted", "sampled")
 
-    def __init__(self, group: _WorkerGroup, number: int, *, drafting: bool) -> None:
+    def __init__(self, group: WorkerGroup, number: int, *, drafting: bool) -> None:
         self._group, self._number = group, number
         self.drafted: Future[Drafts] = Future()
         """The workers speak of drafts only where there are places for them."""
@@ -243,6 +249,7 @@ class _Worker:
     def __init__(self, rank: int, process: _Process, pipe: int) -> None:
         self.rank, self.pipe = rank, pipe
         self.process, self.inputs = process.popen, process.inputs
+        self.pid = self.process.pid
         self.ready: Future[None] = Future()
         self.pidfd = os.pidfd_open(self.process.pid)
         self.stopped = False
@@ -284,28 +291,24 @@ class _Worker:
         os.close(self.pidfd)
 
 
-class _WorkerGroup:
-    """The processes, what they were told and have not answered, and the thread that watches them.
+class WorkerGroup(ABC):
+    """Workers, what they were told and have not answered, and the thread that watches them.
 
     The executor is not known here, so that it may be forgotten without being shut down.
     """
+
+    kind: str
+    """As `distributed_executor_backend` calls it."""
 
     def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
         self._setup, self._world_size, self._worker_cls = setup, rank.world_size, worker_cls
         self._teller = rank.world_size - rank.size
         """The rank that samples: it has all that there is to tell."""
-        self._memory = memory
+        self._memory, self._num_stages = memory, rank.num_stages
         """The descriptor of what the workers share, beside the queues."""
-        self.workers: list[_Worker] = []
-        with contextlib.ExitStack() as undo:
-            self._step_queue = make_queue(rank.world_size)
-            undo.callback(self._step_queue.close)
-            self._result_queue = make_queue(1)
-            undo.pop_all()
-        self._writer = QueueWriter(self._step_queue)
-        self._results = QueueReader(self._result_queue)
+        self.workers: list[Any] = []
+        """By rank; each has `rank`, `pid` and `ready`, and a text that names it."""
         self._encoder = msgspec.msgpack.Encoder()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started: Future[None] = Future()
         self._lock = threading.Lock()
         """Of what follows."""
@@ -318,6 +321,31 @@ class _WorkerGroup:
         self._call_ids = itertools.count()
         # The system ends the processes that it starts with it.
         self._thread = threading.Thread(target=self._watch, name="octavo-workers", daemon=True)
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the workers: asks them to, and after some seconds makes them."""
+
+    def _end_waiting(self) -> None:
+        """Has no worker wait for another one: they end, each at a time of its own."""
+        if self._memory is not None:
+            GroupMemory.end(self._memory, self._num_stages)
+
+    @abstractmethod
+    def _watch(self) -> None:
+        """The thread: starts the workers, says so by `_started`, and takes in what they say."""
+
+    @abstractmethod
+    def _send(self, data: bytes) -> None:
+        """Sends a message to all workers.
+
+        Raises:
+            QueueClosedError: there are none any more.
+        """
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """Ends the workers at once."""
 
     def start(self) -> None:
         """Starts the processes; returns when all of them are ready."""
@@ -369,7 +397,7 @@ class _WorkerGroup:
                 "or set distributed_executor_backend=uni."
             ) from error
         try:
-            self._writer.write(data)
+            self._send(data)
         except QueueClosedError:
             raise self._failure or EngineDeadError("The workers have been shut down.") from None
 
@@ -381,11 +409,101 @@ class _WorkerGroup:
         if failure is not None:
             callback(failure)
 
+    def _take(self, worker: Any, message: FromWorker) -> None:
+        """Takes in what a worker says."""
+        if self._failure is not None:
+            return
+        match message:
+            case Sampled(step=number, output=output):
+                self._pop(number).sampled.set_result(output)
+            case Drafted(step=number, drafts=drafts, failure=failure):
+                drafted = self._steps[number].drafted
+                if failure is None:
+                    drafted.set_result(drafts)
+                else:
+                    drafted.set_exception(failure.to_exception())
+            case StepFailed(step=number, failure=failure) if self._world_size == 1:
+                self._pop(number).sampled.set_exception(failure.to_exception())
+            case StepFailed(step=number, failure=failure):
+                # Whether the others computed it or wait for this one, nobody knows.
+                self._fail(f"{worker} failed in step {number}: {failure}")
+            case Ready():
+                worker.ready.set_result(None)
+            case Died(failure=failure):
+                if worker.ready.done():
+                    self._fail(f"{worker} failed: {failure}")
+                else:
+                    error = failure.to_exception()
+                    if not isinstance(error, OctavoError):
+                        error = EngineDeadError(f"{worker} could not start: {failure}")
+                    self._give_up(error)
+            case Returned(call_id=call_id, value=value, failure=failure):
+                with self._lock:
+                    futures = self._calls.get(call_id)
+                if futures is None:
+                    return  # nobody waited that long
+                if failure is None:
+                    futures[worker.rank].set_result(value)
+                else:
+                    futures[worker.rank].set_exception(failure.to_exception())
+
+    def _pop(self, number: int) -> _Step:
+        with self._lock:
+            return self._steps.pop(number)
+
+    def _fail(self, what: str) -> None:
+        """The engine cannot go on: says so once, to all who wait, and ends the other workers."""
+        if self._num_steps:
+            what += f"; the last step handed in was {self._num_steps}"
+        self._give_up(EngineDeadError(what))
+
+    def _give_up(self, error: Exception) -> None:
+        with self._lock:
+            if self._ending or self._failure is not None:
+                return
+            self._failure = error
+            callbacks = list(self._callbacks)
+        self._kill()
+        self._resolve_all(error)
+        for callback in callbacks:
+            callback(error)
+
+    def _resolve_all(self, error: Exception) -> None:
+        """Has all who wait for workers get an error."""
+        with self._lock:
+            steps = list(self._steps.values())
+            self._steps.clear()
+            futures: list[Future[Any]] = [it for call in self._calls.values() for it in call]
+        futures += [worker.ready for worker in self.workers]
+        futures += [future for step in steps for future in (step.drafted, step.sampled)]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+class _ProcessGroup(WorkerGroup):
+    """Workers in processes, which read from shared memory and write into it."""
+
+    kind = "mp"
+    workers: list[_Worker]
+
+    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+        super().__init__(setup, rank, worker_cls, memory)
+        with contextlib.ExitStack() as undo:
+            self._step_queue = make_queue(rank.world_size)
+            undo.callback(self._step_queue.close)
+            self._result_queue = make_queue(1)
+            undo.pop_all()
+        self._writer = QueueWriter(self._step_queue)
+        self._results = QueueReader(self._result_queue)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
     def shutdown(self) -> None:
-        """Ends the processes: asks them to, and after some seconds makes them."""
+        """See `WorkerGroup`."""
         with self._lock:
             self._ending = True
         self._writer.close()
+        self._end_waiting()
         if self._thread.ident is not None:
             with contextlib.suppress(BaseException):
                 self._started.result()  # all of them are known
@@ -413,7 +531,7 @@ class _WorkerGroup:
             os.close(self._memory)
 
     def _watch(self) -> None:
-        """The thread."""
+        """See `WorkerGroup`."""
         try:
             for rank in range(self._world_size):
                 self.workers.append(self._launch(rank))
@@ -500,75 +618,12 @@ class _WorkerGroup:
                 self._fail(f"{worker} is stopped by a signal such as SIGSTOP, and was killed")
             worker.stopped = stopped
 
-    def _take(self, worker: _Worker, message: FromWorker) -> None:
-        """Takes in what a worker says."""
-        if self._failure is not None:
-            return
-        match message:
-            case Sampled(step=number, output=output):
-                self._pop(number).sampled.set_result(output)
-            case Drafted(step=number, drafts=drafts, failure=failure):
-                drafted = self._steps[number].drafted
-                if failure is None:
-                    drafted.set_result(drafts)
-                else:
-                    drafted.set_exception(failure.to_exception())
-            case StepFailed(step=number, failure=failure) if self._world_size == 1:
-                self._pop(number).sampled.set_exception(failure.to_exception())
-            case StepFailed(step=number, failure=failure):
-                # Whether the others computed it or wait for this one, nobody knows.
-                self._fail(f"{worker} failed in step {number}: {failure}")
-            case Ready():
-                worker.ready.set_result(None)
-            case Died(failure=failure):
-                if worker.ready.done():
-                    self._fail(f"{worker} failed: {failure}")
-                else:
-                    error = failure.to_exception()
-                    if not isinstance(error, OctavoError):
-                        error = EngineDeadError(f"{worker} could not start: {failure}")
-                    self._give_up(error)
-            case Returned(call_id=call_id, value=value, failure=failure):
-                with self._lock:
-                    futures = self._calls.get(call_id)
-                if futures is None:
-                    return  # nobody waited that long
-                if failure is None:
-                    futures[worker.rank].set_result(value)
-                else:
-                    futures[worker.rank].set_exception(failure.to_exception())
+    def _send(self, data: bytes) -> None:
+        """See `WorkerGroup`."""
+        self._writer.write(data)
 
-    def _pop(self, number: int) -> _Step:
-        with self._lock:
-            return self._steps.pop(number)
-
-    def _fail(self, what: str) -> None:
-        """The engine cannot go on: says so once, to all who wait, and ends the other workers."""
-        if self._num_steps:
-            what += f"; the last step handed in was {self._num_steps}"
-        self._give_up(EngineDeadError(what))
-
-    def _give_up(self, error: Exception) -> None:
-        with self._lock:
-            if self._ending or self._failure is not None:
-                return
-            self._failure = error
-            callbacks = list(self._callbacks)
+    def _kill(self) -> None:
+        """See `WorkerGroup`."""
         self._writer.close()
         for worker in self.workers:
             worker.process.kill()
-        self._resolve_all(error)
-        for callback in callbacks:
-            callback(error)
-
-    def _resolve_all(self, error: Exception) -> None:
-        """Has all who wait for workers get an error."""
-        with self._lock:
-            steps = list(self._steps.values())
-            self._steps.clear()
-            futures: list[Future[Any]] = [it for call in self._calls.values() for it in call]
-        futures += [worker.ready for worker in self.workers]
-        futures += [future for step in steps for future in (step.drafted, step.sampled)]
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.executor.base import Executor
+from octavo.executor.base import Executor, import_class
 
 
 def get_executor_class(config: EngineConfig) -> type[Any]:
     """The class of the executor, a subclass of `Executor`; made from a setup and a platform.
 
     Raises:
-        ConfigError: it does not work on this system, or one's own cannot be imported or is none.
+        ConfigError: it does not work on this system, Ray is missing, or one's own cannot be
+            imported or is none.
     """
     backend = config.executor_backend
     if backend == "uni":
         from octavo.executor.uniproc import UniProcExecutor
 
         return UniProcExecutor
+    if backend in ("mp", "ray") and sys.platform != "linux":
+        raise ConfigError(
+            f"distributed_executor_backend={backend} works on Linux only; use uni, in one process."
+        )
     if backend == "mp":
-        if sys.platform != "linux":
-            raise ConfigError(
-                "distributed_executor_backend=mp works on Linux only; use uni, in one process."
-            )
         from octavo.executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor
+    if backend == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "distributed_executor_backend=ray needs Ray: pip install 'octavo[ray]'; or use mp, "
+                "which starts the workers on this machine."
+            )
+        from octavo.executor.ray import RayExecutor
+
+        return RayExecutor
     try:
         found = import_class(backend)
     except Exception as error:
         raise ConfigError(
             f"distributed_executor_backend={backend!r} cannot be imported "
-            f"({type(error).__name__}: {error}); choose uni or mp, or mend it."
+            f"({type(error).__name__}: {error}); choose uni, mp or ray, or mend it."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Executor)):
         raise ConfigError(
@@ -43,9 +53,3 @@ def get_executor_class(config: EngineConfig) -> type[Any]:
             "octavo.executor.base.Executor."
         )
     return found
-
-
-def import_class(path: str) -> Any:
-    """What a module has under a name, the two with a dot between."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

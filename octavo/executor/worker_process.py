@@ -18,16 +18,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from octavo.device import SWITCH_INTERVAL
 from octavo.distributed import Rank
 from octavo.errors import OctavoError, UnsupportedError
-from octavo.executor.base import find_method
+from octavo.executor.base import find_method, import_class
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter
-from octavo.executor.registry import import_class
 from octavo.executor.wire import (
     LENGTH_NBYTES,
     MAX_DESCRIPTORS,
@@ -39,6 +38,7 @@ from octavo.executor.wire import (
     Execute,
     Failure,
     FromWorker,
+    PlainSetup,
     Ready,
     Returned,
     Sample,
@@ -79,28 +79,89 @@ def main() -> None:
     setup_logging(setup.log_level, setup.log_format, **{**setup.log_fields, "rank": setup.rank})
     sys.setswitchinterval(SWITCH_INTERVAL)
     pipe = _Pipe(setup.pipe)
-    status = 0
+    results = None if setup.results is None else QueueWriter(setup.results)
+    number, group = setup.rank, setup.group
+    fine = serve(setup.setup, setup.worker_cls, number, group, steps, results, pipe, loaded.set)
+    # Threads that wait for standard input or a device must not keep a finished process alive.
+    os._exit(0 if fine else 1)
+
+
+class Steps(Protocol):
+    """Where a worker reads what it is to do."""
+
+    def read(self) -> bytes:
+        """The next message; waits for it.
+
+        Raises:
+            QueueClosedError: there is none any more.
+        """
+        ...
+
+
+class Results(Protocol):
+    """Where it writes what comes of steps."""
+
+    def write(self, data: bytes, /) -> None:
+        """Sends an encoded message."""
+        ...
+
+
+class Rare(Protocol):
+    """Where it writes all that is rare. From any thread."""
+
+    def write(self, message: FromWorker) -> None:
+        """Sends a message."""
+        ...
+
+    def write_encoded(self, data: bytes) -> None:
+        """Sends what is encoded already."""
+        ...
+
+
+def serve(
+    setup: PlainSetup,
+    worker_cls: str,
+    number: int,
+    group: int | None,
+    steps: Steps,
+    results: Results | None,
+    pipe: Rare,
+    loaded: Callable[[], object] = lambda: None,
+) -> bool:
+    """Makes a worker and has it do what it is told until there is no more.
+
+    Args:
+        setup: what it is built from.
+        worker_cls: module and name of its class.
+        number: which worker it is, among all.
+        group: the descriptor of the workers' memory.
+        steps: what it is told.
+        results: for the rank that answers.
+        pipe: gets `Ready`, answers of calls, and why the worker cannot start or go on.
+        loaded: called when it can end in order.
+
+    Returns:
+        Whether it ended because it was told to.
+    """
     try:
-        device = setup.setup.config.device
-        rank = Rank.of(setup.rank, device.tensor_parallel_size, device.pipeline_parallel_size)
-        plain = setup.setup.complete(rank, setup.group)
-        worker_cls = _import_class(setup.worker_cls)
-        worker: Worker = worker_cls(plain, get_platform(plain.config.device.device))
+        device = setup.config.device
+        rank = Rank.of(number, device.tensor_parallel_size, device.pipeline_parallel_size)
+        plain = setup.complete(rank, group)
+        found = _import_class(worker_cls)
+        worker: Worker = found(plain, get_platform(plain.config.device.device))
         gc.freeze()  # collections need not look at what is there now
-        loaded.set()
+        loaded()
         pipe.write(Ready())
-        results = None if setup.results is None else QueueWriter(setup.results)
         _Loop(plain, worker, steps, results, pipe).run()
         worker.shutdown()
     except OctavoError as error:
-        status = 1
         pipe.write(Died(Failure.of(error)))
+        return False
     except BaseException as error:
-        status = 1
         logger.exception("the worker failed")
         pipe.write(Died(Failure.of(error)))
-    # Threads that wait for standard input or a device must not keep a finished process alive.
-    os._exit(status)
+        return False
+    return True
 
 
 class _Pipe:
@@ -128,9 +189,9 @@ class _Loop:
         self,
         setup: WorkerSetup,
         worker: Worker,
-        steps: QueueReader,
-        results: QueueWriter | None,
-        pipe: _Pipe,
+        steps: Steps,
+        results: Results | None,
+        pipe: Rare,
     ) -> None:
         self._setup, self._worker = setup, worker
         self._steps, self._results, self._pipe = steps, results, pipe

@@ -246,6 +246,19 @@ def test_ranks_in_processes(layout, folder):
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_workers_end_in_order_though_steps_are_in_flight(layout, folder):
+    with LLM(str(folder), **SETTINGS, num_threads=1, **{layout: 2}) as llm:
+        engine = llm.llm_engine
+        for i in range(4):
+            params = SamplingParams(max_tokens=50, ignore_eos=True)
+            engine.add_request(str(i), {"prompt_token_ids": [5, 6, 7]}, params)
+        for _ in range(8):
+            engine.step()
+        workers = engine.client.core.executor._group.workers
+    assert [worker.process.returncode for worker in workers] == [0, 0]
+
+
 @pytest.mark.parametrize("layout", ["-tp", "-pp"])
 def test_streams_outlive_a_rank(layout, tmp_path):
     """Whichever of them dies: another engine, of as many, goes on."""

@@ -73,6 +73,14 @@ class FakeWorker:
             kwargs,
         ]
 
+    def environment(self, names):
+        return [os.environ.get(name) for name in names]
+
+    def ray_node(self):
+        import ray
+
+        return [ray.get_runtime_context().get_node_id()]
+
     def log(self, text):
         logging.getLogger("octavo.fake").warning(text)
 

@@ -37,5 +37,6 @@ def test_what_is_no_executor_is_refused(backend):
 
 def test_processes_are_linux_s(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ConfigError, match="Linux only"):
-        find("mp")
+    for backend in ("mp", "ray"):
+        with pytest.raises(ConfigError, match=f"={backend} works on Linux only"):
+            find(backend)

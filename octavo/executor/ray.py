@@ -1,0 +1,605 @@
+"""Workers in actors of a Ray cluster: vLLM's `RayDistributedExecutor`.
+
+Each worker is an actor with a bundle of a placement group. What travels are the same encoded
+messages as between processes of one machine (`wire.py`): Ray pickles nothing of ours but bytes. An
+actor keeps a thread for the worker; one call hands it a message, another waits for what it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from octavo.device import SWITCH_INTERVAL
+from octavo.distributed import Rank
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.executor.message_queue import QueueClosedError
+from octavo.executor.multiproc import MultiprocExecutor, WorkerGroup
+from octavo.executor.ray_cluster import ADDRESS, ERROR
+from octavo.executor.wire import Died, Failure, FromWorker, PlainSetup
+from octavo.executor.worker_process import serve
+from octavo.logs import current_logging, setup_logging
+from octavo.platforms.registry import get_platform
+
+logger = logging.getLogger(__name__)
+
+# vLLM's name; it places workers like this, too.
+_STRATEGY = "PACK"
+_PLACEMENT_SECONDS = 10.0
+# Between two looks whether the workers are to end, or one is stopped.
+_CHECK_SECONDS = 0.25
+_END_SECONDS = 5.0
+_COPIED = ("OCTAVO_", "HF_", "HUGGING_FACE_", "NCCL_")
+"""What the names of variables begin with that workers get as the executor has them."""
+
+
+class RayExecutor(MultiprocExecutor):
+    """Runs a worker for each rank, in an actor; see `MultiprocExecutor`.
+
+    Joins the cluster that this process is connected to, or RAY_ADDRESS names, or runs on this
+    machine; where there is none it starts one on this machine.
+
+    Raises:
+        ConfigError: the cluster is not there or has no room, or ranks that compute together would
+            be on several machines; see `MultiprocExecutor` for more.
+    """
+
+    def _make_group(
+        self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None
+    ) -> WorkerGroup:
+        return _ActorGroup(setup, rank, worker_cls, memory)
+
+
+class ActorSetup(msgspec.Struct):
+    """What an actor is told first."""
+
+    setup: PlainSetup
+    worker_cls: str
+    """Module and name of the worker's class, with a dot between: it is made like `Worker`."""
+    rank: int
+    """Its number among all."""
+    tells: bool
+    """Whether it is the one that tells what comes of steps."""
+    group: tuple[int, int] | None
+    """Process and descriptor of the workers' memory, if they compute one model together."""
+    host: str
+    """Where the executor is: see `_host`."""
+    log_level: str
+    log_format: str
+    log_fields: dict[str, int]
+
+
+class Place(msgspec.Struct):
+    """Where an actor is."""
+
+    pid: int
+    host: str
+    node: str
+    """Its name in the network."""
+
+
+class WorkerActor:
+    """The actor: a worker in a thread, what it is told, and what it says."""
+
+    def __init__(self) -> None:
+        self._inbox = _Inbox()
+        self._outbox = _Outbox()
+
+    def place(self) -> bytes:
+        """Where it is, as an encoded `Place`."""
+        return msgspec.msgpack.encode(Place(os.getpid(), _host(), os.uname().nodename))
+
+    def start(self, data: bytes) -> None:
+        """Has the worker made; what comes of it is heard.
+
+        Args:
+            data: an encoded `ActorSetup`.
+        """
+        setup = msgspec.msgpack.decode(data, type=ActorSetup)
+        threading.Thread(target=self._run, args=(setup,), name="octavo-worker", daemon=True).start()
+
+    def tell(self, number: int, data: bytes) -> None:
+        """Hands the worker a message, or its end.
+
+        Args:
+            number: from 0; Ray may swap calls.
+            data: an encoded `ToWorker`; b"": there is no more.
+        """
+        self._inbox.put(number, data)
+
+    def hear(self) -> bytes:
+        """What the worker has said since; waits for it.
+
+        Returns:
+            An encoded list of `FromWorker`; null in it: it has ended.
+        """
+        return self._outbox.take()
+
+    def _run(self, setup: ActorSetup) -> None:
+        setup_logging(setup.log_level, setup.log_format, **{**setup.log_fields, "rank": setup.rank})
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        outbox = self._outbox
+        try:
+            group = None if setup.group is None else _open_group(*setup.group, setup.host)
+        except ConfigError as error:
+            outbox.write(Died(Failure.of(error)))
+        else:
+            results = _Results(outbox) if setup.tells else None
+            serve(setup.setup, setup.worker_cls, setup.rank, group, self._inbox, results, outbox)
+        outbox.end()
+
+
+class _Inbox:
+    """Messages in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._early: dict[int, bytes] = {}
+        self._next = 0
+        self._changed = threading.Condition()
+
+    def put(self, number: int, data: bytes) -> None:
+        """See `WorkerActor.tell`."""
+        with self._changed:
+            self._early[number] = data
+            self._changed.notify()
+
+    def read(self) -> bytes:
+        """See `Steps`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next in self._early)
+            data = self._early.pop(self._next)
+            self._next += 1
+        if not data:
+            raise QueueClosedError
+        return data
+
+
+class _Outbox:
+    """Messages on their way to the executor. From any thread."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[msgspec.Raw | None] = queue.SimpleQueue()
+
+    def write(self, message: FromWorker) -> None:
+        """See `Rare`."""
+        self.write_encoded(msgspec.msgpack.encode(message))
+
+    def write_encoded(self, data: bytes) -> None:
+        """See `Rare`."""
+        self._messages.put(msgspec.Raw(data))
+
+    def end(self) -> None:
+        """Says that there is no more."""
+        self._messages.put(None)
+
+    def take(self) -> bytes:
+        """All messages that are there, as an encoded list; waits for one."""
+        messages = [self._messages.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(self._messages.get_nowait())
+        return msgspec.msgpack.encode(messages)
+
+
+class _Results:
+    """See `Results`."""
+
+    def __init__(self, outbox: _Outbox) -> None:
+        self.write = outbox.write_encoded
+
+
+def _host() -> str:
+    """What processes have in common that see the same processes: the machine and its container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _open_group(pid: int, descriptor: int, host: str) -> int:
+    """The descriptor of memory that another process has one of.
+
+    Raises:
+        ConfigError: it is on another machine, or its user is another.
+    """
+    if host != _host():
+        raise ConfigError(
+            "Workers that compute one model together share memory, and Ray has placed one of them "
+            f"on {os.uname().nodename}, which is not the engine's machine (or is in another "
+            "container); lower tensor_parallel_size, or give the engine's machine more CPUs in Ray."
+        )
+    try:
+        return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"A worker cannot open the memory that it is to share with the others ({error}): Ray's "
+            "processes must run as the engine's user."
+        ) from error
+
+
+class _Session:
+    """This process's connection to Ray, one for all executors."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ours = False
+        self._cluster: subprocess.Popen[str] | None = None
+
+    def join(self) -> None:
+        """Connects, unless that has been done. Not to be called by the main thread, on which Ray
+        would replace the handler of SIGTERM.
+
+        Raises:
+            ConfigError: RAY_ADDRESS leads to no cluster, or none can be started.
+        """
+        with self._lock:
+            if not ray.is_initialized():
+                self._connect()
+            self._users += 1
+
+    def leave(self) -> None:
+        """Disconnects after the last executor, if `join` connected."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._ours:
+                self._ours = False
+                ray.shutdown()
+                self._end_cluster()
+
+    def _connect(self) -> None:
+        address = _find_cluster()
+        try:
+            if address is None:
+                address = self._start_cluster()
+                logger.info(
+                    "started Ray on this machine, for this process only: no cluster runs here, "
+                    "and RAY_ADDRESS names none"
+                )
+            else:
+                logger.info("joining the Ray cluster at %s", address)
+            ray.init(address=address, logging_level=logging.ERROR)
+        except Exception as error:
+            self._end_cluster()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"The Ray cluster at {address} cannot be joined ({type(error).__name__}: {error})."
+            ) from error
+        self._ours = True
+
+    def _start_cluster(self) -> str:
+        """Starts one on this machine; returns where it is."""
+        if "RAY_AUTH_MODE" not in os.environ:
+            # Ray would write a token into the home folder, for all clusters.
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+            ray._raylet.Config.initialize("")  # this process has read the variables already
+        # Its own, so that no other process takes it for a cluster that stays.
+        folder = tempfile.mkdtemp(prefix="octavo-ray-", dir=_ray_folder())
+        self._cluster = subprocess.Popen(
+            [sys.executable, "-m", "octavo.executor.ray_cluster", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,  # a Ctrl-C in the terminal is for the parent
+        )
+        assert self._cluster.stdout is not None
+        for line in self._cluster.stdout:
+            if line.startswith(ADDRESS):
+                return line.removeprefix(ADDRESS).strip()
+            if line.startswith(ERROR):
+                raise ConfigError(f"Ray cannot be started here ({line.removeprefix(ERROR)[:-1]}).")
+        raise ConfigError(f"Ray cannot be started here (status {self._cluster.wait()}).")
+
+    def _end_cluster(self) -> None:
+        """Ends what `_start_cluster` has started."""
+        if (cluster := self._cluster) is not None:
+            self._cluster = None
+            assert cluster.stdin is not None
+            assert cluster.stdout is not None
+            cluster.stdin.close()
+            cluster.stdout.close()
+            cluster.wait()
+
+
+_SESSION = _Session()
+
+
+def _find_cluster() -> str | None:
+    """The cluster that RAY_ADDRESS names, or that was started on this machine.
+
+    Raises:
+        ConfigError: there is nobody at the first.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    if named and named != "auto":
+        if "://" in named or not _answers(named):
+            raise ConfigError(
+                f"RAY_ADDRESS={named!r} leads to no Ray cluster: it is the head's host:port, as "
+                "`ray start --head` prints it. Start the cluster, or leave the variable out to "
+                "have one started on this machine."
+            )
+        return named
+    try:
+        noted = Path(_ray_folder(), "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        return None
+    return noted if _answers(noted) else None  # the note outlives the cluster
+
+
+def _ray_folder() -> str:
+    return os.environ.get("RAY_TMPDIR", "/tmp")
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens at host:port; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 5).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+class _Actor:
+    """A worker's actor, as the executor knows it."""
+
+    def __init__(self, rank: int, handle: Any) -> None:
+        self.rank, self.handle = rank, handle
+        self.ready: Future[None] = Future()
+        self.place = Place(0, "", "")
+        """Until it has started."""
+        self.stopped = False
+        """Whether it was so at the last look."""
+
+    def __str__(self) -> str:
+        place = f" (pid {self.pid} on {self.place.node})" if self.pid else ""
+        return f"worker {self.rank}{place}"
+
+    @property
+    def pid(self) -> int:
+        """Its process, on whichever machine."""
+        return self.place.pid
+
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP holds it, as far as this machine can see."""
+        if self.place.host != _host():
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has ended; Ray says so
+            return False
+        return state == "T"
+
+
+class _ActorGroup(WorkerGroup):
+    """Workers in actors."""
+
+    kind = "ray"
+    workers: list[_Actor]
+
+    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+        super().__init__(setup, rank, worker_cls, memory)
+        self._placement: PlacementGroup | None = None
+        self._sending = threading.Lock()
+        """Of what follows."""
+        self._num_sent = 0
+        self._closed = False
+
+    def shutdown(self) -> None:
+        """See `WorkerGroup`."""
+        with self._lock:
+            self._ending = True
+        self._end_waiting()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._resolve_all(EngineDeadError("The workers have been shut down."))
+        if self._memory is not None:
+            os.close(self._memory)
+
+    def _send(self, data: bytes) -> None:
+        """See `WorkerGroup`."""
+        with self._sending:
+            if self._closed:
+                raise QueueClosedError
+            for worker in self.workers:
+                worker.handle.tell.remote(self._num_sent, data)
+            self._num_sent += 1
+
+    def _kill(self) -> None:
+        """See `WorkerGroup`; the thread does it next."""
+        with self._sending:
+            self._closed = True
+
+    def _watch(self) -> None:
+        """See `WorkerGroup`."""
+        try:
+            _SESSION.join()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        try:
+            try:
+                self._place()
+                self._launch()
+            except BaseException as error:
+                self._started.set_exception(error)
+                return
+            self._started.set_result(None)
+            try:
+                self._listen()
+            except Exception as error:  # who disconnected this process from Ray, for one
+                logger.exception("the workers cannot be understood")
+                self._fail(f"the workers cannot be understood ({type(error).__name__}: {error})")
+        finally:
+            self._release()
+
+    def _place(self) -> None:
+        """Has Ray keep what the workers take.
+
+        Raises:
+            ConfigError: there is not so much.
+        """
+        device = self._setup.config.device
+        bundle: dict[str, float] = {"CPU": device.num_threads or 1}
+        if get_platform(device.device).name == "cuda":
+            bundle["GPU"] = 1
+        wanted = f"{self._world_size} x {bundle}"
+        where = "in the cluster"
+        if self._memory is not None:
+            # They share memory with this process.
+            own = ray.get_runtime_context().get_node_id()
+            found = next(node for node in ray.nodes() if node["NodeID"] == own)
+            bundle[f"node:{found['NodeManagerAddress']}"] = 0.001
+            where = "on the engine's machine, since they share memory"
+        self._placement = placement_group([bundle] * self._world_size, strategy=_STRATEGY)
+        end = time.monotonic() + _PLACEMENT_SECONDS
+        while not self._placement.wait(1):
+            if self._ending:
+                raise EngineDeadError("The workers have been shut down.")
+            if time.monotonic() > end:
+                kinds = [kind for kind in ("CPU", "GPU") if kind in bundle]
+                has, free = ray.cluster_resources(), ray.available_resources()
+                raise ConfigError(
+                    f"distributed_executor_backend=ray wants {wanted} {where}, a bundle for each "
+                    "worker with the CPUs of num_threads, and has not got them in "
+                    f"{_PLACEMENT_SECONDS:.0f} seconds. The cluster's {_count_nodes()} nodes have "
+                    + ", ".join(f"{has.get(kind, 0):g} {kind}" for kind in kinds)
+                    + ", and free are "
+                    + ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in kinds)
+                    + ". Lower tensor_parallel_size or num_threads, or add machines to the cluster."
+                )
+
+    def _launch(self) -> None:
+        """Starts the actors.
+
+        Raises:
+            EngineDeadError: one cannot be.
+        """
+        assert self._placement is not None
+        bundle = self._placement.bundle_specs[0]
+        variables = {k: v for k, v in os.environ.items() if k.startswith(_COPIED)}
+        for rank in range(self._world_size):
+            options = {
+                "num_cpus": bundle["CPU"],
+                "num_gpus": bundle.get("GPU", 0),
+                "max_concurrency": 4,  # to tell and to hear, at the same time
+                "max_restarts": 0,
+                "max_task_retries": 0,
+                "runtime_env": {"env_vars": variables},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=rank
+                ),
+            }
+            self.workers.append(_Actor(rank, ray.remote(**options)(WorkerActor).remote()))
+        for worker, data in self._gather([it.handle.place.remote() for it in self.workers]):
+            worker.place = msgspec.msgpack.decode(data, type=Place)
+        level, log_format, log_fields = current_logging()
+        group = None if self._memory is None else (os.getpid(), self._memory)
+        starts = []
+        for worker in self.workers:
+            setup = ActorSetup(
+                self._setup,
+                self._worker_cls,
+                worker.rank,
+                worker.rank == self._teller,
+                group,
+                _host(),
+                level,
+                log_format,
+                log_fields,
+            )
+            starts.append(worker.handle.start.remote(msgspec.msgpack.encode(setup)))
+        for _ in self._gather(starts):
+            pass
+
+    def _gather(self, refs: list[Any]) -> Iterator[tuple[_Actor, Any]]:
+        """What each worker answers while they start, as it comes.
+
+        Raises:
+            EngineDeadError: one has died, or they are to end.
+        """
+        waiting = dict(zip(refs, self.workers, strict=True))
+        while waiting:
+            if self._ending:
+                raise EngineDeadError("The workers have been shut down.")
+            for ref in ray.wait(list(waiting), timeout=_CHECK_SECONDS)[0]:
+                worker = waiting.pop(ref)
+                try:
+                    answer = ray.get(ref)
+                except RayError as error:
+                    raise EngineDeadError(f"{worker} could not start: {_explain(error)}") from error
+                yield worker, answer
+
+    def _listen(self) -> None:
+        """Takes in what the workers say until they end, or one has died."""
+        decoder = msgspec.msgpack.Decoder(list[FromWorker | None])
+        waiting = {worker.handle.hear.remote(): worker for worker in self.workers}
+        end, checked = float("inf"), time.monotonic()
+        while waiting and self._failure is None and time.monotonic() < end:
+            for ref in ray.wait(list(waiting), timeout=_CHECK_SECONDS)[0]:
+                worker = waiting.pop(ref)
+                try:
+                    messages = decoder.decode(ray.get(ref))
+                except RayError as error:
+                    self._fail(f"{worker} has died: {_explain(error)}")
+                    return
+                for message in messages:
+                    if message is not None:
+                        self._take(worker, message)
+                if messages[-1] is not None:
+                    waiting[worker.handle.hear.remote()] = worker
+            if self._ending and not self._closed:
+                self._send(b"")
+                self._kill()
+                end = time.monotonic() + _END_SECONDS
+            if time.monotonic() - checked >= _CHECK_SECONDS:
+                checked = time.monotonic()
+                self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        for worker in self.workers:
+            stopped = worker.is_stopped()
+            if stopped and worker.stopped:
+                self._fail(f"{worker} is stopped by a signal such as SIGSTOP, and was killed")
+            worker.stopped = stopped
+
+    def _release(self) -> None:
+        """Ends what is left of the actors, and gives back what they took."""
+        self._kill()
+        with contextlib.suppress(Exception):  # who disconnected this process has ended them
+            for worker in self.workers:
+                ray.kill(worker.handle)
+                if worker.stopped:  # it cannot do what Ray tells it
+                    os.kill(worker.pid, signal.SIGKILL)
+            if self._placement is not None:
+                remove_placement_group(self._placement)
+        _SESSION.leave()
+
+
+def _count_nodes() -> int:
+    return sum(node["Alive"] for node in ray.nodes())
+
+
+def _explain(error: RayError) -> str:
+    """What Ray says of an end, in a line, without its guesses."""
+    text = " ".join(str(error).split())
+    return (text.partition("Worker exit detail: ")[2] or text).partition(" Some common causes")[0]

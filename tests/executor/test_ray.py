@@ -1,0 +1,269 @@
+"""Workers in actors of a Ray cluster: as in processes, and what Ray has to give or cannot."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.distributed import Rank
+from octavo.errors import ConfigError, EngineDeadError
+from octavo.executor.registry import get_executor_class
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.messages import GrammarOutput
+from octavo.platforms.cpu import CPUPlatform
+from octavo.worker.memory import Scratch
+from octavo.worker.setup import WorkerSetup
+from tests.executor.test_multiproc import FAKES, PATH, SPEC, gone, run, work
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'octavo[ray]')")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from octavo.executor import ray as of_ray  # noqa: E402
+from octavo.executor.ray import RayExecutor  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+# Ray's own: descriptors and processes of clusters, which it leaves to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes, with one CPU each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        assert not ray.is_initialized(), "nobody is connected any more"
+        cluster.shutdown()
+
+
+def make(world_size=2, worker="FakeWorker", **settings):
+    config = EngineConfig.from_kwargs(
+        distributed_executor_backend="ray", tensor_parallel_size=world_size, **settings
+    )
+    setup = WorkerSetup(config, SPEC, PATH, "float32", 64, 32)
+    setup = replace(setup, rank=Rank(0, world_size), scratches=(Scratch(0, 0, 0),))
+    return RayExecutor(setup, CPUPlatform(), worker_cls=f"{FAKES}.{worker}")
+
+
+def free_cpus():
+    """What Ray has left once it has taken everything back; for a connected process."""
+    end = time.monotonic() + 10
+    while (free := ray.available_resources().get("CPU", 0)) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    return free
+
+
+@pytest.fixture
+def connected(cluster):
+    ray.init(address=cluster.address, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+class TestTwoNodes:
+    @pytest.fixture(scope="class")
+    def two(self, cluster):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OCTAVO_OF_A_TEST", "seen")
+            patch.setenv("OF_A_TEST", "not ours")
+            executor = make()
+        yield executor
+        pids = executor.pids
+        executor.shutdown()
+        executor.shutdown()
+        assert gone(pids)
+
+    def test_every_rank_gets_every_message_in_order_and_rank_0_answers(self, two):
+        two.initialize_kv_cache(KVCacheConfig(9, 16, make_kv_cache_groups(SPEC.caches)))
+        steps = []
+        for i in range(40):
+            steps.append(two.execute(work("a", str(i), tokens=i)))
+            steps[-1] = steps[-1].sample(GrammarOutput([str(i)], bytes(300_000)) if i % 2 else None)
+        outputs = [step.result(20) for step in steps]
+        assert [output.req_ids for output in outputs] == [["a", str(i)] for i in range(40)]
+        assert {tokens[0] for output in outputs for tokens in output.sampled_token_ids} == {0}
+        expected = [["initialize", 9, 1]]
+        for i in range(40):
+            expected += [["execute", i, ["a", str(i)]], ["sample", [str(i)] if i % 2 else None]]
+        assert two.collective_rpc("history") == [expected] * 2
+
+    def test_each_has_a_node_of_its_own_and_the_variables_that_count(self, two):
+        assert [rank for rank, *_ in two.collective_rpc("describe")] == [0, 1]
+        assert len({node for node, *_ in two.collective_rpc("ray_node")}) == 2
+        names = ["OCTAVO_OF_A_TEST", "OF_A_TEST"]
+        assert two.collective_rpc("environment", args=(names,)) == [["seen", None]] * 2
+
+    def test_drafts_come_when_the_step_begins(self, two):
+        step = two.execute(work("a", "late", drafts=2))
+        assert step.drafts() == {"a": [7, 7], "late": [7, 7]}
+        late, next_one = step.sample(), two.execute(work("b")).sample()
+        assert next_one.result(20).req_ids == ["b"]
+        assert late.result(20).req_ids == ["a", "late"]
+
+
+class TestDeaths:
+    @pytest.mark.parametrize(
+        ("which", "text"),
+        [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "is stopped")],
+    )
+    def test_one_that_is_killed_or_stopped_is_named(self, connected, which, text):
+        executor, seen, told = make(), [], threading.Event()
+        executor.register_failure_callback(lambda error: (seen.append(error), told.set()))
+        run(executor, "a")
+        waiting, pids = executor.execute(work("wait")).sample(), executor.pids
+        os.kill(pids[1], which)
+        assert told.wait(2)
+        assert isinstance(seen[0], EngineDeadError)
+        for part in (f"worker 1 (pid {pids[1]} on ", text, "the last step handed in was 2"):
+            assert part in str(seen[0])
+        with pytest.raises(EngineDeadError, match="worker 1"):
+            waiting.result(5)
+        with pytest.raises(EngineDeadError, match="worker 1"):
+            executor.execute(work("b"))
+        assert gone(pids), "the other one, too"
+        executor.shutdown()
+        assert free_cpus() == 2
+        assert ray.is_initialized(), "it was connected by another"
+
+    @pytest.mark.parametrize(
+        ("worker", "kind", "text"),
+        [
+            ("Refusing", ConfigError, "^num_threads=4000 is too many$"),
+            ("Broken", EngineDeadError, r"worker 1 \(pid .* could not start: ValueError: who"),
+            ("Crashing", EngineDeadError, r"worker [01] \(pid .*\) (has died|could not start)"),
+        ],
+    )
+    def test_a_start_that_fails_says_why_and_leaves_nothing(self, connected, worker, kind, text):
+        with pytest.raises(kind, match=text):
+            make(worker=worker)
+        assert free_cpus() == 2
+
+
+def test_a_cluster_that_is_too_small(connected, monkeypatch):
+    monkeypatch.setattr(of_ray, "_PLACEMENT_SECONDS", 1.0)
+    with pytest.raises(ConfigError) as caught:
+        make(num_threads=2)
+    for part in (
+        "2 x {'CPU': 2} on the engine's machine",
+        "2 nodes have 2 CPU",
+        "Lower tensor_parallel",
+    ):
+        assert part in str(caught.value)
+    assert free_cpus() == 2
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nonsense"])
+def test_an_address_without_a_cluster(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS='{address}' leads to no Ray cluster"):
+        make()
+    assert not ray.is_initialized()
+
+
+def test_what_an_old_cluster_has_left_is_no_cluster(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert of_ray._find_cluster() is None
+    (tmp_path / "ray").mkdir()
+    note = tmp_path / "ray" / "ray_current_cluster"
+    note.write_text("127.0.0.1:1")
+    assert of_ray._find_cluster() is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        note.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        assert of_ray._find_cluster() == note.read_text()
+
+
+def test_without_ray(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+        get_executor_class(EngineConfig.from_kwargs(distributed_executor_backend="ray"))
+
+
+@pytest.mark.parametrize("place", [(0, "elsewhere"), (0, None)])
+def test_memory_that_cannot_be_shared(place):
+    pid, host = place
+    with pytest.raises(ConfigError, match=r"share memory|to share"):
+        of_ray._open_group(pid, 3, host or of_ray._host())
+
+
+def test_messages_that_ray_swaps_are_read_in_order():
+    inbox = of_ray._Inbox()
+    for number in (2, 0, 1):
+        inbox.put(number, bytes([number]))
+    assert [inbox.read() for _ in range(3)] == [b"\0", b"\1", b"\2"]
+
+
+def test_tokens_are_those_of_one_process(cluster):
+    from octavo import LLM, SamplingParams
+
+    prompts, params = ["Hello", "A long time ago"], SamplingParams(max_tokens=8, logprobs=2)
+    settings = {"max_model_len": 128, "max_num_seqs": 4, "num_threads": 1}
+    found = []
+    for layout in ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}):
+        llm = LLM(BUILTIN_MODEL, **settings, **layout)
+        found.append([it.outputs[0] for it in llm.generate(prompts, params)])
+        llm.shutdown()
+    one, two = ([(it.token_ids, it.logprobs) for it in outputs] for outputs in found)
+    assert one == two
+
+
+@pytest.fixture
+def short_path():
+    """Sockets have names of 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as path:
+        yield Path(path)
+
+
+SCRIPT = """
+from tests.executor.test_ray import make
+
+if __name__ == "__main__":
+    executor = make()
+    print(*executor.pids, flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_cluster_of_one_s_own_ends_with_the_process(short_path, kill):
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    variables |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(short_path)}
+    command = [sys.executable, "-c", SCRIPT]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=variables, **streams) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert {*pids} < {it.pid for it in below}
+        if kill:
+            process.kill()
+        else:
+            process.stdin.close()
+        process.wait(20)
+    assert len(pids) == 2
+    assert gone([it.pid for it in below], 10)
+    end = time.monotonic() + 5
+    while (left := list(short_path.iterdir())) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left, "its folder, too"
