@@ -72,6 +72,8 @@ def example(field):
         return ['{"a": 1}'], {"a": 1}
     if field.name == "distributed_executor_backend":
         return ["mp"], "mp"
+    if field.name == "pipeline_layers":
+        return ["12"], "12"
     if field.name == "root_path":
         return ["/text"], "/text"
     return ["text"], "text"
