@@ -109,14 +109,15 @@ def test_several_ranks_answer_as_one(settings, layouts, folder, in_ranks):
             llm.llm_engine.client.core.check_integrity()
 
 
-@pytest.mark.parametrize("case", ["gpt2", "bloom", "qwen3", "opt-350m", "olmo2", "granite"])
-def test_stages_of_other_models(case, tmp_path, in_ranks):
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt2", "bloom", "opt-350m", "granite"])
+def test_parts_of_layers_of_other_models(case, tmp_path, in_ranks):
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    with LLM(str(tmp_path), **SETTINGS | {"max_model_len": 64}) as llm:
+    settings = SETTINGS | {"max_model_len": 64, "dtype": "bfloat16"}
+    with LLM(str(tmp_path), **settings) as llm:
         expected = answers(llm, count=6)
-    in_ranks(1, 2)
-    with LLM(str(tmp_path), **SETTINGS | {"max_model_len": 64}) as llm:
+    in_ranks(2, 2)
+    with LLM(str(tmp_path), **settings) as llm:
         assert answers(llm, count=6) == expected
 
 
