@@ -86,4 +86,23 @@ void add(const AddArgs& a) {
   });
 }
 
+void sum_parts(const SumPartsArgs& a) {
+  const int64_t pieces = ceil_div(a.dim, kPiece);
+  parallel_for(a.rows * pieces, a.rows * a.dim / W * 4 * a.parts, [&](int64_t task) {
+    const int64_t row = task / pieces, start = task % pieces * kPiece;
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      const float* x = a.x + row * a.parts * a.dim + start;
+      const T* bias = a.bias ? static_cast<const T*>(a.bias) + start : nullptr;
+      T* out = static_cast<T*>(a.out) + row * a.dim + start;
+      for_lanes(min(kPiece, a.dim - start), [&](int64_t i, int n) {
+        auto sum = load(x + i, n);
+        for (int64_t part = 1; part < a.parts; part++) sum = sum + load(x + part * a.dim + i, n);
+        if (bias) sum = sum + load(bias + i, n);
+        store(out + i, sum, n);
+      });
+    });
+  });
+}
+
 OCTAVO_END

@@ -25,7 +25,7 @@ extern const KernelTable table;
 const KernelTable table = {
     OCTAVO_NAME(OCTAVO_ISA), kPanel, pack_weight, linear, quantize_weight, pack_quant, linear_q,
     linear_scratch, rms_norm, layer_norm, gated, unary, rotary, softmax, argmax, row_max,
-    sample, top_k, apply_bitmask, gather, add, write_kv, attention};
+    sample, top_k, apply_bitmask, gather, add, sum_parts, write_kv, attention};
 #endif
 
 #if defined(__AMX_TILE__)

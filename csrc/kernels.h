@@ -296,6 +296,20 @@ struct AddArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
 
+// What several ranks have computed of the same numbers, in one order whatever their speed.
+struct SumPartsArgs {
+  const float* x;  // [rows, parts, dim], dense
+  const void* bias;  // [dim], may be null; added last
+  void* out;  // [rows, dim]
+  int64_t rows, parts, dim;
+  DType dtype;  // of bias and out
+
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const {
+    return {double(rows * dim) * (4.0 * parts + size_of(dtype)), double(rows * dim * parts)};
+  }
+};
+
 struct WriteKvArgs {
   const void* key;  // [tokens, kv_heads, head_size]
   int64_t key_stride, key_head_stride;
@@ -369,6 +383,7 @@ struct KernelTable {
   void (*apply_bitmask)(const BitmaskArgs&);
   void (*gather)(const GatherArgs&);
   void (*add)(const AddArgs&);
+  void (*sum_parts)(const SumPartsArgs&);
   void (*write_kv)(const WriteKvArgs&);
   void (*attention)(const AttentionArgs&);
 };

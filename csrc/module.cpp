@@ -289,6 +289,11 @@ NB_MODULE(_native, m) {
     def_kernel(m, "add", &KernelTable::add, BY(x), BY(y), BY(out), BY(rows), BY(dim), BY(dtype));
   }
   {
+    using Args = SumPartsArgs;
+    def_kernel(m, "sum_parts", &KernelTable::sum_parts, BY(x), BY(bias), BY(out), BY(rows),
+               BY(parts), BY(dim), BY(dtype));
+  }
+  {
     using Args = GatherArgs;
     def_kernel(m, "gather", &KernelTable::gather, BY(table), BY(table_stride), BY(n), BY(ids),
                BY(out), BY(rows), BY(dim), BY(packed), BY(dtype));

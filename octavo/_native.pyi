@@ -225,6 +225,16 @@ def add(
     dim: int,
     dtype: int,
 ) -> None: ...
+def sum_parts(
+    *,
+    x: int,
+    bias: int,
+    out: int,
+    rows: int,
+    parts: int,
+    dim: int,
+    dtype: int,
+) -> None: ...
 def gather(
     *,
     table: int,

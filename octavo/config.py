@@ -276,6 +276,14 @@ class DeviceConfig(_Section, frozen=True):
             ge=1,
         ),
     ] = 1
+    tensor_parallel_mode: Annotated[
+        Literal["exact", "reduce"],
+        Meta(
+            description="exact: every number is summed by one process, and the answers are those of"
+            " one process, bit for bit; reduce: the results of output projections are summed over"
+            " the processes in their order, which meet half as often."
+        ),
+    ] = "exact"
     pipeline_parallel_size: Annotated[
         int,
         Meta(

@@ -13,11 +13,15 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from octavo.config import DeviceConfig
 
 _PAGE = 4096
 _BARRIER_NBYTES = 256
@@ -42,11 +46,17 @@ class Rank:
     stage: int = 0
     """Which part of the layers is theirs."""
     num_stages: int = 1
+    reduces: bool = False
+    """Whether output projections are split by their inputs, and what the processes of a stage have
+    computed is summed in their order; otherwise by their outputs, each of which one process sums.
+    """
 
     @classmethod
-    def of(cls, number: int, size: int, num_stages: int) -> Rank:
+    def of(cls, number: int, device: DeviceConfig) -> Rank:
         """The process with that number: those of a stage follow one another."""
-        return cls(number % size, size, number // size, num_stages)
+        size, num_stages = device.tensor_parallel_size, device.pipeline_parallel_size
+        reduces = device.tensor_parallel_mode == "reduce" and size > 1
+        return cls(number % size, size, number // size, num_stages, reduces)
 
     @property
     def number(self) -> int:

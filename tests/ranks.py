@@ -31,7 +31,7 @@ class RanksExecutor(Executor):
         size, stages = setup.rank.size, setup.rank.num_stages
         self.num_stages = stages
         self.descriptor = GroupMemory.create(setup.group_nbytes, stages)
-        ranks = [Rank.of(number, size, stages) for number in range(size * stages)]
+        ranks = [Rank.of(number, setup.config.device) for number in range(size * stages)]
         self.ranks = [
             UniProcExecutor(replace(setup, rank=rank, group=self.descriptor), platform)
             for rank in ranks
@@ -63,7 +63,7 @@ class RanksExecutor(Executor):
             self.descriptor = None
 
 
-def use_ranks(monkeypatch, size, stages=1, layers=None):
+def use_ranks(monkeypatch, size, stages=1, layers=None, mode="exact"):
     """Has every engine from now on computed by so many ranks, and in so many stages."""
 
     def make(config, *args, **kwargs):
@@ -72,6 +72,7 @@ def use_ranks(monkeypatch, size, stages=1, layers=None):
             tensor_parallel_size=size,
             pipeline_parallel_size=stages,
             pipeline_layers=layers,
+            tensor_parallel_mode=mode,
         )
         config = msgspec.structs.replace(config, device=device)
         return make_engine_core(config, *args, make_executor=RanksExecutor, **kwargs)

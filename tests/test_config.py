@@ -109,6 +109,7 @@ BAD = {
     "batch_invariant": [1, "yes", None],
     "num_threads": [0, -1, 1.5],
     "tensor_parallel_size": [0, -1, 1.5, "2", None],
+    "tensor_parallel_mode": ["fast", None, 1],
     "pipeline_parallel_size": [0, -1, 1.5, "2", None],
     "pipeline_layers": ["", "0,3", "1,,2", "a", 3, "2,"],
     "data_parallel_size": [0, -1, 1.5, "2", None],

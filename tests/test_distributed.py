@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import _native
+from octavo.config import DeviceConfig
 from octavo.distributed import GroupMemory, Rank
 from octavo.errors import ConfigError
 
@@ -114,7 +115,8 @@ def test_other_memory_is_refused(descriptor):
 
 
 def test_processes_are_numbered_stage_by_stage():
-    ranks = [Rank.of(number, 2, 3) for number in range(6)]
+    device = DeviceConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    ranks = [Rank.of(number, device) for number in range(6)]
     assert [rank.number for rank in ranks] == list(range(6))
     assert [(rank.stage, rank.index) for rank in ranks] == [
         (s, i) for s in range(3) for i in (0, 1)

@@ -95,7 +95,7 @@ def make_engine_core(
         dtype=resolve_dtype(config, spec),
         max_model_len=resolve_max_model_len(config, spec),
         max_num_batched_tokens=budget,
-        rank=Rank.of(0, config.device.tensor_parallel_size, config.device.pipeline_parallel_size),
+        rank=Rank.of(0, config.device),
     )
     setup = _with_draft(setup)
     draft = setup.draft

@@ -217,7 +217,7 @@ def make_memory_plan(
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
     device = config.device
     stages = divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
-    ranks = [Rank(i, device.tensor_parallel_size) for i in range(device.tensor_parallel_size)]
+    ranks = [Rank.of(i, device) for i in range(device.tensor_parallel_size)]
     layouts = [make_kv_cache_groups(spec.split(rank).caches) for rank in ranks]
     groups = layouts[0]  # of as many blocks as the others
     block_nbytes = sum(

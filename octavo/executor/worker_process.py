@@ -144,9 +144,7 @@ def serve(
         Whether it ended because it was told to.
     """
     try:
-        device = setup.config.device
-        rank = Rank.of(number, device.tensor_parallel_size, device.pipeline_parallel_size)
-        plain = setup.complete(rank, group)
+        plain = setup.complete(Rank.of(number, setup.config.device), group)
         found = _import_class(worker_cls)
         worker: Worker = found(plain, get_platform(plain.config.device.device))
         gc.freeze()  # collections need not look at what is there now

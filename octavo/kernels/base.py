@@ -242,6 +242,13 @@ class Ops(Protocol):
         """x + y, both dense and of one shape."""
         ...
 
+    def sum_parts(self, x: Tensor, parts: int, bias: Tensor | None, out_dtype: dtype) -> Tensor:
+        """float32 [T, parts * N], dense, to [T, N]: one part after the other is added.
+
+        Then the bias [N], of that type, is; in float32, rounded once.
+        """
+        ...
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """A dense x times a number."""
         ...

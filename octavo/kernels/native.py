@@ -504,6 +504,26 @@ class NativeOps:
         )
         return out
 
+    def sum_parts(
+        self, x: Tensor, parts: int, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """In float32, rounded once."""
+        assert x.is_contiguous()
+        assert x.dtype == torch.float32
+        rows, dim = x.shape[0], x.shape[1] // parts
+        assert bias is None or (bias.dtype == out_dtype and bias.shape == (dim,))
+        out = self._empty(rows, dim, dtype=out_dtype)
+        _native.sum_parts(
+            x=x.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            rows=rows,
+            parts=parts,
+            dim=dim,
+            dtype=DTYPE_CODES[out_dtype],
+        )
+        return out
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """In float32, rounded once."""
         out = self._empty(*x.shape, dtype=x.dtype)

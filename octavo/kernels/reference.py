@@ -314,6 +314,15 @@ class ReferenceOps:
         """Torch's own."""
         return x + y
 
+    def sum_parts(
+        self, x: Tensor, parts: int, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """Torch's own."""
+        first, *others = x.view(len(x), parts, -1).unbind(1)
+        for part in [*others, *([] if bias is None else [bias])]:
+            first = first + part
+        return first.to(out_dtype)
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Torch's own."""
         return x * factor

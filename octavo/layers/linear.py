@@ -42,3 +42,18 @@ class Linear:
         `out` as in `Ops.linear`.
         """
         return self.ops.linear_act_and_mul(x, self.weight, self.bias, activation, out)
+
+
+@dataclass(slots=True)
+class SummedLinear(Linear):
+    """The same where each rank has some of the inputs: their results are summed in their order."""
+
+    num_summands: int = 1
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """The rank's inputs [T, in_features] -> [T, out_features]."""
+        assert self.columns is not None
+        whole, own = self.columns.empty(x.shape[0], torch.float32)
+        self.ops.linear(x, self.weight, None, torch.float32, own)
+        self.columns.join()
+        return self.ops.sum_parts(whole, self.num_summands, self.bias, out_dtype or x.dtype)

@@ -350,6 +350,9 @@ def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> list[Tenso
             tensor = tensor.T
         case "skip_rows":
             tensor = tensor[source.shape[0] - weight.shape[0] :]
+    if source.columns is not None:
+        begin, end = source.columns
+        tensor = tensor[:, begin:end]
     if source.parts is None:
         return [tensor]
     return [tensor[begin:end] for begin, end in source.parts]

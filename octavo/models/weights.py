@@ -25,6 +25,8 @@ class Source:
     """by_group: heads of keys and values."""
     group_queries: int = 1
     """by_group: query heads of each of them."""
+    columns: tuple[int, int] | None = None
+    """Of each row the numbers from ... to ... that are wanted; None: all."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Of the rows that are come to those from ... to ... that are wanted; None: all."""
 

@@ -293,7 +293,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
     )
     spec = read_spec(folder, trust_remote_code=name.trust_remote_code)
     resolve_max_model_len(engine_config, spec)
-    spec.split(Rank(0, device.tensor_parallel_size))
+    spec.split(Rank.of(0, device))
     divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
     if name.tokenizer is not None:
         resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")

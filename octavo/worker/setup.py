@@ -68,8 +68,8 @@ class WorkerSetup:
     @property
     def stages(self) -> list[WorkerSetup]:
         """The setup of the first rank of each stage."""
-        size, num_stages = self.rank.size, self.rank.num_stages
-        return [replace(self, rank=Rank(0, size, stage, num_stages)) for stage in range(num_stages)]
+        firsts = [replace(self.rank, index=0, stage=i) for i in range(self.rank.num_stages)]
+        return [replace(self, rank=rank) for rank in firsts]
 
     @property
     def scratch(self) -> Scratch | None:

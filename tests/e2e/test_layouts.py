@@ -151,6 +151,22 @@ def test_structured_outputs_in_ranks(layout, more, in_ranks):
     assert all(json.loads(text) for text in (got[1], got[2]))
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sums_over_ranks_do_not_depend_on_the_load(stages, folder, in_ranks):
+    """Nor do they change which token is the likeliest."""
+    prompts = [{"prompt_token_ids": ids} for ids in load(5, 12)[0]]
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(str(folder), **SETTINGS) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)]
+    in_ranks(2, stages, None, "reduce")
+    with LLM(str(folder), **SETTINGS) as llm:
+        got = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)]
+        assert got == expected
+        crowded = answers(llm)
+    with LLM(str(folder), **SETTINGS | {"max_num_seqs": 2, "enable_prefix_caching": False}) as llm:
+        assert answers(llm) == crowded
+
+
 def test_steps_of_different_requests_are_in_the_stages_at_once(folder, in_ranks):
     in_ranks(1, 2)
     with LLM(str(folder), **SETTINGS) as llm:

@@ -588,3 +588,18 @@ def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> N
         assert torch.equal(out, compute(None)), name
         assert (wide[:, :11] == 7).all(), name
         assert (wide[:, 11 + columns :] == 7).all(), name
+
+
+# ---- sums over ranks ----
+
+
+@dtypes
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("rows", "parts", "dim"), [(1, 2, 7), (5, 3, 64), (33, 2, 2100)])
+def test_sum_parts(rows: int, parts: int, dim: int, with_bias: bool, dtype: torch.dtype) -> None:
+    x = random(rows, parts * dim)
+    bias = random(dim, dtype=dtype, seed=1) if with_bias else None
+    got = ops.sum_parts(x, parts, bias, dtype)
+    assert_same(got, reference.sum_parts(x, parts, bias, dtype))  # in one order
+    for row in range(0, rows, 7):
+        assert_same(ops.sum_parts(x[row : row + 1], parts, bias, dtype)[0], got[row])

@@ -26,6 +26,7 @@ weight, bias = random(128, DIM, seed=1), random(128, seed=2)
 packed, quantized = ops.pack_weight(weight), ops.quantize_weight([weight], "int8", 0)
 cos_sin, positions = random(ROWS, 8, seed=3), torch.arange(ROWS)
 residual, vector = random(ROWS, DIM, seed=4), bias[:DIM].contiguous()
+half = bias[: DIM // 2].contiguous()
 ids = torch.arange(ROWS) * 7 % IDS
 bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
 others = torch.arange(ROWS).flip(0).contiguous()
@@ -60,6 +61,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "gelu": lambda x: ops.gelu(x, "tanh"),
     "relu": ops.relu,
     "add": lambda x: ops.add(x, residual[: len(x)]),
+    "sum_parts": lambda x: ops.sum_parts(x, 2, half, torch.float32),
     "scale": lambda x: ops.scale(x, 3.0),
     "scale_": lambda x: changed(x, lambda x: ops.scale_(x, 3.0)),
     "clamp_": lambda x: changed(x, lambda x: ops.clamp_(x, 0.5)),

@@ -48,14 +48,21 @@ def run(model, join) -> list[Tensor]:
 
 
 def run_ranks(
-    spec: ModelSpec, folder: Path, size: int, dtype: torch.dtype, quantization: str | None
+    spec: ModelSpec,
+    folder: Path,
+    size: int,
+    dtype: torch.dtype,
+    quantization: str | None,
+    *,
+    reduces: bool = False,
 ) -> list[Tensor]:
     """Rank 0's logits; the ranks are threads."""
     models, nbytes = [], []
     for index in range(size):
-        buffers = SharedBuffers(Rank(index, size), dict.fromkeys(BUFFERS, TOKENS), dtype)
+        rank = Rank(index, size, reduces=reduces)
+        buffers = SharedBuffers(rank, dict.fromkeys(BUFFERS, TOKENS), dtype)
         model = load_model(
-            spec.split(Rank(index, size)),
+            spec.split(rank),
             folder,
             dtype=dtype,
             device=CPU,
@@ -264,3 +271,46 @@ def test_no_division(num_stages: int, asked: str | None, said: str, tmp_path: Pa
     other = replace(read_spec(tmp_path), model_class="somewhere:Model")
     with pytest.raises(ConfigError, match="not supported with LlamaForCausalLM"):
         other.stage(0, 1)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt2", "bloom", "falcon-7b", "opt", "olmo2"])
+def test_sums_over_ranks(case: str, tmp_path: Path) -> None:
+    """The same model, but for the order in which its numbers are summed."""
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    spec, dtype = read_spec(tmp_path), torch.float32
+    whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, ops=NativeOps())
+    expected = run(whole, lambda: None)
+    got = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)
+    assert not all(map(torch.equal, got, expected))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert all(map(torch.equal, got, run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)))
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantized_sums_over_ranks(form: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
+    architecture, config = CASES["llama"]
+    make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    whole = load_model(
+        spec, tmp_path, dtype=torch.float32, device=CPU, quantization=form, ops=NativeOps()
+    )
+    expected = torch.cat(run(whole, lambda: None))
+    got = torch.cat(run_ranks(spec, tmp_path, 2, torch.float32, form, reduces=True))
+    # Each part is rounded by itself.
+    assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.97
+
+
+def test_inputs_of_ranks_are_all_there_are(tmp_path: Path) -> None:
+    architecture, config = CASES["gpt2"]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    parts = [spec.split(Rank(index, 2, reduces=True)) for index in range(2)]
+    whole = {weight.name: weight for weight in spec.weights()}
+    for name in ("layers.0.o_proj.weight", "layers.0.down_proj.weight"):
+        weights = [next(w for w in part.weights() if w.name == name) for part in parts]
+        assert sum(weight.shape[1] for weight in weights) == whole[name].shape[1]
+        (one,), (two,) = (weight.sources for weight in weights)
+        assert one.columns[1] == two.columns[0]

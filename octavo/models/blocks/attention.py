@@ -83,10 +83,13 @@ class AttentionSpec:
             parts = parts[2:]
         if isinstance(positions, Alibi):
             positions = Alibi(positions.slopes[first : first + heads])
+        o_proj = self.o_proj
         return replace(
             self,
             qkv_proj=self.qkv_proj.split(*parts),
-            o_proj=self.o_proj.split(rank.share(self.o_proj.outputs)),
+            o_proj=o_proj.split_inputs((first * size, end * size), rank)
+            if rank.reduces
+            else o_proj.split(rank.share(o_proj.outputs)),
             num_heads=heads,
             num_kv_heads=kv_heads,
             positions=positions,

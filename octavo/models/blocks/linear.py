@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.distributed import Rank
 from octavo.errors import ConfigError
 from octavo.models.weights import Names, Source, Weight
 
@@ -30,6 +31,11 @@ class LinearSpec:
     """by_group: see `Source`."""
     parts: tuple[tuple[int, int], ...] | None = None
     """The outputs from ... to ... that a rank computes; None: all."""
+    columns: tuple[int, int] | None = None
+    """The inputs from ... to ... that a rank has, out of `whole_inputs`; None: all."""
+    whole_inputs: int = 0
+    summand: tuple[int, int] = (0, 1)
+    """With `columns`: which of how many ranks it is whose results are summed."""
 
     @property
     def outputs(self) -> int:
@@ -56,6 +62,25 @@ class LinearSpec:
             )
         return replace(self, parts=parts)
 
+    def split_inputs(self, columns: tuple[int, int], rank: Rank) -> LinearSpec:
+        """What a rank has of it that sums over some of the inputs.
+
+        Raises:
+            ConfigError: it would have none.
+        """
+        if columns[0] == columns[1]:
+            raise ConfigError(
+                f"tensor_parallel_size is too large for the {self.inputs} inputs of "
+                f"{self.modules[0][0]}: a process would have none; lower it."
+            )
+        return replace(
+            self,
+            inputs=columns[1] - columns[0],
+            columns=columns,
+            whole_inputs=self.inputs,
+            summand=(rank.index, rank.size),
+        )
+
     def weights(self, names: Names) -> Iterator[Weight]:
         """The weight, then the bias."""
         shape = (self.outputs, self.inputs)
@@ -72,14 +97,16 @@ class LinearSpec:
             parts = self._parts_of(begin, rows)
             begin += rows
             name = f"{names.checkpoint}{module}.{kind}"
-            shape = (rows, self.inputs) if kind == "weight" else (rows,)
+            inputs = self.inputs if self.columns is None else self.whole_inputs
+            shape = (rows, inputs) if kind == "weight" else (rows,)
+            columns = self.columns if kind == "weight" else None
             if self.layout == "by_group":
                 groups = self.groups, self.group_queries
                 sources.append(Source(name, shape, "by_group", *groups, parts=parts))
             elif self.layout == "conv1d" and kind == "weight":
-                sources.append(Source(name, shape[::-1], "transpose", parts=parts))
+                sources.append(Source(name, shape[::-1], "transpose", columns=columns, parts=parts))
             else:
-                sources.append(Source(name, shape, parts=parts))
+                sources.append(Source(name, shape, columns=columns, parts=parts))
         return tuple(sources)
 
     def _parts_of(self, begin: int, rows: int) -> tuple[tuple[int, int], ...] | None:
@@ -96,9 +123,10 @@ class LinearSpec:
             parts: its weights.
             shared: the buffer in which ranks put what they compute, so that all have it whole.
         """
+        import torch
         from torch import Tensor
 
-        from octavo.layers.linear import Linear
+        from octavo.layers.linear import Linear, SummedLinear
 
         weight = parts.any("weight")
         assert not isinstance(weight, Tensor)
@@ -106,4 +134,11 @@ class LinearSpec:
         if shared is not None and self.parts is not None:
             (part,) = self.parts
             columns = parts.columns(shared, self.whole_outputs, part)
-        return Linear(parts.ops, weight, parts.tensor("bias") if self.bias else None, columns)
+        bias = parts.tensor("bias") if self.bias else None
+        if self.columns is None:
+            return Linear(parts.ops, weight, bias, columns)
+        assert shared is not None
+        index, size = self.summand
+        part = index * self.outputs, (index + 1) * self.outputs
+        columns = parts.columns(shared, size * self.outputs, part, torch.float32)
+        return SummedLinear(parts.ops, weight, bias, columns, size)

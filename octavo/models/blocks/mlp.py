@@ -33,13 +33,19 @@ class MLPSpec:
         yield from self.down.weights(names.of("down_proj"))
 
     def split(self, rank: Rank) -> MLPSpec:
-        """See `Block`: each rank has some of the inner columns, and of those of the result."""
-        part = begin, end = rank.share(self.down.inputs)
+        """See `Block`: each rank has some of the inner columns, and of those of the result.
+
+        Or it has all of these, but for the others' inner columns.
+        """
+        down = self.down
+        part = begin, end = rank.share(down.inputs)
         gate_up = (part, (self.down.inputs + begin, self.down.inputs + end))
         return replace(
             self,
             up=self.up.split(*(gate_up if self.gated else (part,))),
-            down=self.down.split(rank.share(self.down.outputs)),
+            down=down.split_inputs(part, rank)
+            if rank.reduces
+            else down.split(rank.share(down.outputs)),
         )
 
     def build(self, parts: Parts) -> MLP:
@@ -47,7 +53,8 @@ class MLPSpec:
         from octavo.layers.mlp import MLP, get_activation
 
         columns = None
-        if self.up.parts is not None:
+        if self.down.parts is not None:
+            assert self.up.parts is not None
             columns = parts.columns("inner", self.down.inputs, self.up.parts[0])
         return MLP(
             self.up.build(parts.of("gate_up_proj" if self.gated else "up_proj")),
