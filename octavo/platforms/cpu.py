@@ -74,7 +74,10 @@ class CPUPlatform(Platform):
 
         backend = self.make_attention_backend(setup, torch.device("cpu"))
         draft = setup.draft
-        scratches = tuple(measure_scratch(stage, backend) for stage in setup.stages)
+        scratches = tuple(
+            Scratch.most([measure_scratch(rank, backend) for rank in stage.peers])
+            for stage in setup.stages
+        )
         draft_scratch = None
         if draft is not None:  # heads without layers are not recorded
             layers = bool(draft.spec.layers)

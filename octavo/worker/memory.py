@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class Scratch:
     logits: int
     kernels: int
     shared: int = 0
+
+    @classmethod
+    def most(cls, found: Sequence[Scratch]) -> Scratch:
+        """What suffices for each of several: who has smaller buffers may leave larger gaps."""
+        return cls(*map(max, zip(*map(astuple, found), strict=True)))
 
 
 @dataclass(frozen=True)

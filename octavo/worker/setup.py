@@ -72,6 +72,12 @@ class WorkerSetup:
         return [replace(self, rank=rank) for rank in firsts]
 
     @property
+    def peers(self) -> list[WorkerSetup]:
+        """The setups of all ranks of this one's stage."""
+        ranks = [replace(self.rank, index=index) for index in range(self.rank.size)]
+        return [replace(self, rank=rank) for rank in ranks]
+
+    @property
     def scratch(self) -> Scratch | None:
         """What the memory plan has for this rank's steps."""
         return self.scratches[self.rank.stage] if self.scratches else None

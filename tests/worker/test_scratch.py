@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import _native
 from octavo.config import EngineConfig
 from octavo.device import resident_memory
+from octavo.distributed import Rank
 from octavo.errors import ConfigError
 from octavo.kernels import native
 from octavo.models.spec import ModelSpec
@@ -132,3 +133,18 @@ def test_the_kernels_own_memory_grows_with_threads_and_context(tmp_path: Path) -
 
     assert kernels(2) == 2 * kernels(1)
     assert kernels(1) >= 14 * spec.vocab_size
+
+
+def test_a_rank_with_smaller_buffers_may_leave_larger_gaps(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    sizes |= {"hidden_size": 576, "intermediate_size": 1536}
+    spec = save_config(tmp_path, "LlamaForCausalLM", CASES["llama"][1] | sizes)
+    config = EngineConfig.from_kwargs(tensor_parallel_size=2, tensor_parallel_mode="reduce")
+    setup = WorkerSetup(config, spec, tmp_path, "float32", 512, 512, rank=Rank.of(0, config.device))
+    platform = CPUPlatform()
+    backend = platform.make_attention_backend(setup, CPU)
+    first, second = (measure_scratch(rank, backend) for rank in setup.peers)
+    assert first.activations < second.activations
+    budget = platform.estimate_memory(setup)
+    assert budget is not None
+    assert budget.scratches == (second,)
