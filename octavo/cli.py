@@ -121,6 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        # Python may lose a lock that it waits for on Ctrl-C, and then fails to release it.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            return 130
+        raise
     except BrokenPipeError:
         # The reader of our output has gone; nothing more may be written to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -51,12 +51,18 @@ def run(executor, *args, **kwargs):
     return executor.execute(work(*args, **kwargs)).sample().result(20)
 
 
+def _is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(pids, seconds=5.0):
     """Whether all processes end in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        alive = [pid for pid in pids if psutil.pid_exists(pid)]
-        if all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in alive):
+        if not any(map(_is_alive, pids)):
             return True
         time.sleep(0.02)
     return False

@@ -25,5 +25,5 @@ def test_ctrl_c_while_loading_ends_without_a_traceback():
         terminal.type("Once upon a time\r\x04")
         terminal.wait_for("memory plan")
         terminal.type("\x03")
-        assert terminal.wait() == 130
+        assert terminal.wait() == 130, terminal.output
         assert "Traceback" not in terminal.output
