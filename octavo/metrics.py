@@ -5,7 +5,7 @@ All times are in seconds. Every metric has vLLM's labels `model_name` and `engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from octavo.messages import FinishReason, SchedulerStats
@@ -282,6 +283,10 @@ class EngineMetrics:
             self._accepted.inc(new)
             self._accepted_per_pos.labels(**self._labels, position=str(position)).inc(new)
 
+    def keep_stats(self, stats: SchedulerStats) -> None:
+        """Takes in the scheduler's state for `load` alone: it is counted in another process."""
+        self._last_stats = stats
+
     def engine_restarted(self) -> None:
         """The next stats come from a new engine, whose counters start at zero."""
         self._last_stats = SchedulerStats()
@@ -464,6 +469,42 @@ class _Processes(Collector):
             for (family_name, name), value in values.items():
                 families[family_name].add_sample(name, {"engine": engine}, value)
         yield from families.values()
+
+
+def join_pages(pages: Iterable[bytes]) -> bytes:
+    """One page, in Prometheus' text format, of those of several processes of a server.
+
+    Counts are added up. A state has one process that shows it: of gauges the largest is taken.
+
+    Args:
+        pages: results of `EngineMetrics.render`.
+    """
+    return generate_latest(_Joined(pages))
+
+
+class _Joined(Collector):
+    def __init__(self, pages: Iterable[bytes]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for page in self._pages:
+            for family in text_string_to_metric_families(page.decode()):
+                families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                of_family = values.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = sample.name, tuple(sample.labels.items())
+                    known = of_family.get(key, 0.0)
+                    is_gauge = family.type == "gauge"
+                    of_family[key] = max(known, sample.value) if is_gauge else known + sample.value
+        for name, family in families.items():
+            for (sample_name, labels), value in values[name].items():
+                family.add_sample(sample_name, dict(labels), value)
+            yield family
 
 
 def _buckets_1_2_5(highest: int) -> tuple[float, ...]:

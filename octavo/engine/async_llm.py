@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -25,6 +25,7 @@ from octavo.engine.beam_search import (
     prompt_params,
     run_beam_search,
 )
+from octavo.engine.core_client import WatchedClient
 from octavo.engine.core_launcher import CoreLauncher, CoreProcess
 from octavo.engine.data_parallel import DataParallelClient, share_cores
 from octavo.engine.forecast import Forecast
@@ -59,6 +60,9 @@ from octavo.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Unfinished = Callable[[], list[EngineCoreRequest]]
+OnRecovery = Callable[[Recovery], None]
+
 DEFAULT_REQUEST_MEMORY = 2**30
 # How often an engine is looked at, whether it has anything to do, in seconds.
 _TRIM_INTERVAL = 1.0
@@ -74,12 +78,84 @@ class Health:
     reason: str
 
 
-class _Watch(TypedDict):
-    """How an engine is watched, see `Supervisor`."""
+@dataclass(frozen=True)
+class EngineProcesses:
+    """How the engines of a server are started and watched.
 
-    max_restarts: int
-    progress_timeout: float
-    on_recovery: Callable[[Recovery], None]
+    Attributes:
+        progress_timeout: seconds without a sign of life from the engine, busy or idle, after
+            which it is replaced; a step may take as long.
+        max_engine_restarts: how often an engine that died is replaced within ten minutes.
+        warm_spare: whether an interpreter stands ready for that; None: if memory allows.
+        process: the first engine process, not started yet; None: it is made.
+        request_memory: bytes that unfinished requests may take, here and in the engine.
+        log_level: minimum level that the engine process logs.
+        log_format: "text" or "json".
+        record: the recording that the processes add to.
+    """
+
+    progress_timeout: float = 60.0
+    max_engine_restarts: int = 5
+    warm_spare: bool | None = None
+    process: CoreProcess | None = None
+    request_memory: int = DEFAULT_REQUEST_MEMORY
+    log_level: str = "info"
+    log_format: str = "text"
+    record: str | None = None
+
+
+def start_engines(
+    config: EngineConfig,
+    path: Path,
+    tokenizer_path: Path,
+    processes: EngineProcesses,
+    unfinished: Unfinished,
+    on_recovery: OnRecovery,
+) -> Supervisor | DataParallelClient:
+    """Starts the engines of a server; returns while the model still loads.
+
+    Args:
+        config: the engine's settings.
+        path: the model's folder.
+        tokenizer_path: the tokenizer's.
+        processes: how they are started and watched.
+        unfinished: the live requests, in order of arrival, as another engine is to get them.
+        on_recovery: see `Supervisor`.
+    """
+    parallel = config.parallel.of_server()
+    config = msgspec.structs.replace(config, parallel=parallel)
+    size = parallel.data_parallel_size
+    launcher = CoreLauncher(
+        share_cores(config),
+        path,
+        default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
+        request_memory=processes.request_memory,
+        warm_spare=processes.warm_spare,
+        process=processes.process,
+        log_level=processes.log_level,
+        log_format=processes.log_format,
+        record=processes.record,
+    )
+    restarts, timeout = processes.max_engine_restarts, processes.progress_timeout
+    if size == 1 and not parallel.enable_elastic_ep:
+        return Supervisor(
+            launcher,
+            unfinished,
+            max_restarts=restarts,
+            progress_timeout=timeout,
+            on_recovery=on_recovery,
+            number=parallel.first_engine if parallel.numbered else None,
+        )
+    remote = parallel.num_local_engines < size
+    return DataParallelClient(
+        launcher,
+        unfinished,
+        config=config,
+        model=model_hash(path, tokenizer_path, config.load.load_format) if remote else "",
+        max_restarts=restarts,
+        progress_timeout=timeout,
+        on_recovery=on_recovery,
+    )
 
 
 class AsyncLLM:
@@ -94,18 +170,15 @@ class AsyncLLM:
         config: EngineConfig,
         path: Path,
         tokenizer_path: Path,
+        start_client: Callable[[Unfinished, OnRecovery], WatchedClient],
         *,
-        progress_timeout: float,
-        max_engine_restarts: int,
-        warm_spare: bool | None,
-        process: CoreProcess | None,
         request_memory: int,
         served_name: str | None,
         metrics_prefix: str,
-        log_level: str,
-        log_format: str,
         record: RecordSettings | None = None,
+        front_end: int | None = None,
     ) -> None:
+        """See `start` and `for_front_end`."""
         config.parallel.check(headless=False)
         config = msgspec.structs.replace(config, parallel=config.parallel.of_server())
         model, size = config.model, config.parallel.data_parallel_size
@@ -116,8 +189,7 @@ class AsyncLLM:
                 f"record={record.path!r} is not supported with {which}: a recording is of one "
                 "engine; leave out one of them."
             )
-        engine_config = share_cores(config)
-        self._num_threads = engine_config.device.num_threads or num_cpus()
+        self._num_threads = share_cores(config).device.num_threads or num_cpus()
         self.config = config
         self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
@@ -154,6 +226,7 @@ class AsyncLLM:
         """Kept, since nobody else need keep it."""
         self._numbers = itertools.count()
         """Of core requests."""
+        self._front_end = front_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         default_batched_tokens = get_platform(config.device.device).server_batched_tokens
@@ -163,40 +236,10 @@ class AsyncLLM:
         heeds_priority = config.scheduler.scheduling_policy == "priority"
         self._make_forecast = partial(Forecast, budget, heeds_priority=heeds_priority)
         self._forecasts = [self._make_forecast() for _ in range(size)]
-        launcher = CoreLauncher(
-            engine_config,
-            path,
-            default_batched_tokens=default_batched_tokens,
-            request_memory=request_memory,
-            warm_spare=warm_spare,
-            process=process,
-            log_level=log_level,
-            log_format=log_format,
-            record=None if record is None else record.path,
-        )
         # Last, so that nothing that fails here leaves a process behind.
-        settings = _Watch(
-            max_restarts=max_engine_restarts,
-            progress_timeout=progress_timeout,
-            on_recovery=self._note_recovery,
-        )
-        unfinished = self._output_processor.unfinished
-        self._client: Supervisor | DataParallelClient
-        if size == 1 and not elastic:
-            number = config.parallel.first_engine if config.parallel.numbered else None
-            self._client = only = Supervisor(launcher, unfinished, **settings, number=number)
-            self.metrics.watch_processes(lambda: only.family)
-        else:
-            remote = config.parallel.num_local_engines < size
-            self._client = several = DataParallelClient(
-                launcher,
-                unfinished,
-                config=config,
-                model=model_hash(path, tokenizer_path, config.load.load_format) if remote else "",
-                **settings,
-            )
-            for index in range(size):
-                self._watch_engine(several, index)
+        self._client = start_client(self._output_processor.unfinished, self._note_recovery)
+        for index in range(size):
+            self._watch_engine(self._client, index)
         with contextlib.suppress(RuntimeError):  # there is no event loop yet
             self._attach()
 
@@ -259,18 +302,23 @@ class AsyncLLM:
         """
         # A download may take long; the event loop goes on meanwhile.
         folders = await asyncio.to_thread(resolve_folders, config)
+        processes = EngineProcesses(
+            progress_timeout,
+            max_engine_restarts,
+            warm_spare,
+            process,
+            request_memory,
+            log_level,
+            log_format,
+            None if record is None else record.path,
+        )
         return cls(
             config,
             *folders,
-            progress_timeout=progress_timeout,
-            max_engine_restarts=max_engine_restarts,
-            warm_spare=warm_spare,
-            process=process,
+            partial(start_engines, config, *folders, processes),
             request_memory=request_memory,
             served_name=served_name,
             metrics_prefix=metrics_prefix,
-            log_level=log_level,
-            log_format=log_format,
             record=record,
         )
 
@@ -285,18 +333,51 @@ class AsyncLLM:
         """
         level = heed_environment()
         config = engine_args.create_engine_config()
+        folders = resolve_folders(config)
+        processes = EngineProcesses(log_level=level or "warning")
         return cls(
             config,
-            *resolve_folders(config),
-            progress_timeout=60.0,
-            max_engine_restarts=5,
-            warm_spare=None,
-            process=None,
-            request_memory=DEFAULT_REQUEST_MEMORY,
+            *folders,
+            partial(start_engines, config, *folders, processes),
+            request_memory=processes.request_memory,
             served_name=None,
             metrics_prefix="octavo",
-            log_level=level or "warning",
-            log_format="text",
+        )
+
+    @classmethod
+    def for_front_end(
+        cls,
+        config: EngineConfig,
+        path: Path,
+        tokenizer_path: Path,
+        client: WatchedClient,
+        number: int,
+        *,
+        request_memory: int,
+        served_name: str | None,
+        metrics_prefix: str,
+    ) -> AsyncLLM:
+        """One of several front ends of the engines behind a `Coordinator`.
+
+        Args:
+            config: the engine's settings.
+            path: the model's folder.
+            tokenizer_path: the tokenizer's.
+            client: the way to the coordinator.
+            number: no other front end of this coordinator had it.
+            request_memory: bytes that unfinished requests of this front end may take.
+            served_name: see `start`.
+            metrics_prefix: see `start`.
+        """
+        return cls(
+            config,
+            path,
+            tokenizer_path,
+            lambda unfinished, on_recovery: client,
+            request_memory=request_memory,
+            served_name=served_name,
+            metrics_prefix=metrics_prefix,
+            front_end=number,
         )
 
     async def wait_ready(self) -> None:
@@ -329,11 +410,11 @@ class AsyncLLM:
             return Health(False, f"the engine is dead: {self._dead}")
         if self.loading:
             reason = "loading the model"
-            if isinstance(self._client, DataParallelClient) and (missing := self._client.missing):
+            if missing := self._client.missing:
                 engines = ", ".join(map(str, missing))
                 reason = f"waiting for a node (octavo serve --headless) for engine {engines}"
             return Health(True, reason)
-        if isinstance(self._client, DataParallelClient) and (down := self._client.down):
+        if len(self._forecasts) > 1 and (down := self._client.down):
             engines = ", ".join(f"engine {number} {why}" for number, why in down.items())
             return Health(True, f"{engines}; the others serve" if self.ready else engines)
         if not self.ready:
@@ -577,7 +658,7 @@ class AsyncLLM:
             del self._forecasts[keep:]
         logger.info("there are %d engines now", size)
 
-    def _watch_engine(self, client: DataParallelClient, index: int) -> None:
+    def _watch_engine(self, client: WatchedClient, index: int) -> None:
         self.metrics.for_engine(index).watch_processes(partial(client.family_of, index))
 
     async def start_profile(self) -> None:
@@ -674,9 +755,7 @@ class AsyncLLM:
         num_running = self.num_unfinished_requests - sum(r.n for r in waiting)
         client, refusals = self._client, []
         for index, forecast in enumerate(self._forecasts):
-            others = waiting
-            if isinstance(client, DataParallelClient):
-                others = [r for r in waiting if client.engine_of(r.child_ids[0]) == index]
+            others = [r for r in waiting if client.engine_of(r.child_ids[0]) == index]
             try:
                 forecast.check(
                     request,
@@ -700,7 +779,10 @@ class AsyncLLM:
         queue = RequestOutputCollector(params.output_kind)
         name = request.request_id
         # What is on its way of an earlier request must not be taken for one of the same name.
-        request = msgspec.structs.replace(request, request_id=f"{name}#{next(self._numbers)}")
+        number = str(next(self._numbers))
+        if self._front_end is not None:
+            number = f"{self._front_end}.{number}"
+        request = msgspec.structs.replace(request, request_id=f"{name}#{number}")
         self._output_processor.add_request(request, params, text, queue, name)
         finished, timed = False, request.due < math.inf
         try:
@@ -755,13 +837,21 @@ class AsyncLLM:
                     self.stats = outputs.stats
                     if index < len(self._forecasts):  # one that is ended gets no more
                         self._forecasts[index].record(outputs.stats, outputs.timestamp)
-                    self.metrics.for_engine(index).record_scheduler_stats(outputs.stats)
+                    self._show(outputs.stats, index)
         except EngineDeadError as error:
             self._note_death(str(error))
             self._die(error)
         except Exception as error:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {error!r}"))
+
+    def _show(self, stats: SchedulerStats, index: int) -> None:
+        """Has the metrics show what an engine does; behind a coordinator that is its part."""
+        metrics = self.metrics.for_engine(index)
+        if self._front_end is None:
+            metrics.record_scheduler_stats(stats)
+        else:
+            metrics.keep_stats(stats)
 
     async def _trim_when_idle(self) -> None:
         """Gives memory back to the system, the first time that nothing runs any more."""

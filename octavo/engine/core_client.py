@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import asyncio
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.engine.core import EngineCore
 from octavo.errors import SleepError
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
+
+if TYPE_CHECKING:
+    from octavo.engine.wire import CoreReady
 
 # Ctrl-C is looked at between two waits.
 _WAIT_SECONDS = 0.1
@@ -44,6 +48,46 @@ class EngineClient(Protocol):
 
     async def shutdown(self) -> None:
         """Ends the core. May be called twice."""
+        ...
+
+
+class WatchedClient(EngineClient, Protocol):
+    """What a server asks of its engines: that they are watched, and what has become of them."""
+
+    @property
+    def ready(self) -> asyncio.Future[CoreReady]:
+        """Result once all engines have loaded the model; `EngineDeadError` if one cannot."""
+        ...
+
+    @property
+    def up(self) -> bool:
+        """Whether there is an engine that takes requests now."""
+        ...
+
+    @property
+    def missing(self) -> list[int]:
+        """The engines for which no node has joined yet."""
+        ...
+
+    @property
+    def down(self) -> dict[int, str]:
+        """The engines that serve nothing now, by number, and what is done about it."""
+        ...
+
+    def family_of(self, index: int) -> list[int]:
+        """The numbers of an engine's processes that can be watched from here."""
+        ...
+
+    def engine_of(self, request_id: str) -> int | None:
+        """Where a live core request is; None: nobody knows here."""
+        ...
+
+    def fail_calls(self, error: Exception) -> None:
+        """Fails everything that waits for an answer of an engine, for good."""
+        ...
+
+    def close(self) -> None:
+        """`shutdown` for callers without an event loop."""
         ...
 
 

@@ -132,7 +132,7 @@ class Supervisor:
         self._progress_timeout = progress_timeout
         self._on_recovery = on_recovery
         self._on_death = on_death
-        self._index = engine_index
+        self._index, self._number = engine_index, number
         self._logger = logging.LoggerAdapter(logger, {} if number is None else {"engine": number})
         self._restarts: deque[float] = deque()
         self._fruitless = 0
@@ -188,9 +188,27 @@ class Supervisor:
         return self._error is None and self._up.is_set()
 
     @property
+    def missing(self) -> list[int]:
+        """See `WatchedClient`: the engine is on this machine, or its node is there."""
+        return []
+
+    @property
+    def down(self) -> dict[int, str]:
+        """See `WatchedClient`."""
+        return {} if self.up else {self._number or 0: "is being started"}
+
+    @property
     def serving(self) -> bool:
         """Whether a request that comes now is computed at once, rather than after trials."""
         return self.up and self._trials is None
+
+    def family_of(self, index: int) -> list[int]:
+        """See `WatchedClient`."""
+        return self.family
+
+    def engine_of(self, request_id: str) -> int | None:
+        """See `WatchedClient`."""
+        return 0
 
     def deaths_of(self, request_id: str) -> int:
         """Deaths in a row that a request was in flight at."""

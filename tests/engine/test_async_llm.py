@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from functools import cached_property
-from typing import ClassVar
 
 import pytest
 from msgspec.structs import asdict
@@ -37,8 +36,8 @@ class Client:
 
     def __init__(self, launcher, unfinished, **settings):
         self.launcher, self.unfinished, self.settings = launcher, unfinished, settings
-        self.family = [os.getpid()]
         self.up = False
+        self.missing, self.down = [], {}
         self.said = asyncio.Queue()
         self.sent, self.calls, self.core_ids = [], [], {}
         self.sleeps, self.sleep_answers = [], []
@@ -50,6 +49,12 @@ class Client:
     @cached_property
     def ready(self):
         return asyncio.get_running_loop().create_future()
+
+    def family_of(self, index):
+        return [os.getpid()]
+
+    def engine_of(self, request_id):
+        return 0
 
     def become_ready(self, ready):
         self.up = True
@@ -629,7 +634,6 @@ def test_an_engine_that_is_never_asked_ends(monkeypatch):
 class Several(Client):
     """Stands in for several engines, whose number can be changed."""
 
-    down: ClassVar[dict[int, str]] = {}
     scaling = False
 
     def __init__(self, launcher, unfinished, *, config, model, **settings):
