@@ -627,6 +627,15 @@ class ServerConfig(_Section, frozen=True):
         float,
         Meta(description="Seconds that requests in flight get to finish after SIGTERM.", ge=0),
     ] = 30.0
+    api_server_count: Annotated[
+        int,
+        Meta(
+            description="Number of front ends: processes that take requests from one listening"
+            " socket, tokenise them and make text of what the engines bring.",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
     progress_timeout: Annotated[
         float,
         Meta(

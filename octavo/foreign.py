@@ -86,11 +86,6 @@ FOREIGN: dict[str, Foreign] = {
             "(data_parallel_rank), and a load balancer",
             data_parallel_multi_port_external_lb=False,
         ),
-        _group(
-            "the engines of a server, on all machines (--headless), are behind one front end so "
-            "far; for more front ends start a server for each, and a load balancer",
-            api_server_count=1,
-        ),
         _group("the server starts the engines itself, without Ray", data_parallel_backend="mp"),
         _group(
             "it tunes how devices share a model, and here one device has all of it",

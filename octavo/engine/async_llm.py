@@ -29,6 +29,7 @@ from octavo.engine.core_client import WatchedClient
 from octavo.engine.core_launcher import CoreLauncher, CoreProcess
 from octavo.engine.data_parallel import DataParallelClient, share_cores
 from octavo.engine.forecast import Forecast
+from octavo.engine.front_end import FrontEndClient
 from octavo.engine.input_processor import InputProcessor, Prompt, processing_time
 from octavo.engine.memory_plan import resolve_max_model_len, resolve_max_num_batched_tokens
 from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -47,7 +48,7 @@ from octavo.errors import (
     UnmetDeadlineError,
 )
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
-from octavo.metrics import EngineMetrics
+from octavo.metrics import EngineMetrics, join_pages
 from octavo.models.hub import resolve_folders
 from octavo.models.identity import model_hash
 from octavo.models.registry import read_spec
@@ -844,6 +845,13 @@ class AsyncLLM:
         except Exception as error:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {error!r}"))
+
+    async def render_metrics(self) -> bytes:
+        """All metrics in Prometheus' text format, with those of other front ends."""
+        client = self._client
+        if not isinstance(client, FrontEndClient) or self._dead is not None:
+            return self.metrics.render()
+        return await asyncio.to_thread(join_pages, await client.pages())
 
     def _show(self, stats: SchedulerStats, index: int) -> None:
         """Has the metrics show what an engine does; behind a coordinator that is its part."""

@@ -10,6 +10,9 @@ from octavo.engine.memory_plan import MemoryPlan
 # Kinds of message, sent as the first frame.
 ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
+# Between a coordinator and its front ends: how the engines are; a sign of life; a page of metrics,
+# which is asked for by an empty one.
+STATE, ALIVE, PAGE = b"S", b"L", b"P"
 
 
 # Argument of a process that is to be warm before its setup comes; the next one is how many worker
@@ -65,3 +68,11 @@ class CoreDead(msgspec.Struct):
     """Sent when the core cannot start or cannot go on."""
 
     error: str
+
+
+class EnginesState(msgspec.Struct):
+    """What a coordinator tells its front ends of the engines; see `WatchedClient`."""
+
+    up: bool = False
+    down: dict[int, str] = {}
+    missing: list[int] = []

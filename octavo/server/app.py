@@ -223,7 +223,8 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     engine = state_of(request).engine
-    return Response(b"" if engine is None else engine.metrics.render(), media_type=CONTENT_TYPE)
+    page = b"" if engine is None else await engine.render_metrics()
+    return Response(page, media_type=CONTENT_TYPE)
 
 
 async def list_models(request: Request) -> Response:

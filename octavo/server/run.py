@@ -34,6 +34,7 @@ from octavo.models.spec import divide_layers
 from octavo.platforms.registry import get_platform
 from octavo.recording import RecordSettings
 from octavo.server.app import build_app
+from octavo.server.front_ends import check_front_ends, serve_by_front_ends
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
 
@@ -57,18 +58,16 @@ def run_server(config: ServerConfig, engine_config: EngineConfig, process: CoreP
         OctavoError: the address cannot be used, or the engine failed, with the root cause.
     """
     setup_logging(config.log_level, config.log_format)
-    # Threads have the work that would hold up the event loop: it must not wait long for its turn.
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    # Those threads tokenise; the library's own would take the cores from the model.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    prepare_process()
     _check_tls(config)
+    check_front_ends(config, engine_config)
     if reserved := RESERVED_VARIABLES & config.default_chat_template_kwargs.keys():
         raise ConfigError(
             f"default_chat_template_kwargs has {min(reserved)!r}, which the server itself sets; "
             "leave it out."
         )
     _check_model(config, engine_config)
-    _allow_files()
+    allow_files()
     from_environment = api_keys_from_environment()
     keys = config.api_key + list(from_environment.values())
     if keys:
@@ -79,18 +78,21 @@ def run_server(config: ServerConfig, engine_config: EngineConfig, process: CoreP
             "anyone who can reach this machine can use the server; --host 127.0.0.1 restricts it "
             "to this machine, --api-key requires a key"
         )
-    state = ServerState(
-        config, engine_config, lambda: start_engine(config, engine_config, process), keys
-    )
-    gc.freeze()  # the modules stay: no collection need look at them while answers are streamed
     with (
         _bind(config.host, config.port)
         if config.uds is None
         else _bind_unix(config.uds) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
+        _tell_address(config, listener)
         try:
-            return runner.run(_serve(state, listener))
+            if config.api_server_count > 1:
+                return runner.run(serve_by_front_ends(config, engine_config, process, listener))
+            state = ServerState(
+                config, engine_config, lambda: start_engine(config, engine_config, process), keys
+            )
+            gc.freeze()  # the modules stay: no collection need look at them while answers stream
+            return runner.run(serve(state, listener))
         finally:
             if config.uds is not None:
                 Path(config.uds).unlink(missing_ok=True)
@@ -104,7 +106,20 @@ class _UvicornServer(uvicorn.Server):
         return nullcontext()
 
 
-async def _serve(state: ServerState, listener: socket.socket) -> int:
+def prepare_process() -> None:
+    """What a process that serves HTTP needs, whoever started it."""
+    # Threads have the work that would hold up the event loop: it must not wait long for its turn.
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    # Those threads tokenise; the library's own would take the cores from the model.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+async def serve(state: ServerState, listener: socket.socket) -> int:
+    """Serves what comes to a socket that listens; returns the exit status.
+
+    Raises:
+        OctavoError: the engine failed, with the root cause.
+    """
     config = state.config
     server = _UvicornServer(
         uvicorn.Config(
@@ -126,6 +141,16 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, shutdown.on_signal, number)
     state.on_failure = shutdown.stop
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await state.close()
+    if state.failure is not None:
+        raise state.failure
+    return shutdown.status
+
+
+def _tell_address(config: ServerConfig, listener: socket.socket) -> None:
     scheme = "https" if config.ssl_certfile else "http"
     if config.uds is not None:
         logger.info("listening on the Unix socket %s", config.uds)
@@ -136,13 +161,6 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         typed = f"{scheme}://{'localhost' if _is_any_address(host) else shown}:{port}"
         documentation = "" if config.disable_fastapi_docs else f"documentation: {typed}/docs; "
         logger.info("%schat: octavo chat --url %s/v1", documentation, typed)
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        await state.close()
-    if state.failure is not None:
-        raise state.failure
-    return shutdown.status
 
 
 class _Shutdown:
@@ -211,7 +229,7 @@ async def start_engine(
     )
 
 
-def _allow_files() -> None:
+def allow_files() -> None:
     """Allows as many open files as the system lets us have: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
