@@ -633,7 +633,7 @@ class ServerConfig(_Section, frozen=True):
             description="Number of front ends: processes that take requests from one listening"
             " socket, tokenise them and make text of what the engines bring.",
             ge=1,
-            le=64,
+            le=256,
         ),
     ] = 1
     progress_timeout: Annotated[

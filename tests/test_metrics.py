@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.messages import FinishReason, SchedulerStats
-from octavo.metrics import EngineMetrics
+from octavo.metrics import EngineMetrics, join_pages
 from octavo.outputs import RequestMetrics
 
 # vLLM's names, with the prefix changed.
@@ -411,3 +411,36 @@ def test_engines_are_numbered_among_those_of_all_servers():
     assert read(metrics, "num_requests_waiting", engine="6") == 2
     assert read(metrics, "num_requests_waiting", engine="7") == 3
     assert metrics.for_engine(1).for_engine(0) is metrics
+
+
+def test_pages_of_several_processes_are_one():
+    a, b = EngineMetrics("m", 100), EngineMetrics("m", 100)
+    for metrics, count in ((a, 3), (b, 40)):
+        metrics.record_generation_tokens(count)
+        metrics.set_cache_config_info({"block_size": 16})
+    a.record_rejection("queue_full")
+    a.record_scheduler_stats(SchedulerStats(num_running_reqs=5, kv_cache_usage=0.5))
+    page = join_pages([a.render(), b.render()]).decode()
+    for line in (
+        'octavo:generation_tokens_total{engine="0",model_name="m"} 43.0',
+        'octavo:iteration_tokens_total_bucket{engine="0",le="4.0",model_name="m"} 1.0',
+        'octavo:iteration_tokens_total_bucket{engine="0",le="64.0",model_name="m"} 2.0',
+        'octavo:iteration_tokens_total_sum{engine="0",model_name="m"} 43.0',
+        'octavo:admission_rejections_total{engine="0",model_name="m",reason="queue_full"} 1.0',
+        'octavo:num_requests_running{engine="0",model_name="m"} 5.0',
+        'octavo:kv_cache_usage_perc{engine="0",model_name="m"} 0.5',
+        'octavo:engine_sleep_state{engine="0",model_name="m",sleep_state="awake"} 1.0',
+        'octavo:cache_config_info{block_size="16",engine="0",model_name="m"} 1.0',
+    ):
+        assert line in page.splitlines(), line
+    alone = text_string_to_metric_families(a.render().decode())
+    joined = text_string_to_metric_families(page)
+    assert [(f.name, f.type) for f in joined] == [(f.name, f.type) for f in alone]
+
+
+def test_stats_of_another_process_are_no_counts():
+    metrics = EngineMetrics("m", 100)
+    metrics.keep_stats(SchedulerStats(num_running_reqs=5, num_preemptions=3))
+    assert metrics.load()["num_requests_running"] == 5
+    page = metrics.render().decode()
+    assert 'octavo:num_preemptions_total{engine="0",model_name="m"} 0.0' in page

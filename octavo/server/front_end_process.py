@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -22,7 +23,8 @@ from octavo.logs import setup_logging
 from octavo.server.front_ends import FrontEndSetup
 from octavo.server.run import allow_files, prepare_process, serve
 from octavo.server.state import ServerState
-from octavo.terminal.screen import print_error
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -52,7 +54,7 @@ def main() -> int:
     except EngineDeadError:
         return 1  # the parent says why
     except OctavoError as error:
-        print_error(str(error))
+        logger.error("%s", error)
         return 1
 
 
@@ -75,7 +77,7 @@ def _make_engine(setup: FrontEndSetup) -> AsyncLLM:
 
 def _end_with_parent() -> None:
     """Ends the process when standard input ends: the parent is gone."""
-    while sys.stdin.buffer.read(1):
+    while os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread
         pass
     os._exit(1)
 

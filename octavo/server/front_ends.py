@@ -24,6 +24,7 @@ from functools import partial
 import msgspec
 
 from octavo.config import EngineConfig, ServerConfig
+from octavo.device import is_stopped
 from octavo.engine.async_llm import EngineProcesses, start_engines
 from octavo.engine.coordinator import Coordinator, FrontEnd
 from octavo.engine.core_launcher import CoreProcess
@@ -38,6 +39,10 @@ logger = logging.getLogger(__name__)
 # Between two looks whether a process lives.
 _LOOK_SECONDS = 0.1
 _END_SECONDS = 5.0
+# Imports take so long at most, beside what a silence may last.
+_START_SECONDS = 60.0
+# A stop that is over sooner is no reason.
+_STOPPED_SECONDS = 0.5
 _RESTART_WINDOW = 600.0
 
 
@@ -181,10 +186,11 @@ class _FrontEnds:
 
     def on_signal(self, number: int) -> None:
         """The first signal drains all of them, the second one stops them at once."""
+        # One that has not begun to serve ends by SIGTERM, and does not hear SIGINT.
+        passed_on = number if self._draining else signal.SIGTERM
         self._draining = True
-        logger.info("ending the front ends", extra={"signal": signal_name(number)})
         for process in self._processes.values():
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(passed_on)
 
     async def run(self) -> int:
         """Keeps them alive until a signal ends them; returns the exit status.
@@ -192,9 +198,13 @@ class _FrontEnds:
         Raises:
             OctavoError: one cannot start, or they end too often.
         """
-        async with asyncio.TaskGroup() as group:
-            keeps = [group.create_task(self._keep(slot)) for slot in range(self._count)]
-        return max(keep.result() for keep in keeps)
+        keeps = [asyncio.create_task(self._keep(slot)) for slot in range(self._count)]
+        try:
+            return max(await asyncio.gather(*keeps))
+        finally:
+            for keep in keeps:
+                keep.cancel()
+            await asyncio.wait(keeps)
 
     async def end(self, serving: asyncio.Task[int]) -> None:
         """Ends those that are left; they have been told that there is no engine any more."""
@@ -226,7 +236,9 @@ class _FrontEnds:
             if self._draining:
                 return max(status, 0)  # one that had not begun knows no draining
             if front_end.last_heard is None:
-                raise OctavoError(f"Front end {slot} could not be started: it {how}.")
+                raise OctavoError(
+                    f"Front end {slot} could not be started: it {how}; its log lines say more."
+                )
             self._note_restart(slot, how)
 
     def _start(self, slot: int, front_end: FrontEnd) -> subprocess.Popen[bytes]:
@@ -256,7 +268,7 @@ class _FrontEnds:
 
         Time is counted in naps, so that a machine that slept is no reason.
         """
-        silent, heard = 0.0, front_end.last_heard
+        silent, stopped, heard = -_START_SECONDS, 0.0, front_end.last_heard
         while (status := process.poll()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
             silent += _LOOK_SECONDS
@@ -264,6 +276,9 @@ class _FrontEnds:
                 silent, heard = 0.0, front_end.last_heard
             if silent >= self._setup.config.progress_timeout:
                 return f"has said nothing for {silent:.1f} s and was killed"
+            stopped = stopped + _LOOK_SECONDS if is_stopped(process.pid) else 0.0
+            if stopped >= _STOPPED_SECONDS:
+                return "was stopped by a signal such as SIGSTOP, and killed"
         if status < 0:
             return f"was killed by {signal_name(-status)}"
         return f"ended with status {status}"

@@ -208,6 +208,9 @@ class FakeAsyncLLM:
             return SimpleNamespace(ok=False, reason=str(self.dead))
         return SimpleNamespace(ok=True, reason="ok" if self.ready else "loading the model")
 
+    async def render_metrics(self):
+        return self.metrics.render()
+
     async def wait_ready(self):
         await self.loaded.wait()
         if self.load_error is not None:

@@ -1,0 +1,165 @@
+"""Several front ends before the same engines: the answers of one, whatever process dies."""
+
+import asyncio
+import signal
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e import harness
+from tests.e2e.test_data_parallel import (
+    MODEL,
+    PARAMS,
+    PROMPTS,
+    ask_all,
+    engines,
+    of_engines,
+)
+from tests.e2e.test_data_parallel import expected as expected
+
+FLAGS = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    flags = [*FLAGS, "-asc", "2", "-dp", "2"]
+    with harness.serve(folder, *flags) as made:
+        yield made
+
+
+def front_ends(server):
+    children = psutil.Process(server.process.pid).children()
+    return [c for c in children if "octavo.server.front_end_process" in c.cmdline()]
+
+
+def wait_for_front_ends(server, number, but=()):
+    """Waits until so many serve, none of `but` among them."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        ready = server.log.read_text().count("INFO ready")
+        found = front_ends(server)
+        if len(found) == 2 and ready >= number and not {p.pid for p in found} & set(but):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(server.log.read_text())
+
+
+def answers_by(server):
+    """How many answers each front end has given, by its number."""
+    lines = server.log.read_text().splitlines()
+    return [
+        sum("POST /v1" in line and f"api_server={number}" in line for line in lines)
+        for number in range(2)
+    ]
+
+
+def test_both_give_the_answers_of_one_and_count_together(server, expected):
+    for _ in range(20):  # whoever is free takes a connection
+        assert asyncio.run(ask_all(server)) == expected
+        if min(answers_by(server)):
+            break
+    assert min(answers_by(server)) > 0
+    rounds = sum(answers_by(server)) // len(PROMPTS)
+    counts = of_engines(server, "octavo:generation_tokens_total")
+    assert sum(counts) == 80 * 11 * rounds
+    assert min(counts) > 0
+    assert sum(of_engines(server, "octavo:request_success_total")) > 0
+    assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+    assert len(of_engines(server, "octavo_engine_process_resident_memory_bytes")) == 2
+    models = {server.get("/v1/models").text for _ in range(10)}
+    assert len(models) == 1
+
+
+def test_streams_outlive_an_engine(server, expected):
+    chunks = 0
+
+    def on_chunk():
+        nonlocal chunks
+        chunks += 1
+        if chunks == 150:
+            engines(server)[1].send_signal(signal.SIGKILL)
+
+    assert asyncio.run(ask_all(server, on_chunk)) == expected
+    end = time.monotonic() + 30
+    while server.get("/health").json()["reason"] != "ok" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert of_engines(server, "octavo:engine_restarts_total") == [0, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_is_gone_harms_nobody_else(server, expected, number):
+    before = server.log.read_text().count("INFO ready")
+    victim = front_ends(server)[0]
+
+    async def storm():
+        async with openai.AsyncOpenAI(
+            base_url=server.url + "/v1", api_key="none", max_retries=5, timeout=20
+        ) as client:
+
+            async def ask(prompt, params):
+                answer = await client.completions.create(
+                    model=MODEL, prompt=prompt, extra_body={"ignore_eos": True}, **params
+                )
+                return [choice.text for choice in answer.choices]
+
+            asked = [asyncio.create_task(ask(*both)) for both in zip(PROMPTS, PARAMS, strict=True)]
+            await asyncio.sleep(0.05)
+            victim.send_signal(number)
+            return await asyncio.gather(*asked)
+
+    # Who was connected to it comes again, as clients do.
+    assert asyncio.run(storm()) == expected
+    wait_for_front_ends(server, before + 1, but=[victim.pid])
+    reason = "was killed by SIGKILL" if number == signal.SIGKILL else "was stopped by a signal"
+    assert reason in server.log.read_text()
+    assert asyncio.run(ask_all(server)) == expected
+    assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+
+
+def test_what_is_wrong_is_told_by_each(server):
+    for _ in range(6):
+        answer = server.post("/v1/completions", {"model": MODEL, "prompt": "a", "n": 0})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "n"
+
+
+def test_all_end_with_the_first_process(tmp_path):
+    with harness.serve(tmp_path, *FLAGS, "--api-server-count", "2", wait="") as server:
+        end = time.monotonic() + 30
+        while len(front_ends(server)) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(family) >= 3
+        server.process.kill()
+        server.process.wait()
+        assert not psutil.wait_procs(family, 15)[1]
+
+
+def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path):
+    flags = ["--kv-cache-memory-bytes", "4K", "--api-server-count", "2"]
+    with harness.serve(tmp_path, *flags, wait="") as server:
+        assert server.process.wait(30) == 1
+        said = server.log.read_text()
+        assert said.count("octavo: error:") == 1
+        assert "Traceback" not in said
+
+
+def test_the_end(server):
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    with httpx.stream(
+        "POST",
+        server.url + "/v1/completions",
+        json={"prompt": "Once", "max_tokens": 200, "stream": True, "ignore_eos": True},
+        timeout=30,
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.process.wait(20) == 0
+    assert "Traceback" not in server.log.read_text()
+    assert not psutil.wait_procs(family, 5)[1]

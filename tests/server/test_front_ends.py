@@ -1,0 +1,44 @@
+"""What several front ends refuse; all else about them is in tests/e2e/test_front_ends.py."""
+
+import msgspec
+import pytest
+
+from octavo.config import EngineConfig, ServerConfig
+from octavo.errors import ConfigError
+from octavo.server.front_ends import FrontEndSetup, check_front_ends
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("record", "x.rec"),
+        ("resume_grace", 5.0),
+        ("enable_sleep_mode", True),
+        ("enable_elastic_ep", True),
+    ],
+)
+def test_what_only_one_would_know(name, value):
+    is_server = name in ServerConfig.__struct_fields__
+    server, engine = ({name: value}, {}) if is_server else ({}, {name: value})
+    engine_config = EngineConfig.from_kwargs(**engine)
+    check_front_ends(ServerConfig(**server), engine_config)
+    with pytest.raises(ConfigError, match=f"^{name} .* with api_server_count=2"):
+        check_front_ends(ServerConfig(**server, api_server_count=2), engine_config)
+
+
+def test_a_process_is_told_all_settings():
+    setup = FrontEndSetup(
+        ServerConfig(api_key=["k"], allowed_hosts=["a"], default_chat_template_kwargs={"x": 1}),
+        EngineConfig.from_kwargs(
+            model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 3}
+        ),
+        *("path", "tokenizer"),
+        slot=1,
+        number=2,
+        listener=3,
+        input_address="in",
+        output_address="out",
+        created=4,
+    )
+    data = msgspec.msgpack.encode(setup)
+    assert msgspec.msgpack.decode(data, type=FrontEndSetup) == setup
