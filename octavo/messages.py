@@ -188,10 +188,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     @property
     def child_ids(self) -> list[str]:
         """Ids of the core's requests, one for each answer to be made: its own if n is 1."""
-        return [self.child_id(index) for index in self.indices]
+        return [self._child_id(index) for index in self.indices]
 
-    def child_id(self, index: int) -> str:
-        """The id of one of the answers."""
+    def _child_id(self, index: int) -> str:
         return self.request_id if self.n == 1 else f"{index}_{self.request_id}"
 
     def child(self, index: int) -> EngineCoreRequest:
@@ -205,7 +204,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
         replace, params = msgspec.structs.replace, self.sampling_params
         return replace(
             self,
-            request_id=self.child_id(index),
+            request_id=self._child_id(index),
             sampling_params=replace(
                 params,
                 seed=(params.seed + index) % 2**64,

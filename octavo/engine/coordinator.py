@@ -165,7 +165,9 @@ class Coordinator:
             kind, payload = await front_end.receive()
             if kind == wire.ADD:
                 request = decode(payload, type=EngineCoreRequest)
-                self._journal.add(request, front_end)  # first: engines are given what is in it
+                self._journal.add(
+                    request, payload, front_end
+                )  # first: engines are given what is in it
                 await self._client.add_request(request)
             elif kind == wire.ABORT:
                 answers = decode(payload, type=list[str])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,10 +17,14 @@ OwnerT = TypeVar("OwnerT")
 class _Entry(Generic[OwnerT]):
     """A live request."""
 
-    request: EngineCoreRequest
+    request_id: str
+    data: bytes
+    """The request, encoded: a tenth of what its numbers take."""
     owner: OwnerT
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Of its live answers, by index."""
+    answers: dict[int, str] = field(default_factory=dict)
+    """Ids of its live answers, by index."""
+    tokens: dict[int, array[int]] = field(default_factory=dict)
+    """What these have got."""
     num_prompt_logprobs: int = 0
 
 
@@ -39,11 +44,17 @@ class Journal(Generic[OwnerT]):
         """Live requests; the n answers of a request count once."""
         return len(self._entries)
 
-    def add(self, request: EngineCoreRequest, owner: OwnerT) -> None:
-        """Notes a request, before an engine gets it; its id is new."""
-        entry = self._entries[request.request_id] = _Entry(request, owner)
+    def add(self, request: EngineCoreRequest, data: bytes, owner: OwnerT) -> None:
+        """Notes a request, before an engine gets it.
+
+        Args:
+            request: it, with a new id.
+            data: the same as msgpack.
+            owner: whose it is.
+        """
+        entry = self._entries[request.request_id] = _Entry(request.request_id, data, owner)
         for index, answer in zip(request.indices, request.child_ids, strict=True):
-            entry.tokens[index] = []
+            entry.answers[index], entry.tokens[index] = answer, array("i")
             self._answers[answer] = entry, index
 
     def take(self, output: EngineCoreOutput) -> OwnerT | None:
@@ -52,7 +63,7 @@ class Journal(Generic[OwnerT]):
         if found is None:
             return None
         entry, index = found
-        entry.tokens[index] += output.new_token_ids
+        entry.tokens[index].extend(output.new_token_ids)
         if output.new_prompt_logprobs is not None:
             entry.num_prompt_logprobs += output.new_prompt_logprobs.num_rows
         if output.finish_reason == FinishReason.ERROR:  # its siblings end with it
@@ -80,16 +91,17 @@ class Journal(Generic[OwnerT]):
     def _end(self, entry: _Entry[OwnerT], indices: list[int]) -> None:
         for index in indices:
             del entry.tokens[index]
-            del self._answers[entry.request.child_id(index)]
+            del self._answers[entry.answers.pop(index)]
         if not entry.tokens:
-            del self._entries[entry.request.request_id]
+            del self._entries[entry.request_id]
 
 
 def _as_request(entry: _Entry[OwnerT]) -> EngineCoreRequest:
-    request, count = entry.request, entry.num_prompt_logprobs
-    tokens = {index: ids.copy() for index, ids in entry.tokens.items()}
+    request = msgspec.msgpack.decode(entry.data, type=EngineCoreRequest)
+    tokens = {index: ids.tolist() for index, ids in entry.tokens.items()}
+    request.num_prompt_logprobs = entry.num_prompt_logprobs
     if request.n == 1:
-        return msgspec.structs.replace(
-            request, output_token_ids=tokens[0], num_prompt_logprobs=count
-        )
-    return msgspec.structs.replace(request, answers=tokens, num_prompt_logprobs=count)
+        request.output_token_ids = tokens[0]
+    else:
+        request.answers = tokens
+    return request

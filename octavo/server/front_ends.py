@@ -235,10 +235,8 @@ class _FrontEnds:
                 await self._coordinator.remove(front_end)
             if self._draining:
                 return max(status, 0)  # one that had not begun knows no draining
-            if front_end.last_heard is None:
-                raise OctavoError(
-                    f"Front end {slot} could not be started: it {how}; its log lines say more."
-                )
+            if status > 0 or front_end.last_heard is None:  # it would be no better again
+                raise OctavoError(f"Front end {slot} {how}; its log lines say why.")
             self._note_restart(slot, how)
 
     def _start(self, slot: int, front_end: FrontEnd) -> subprocess.Popen[bytes]:

@@ -139,12 +139,18 @@ def test_all_end_with_the_first_process(tmp_path):
         assert not psutil.wait_procs(family, 15)[1]
 
 
-def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path):
-    flags = ["--kv-cache-memory-bytes", "4K", "--api-server-count", "2"]
-    with harness.serve(tmp_path, *flags, wait="") as server:
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--kv-cache-memory-bytes", "4K"], "octavo: error: The KV cache has 0 blocks"),
+        ([*FLAGS, "--chat-template", "{% if %}"], "octavo: error: Front end "),
+    ],
+)
+def test_a_start_that_fails_says_why_once(tmp_path, flags, error):
+    with harness.serve(tmp_path, *flags, "-asc", "2", wait="") as server:
         assert server.process.wait(30) == 1
         said = server.log.read_text()
-        assert said.count("octavo: error:") == 1
+        assert said.count("octavo: error: ") == said.count(error) == 1
         assert "Traceback" not in said
 
 

@@ -23,7 +23,7 @@ class Both:
         self.bench.add(request_id, prompt="abc", **params)
         [request] = [r for r in self.bench.outputs.unfinished() if r.request_id == request_id]
         request = msgspec.structs.replace(request, answers=None)
-        self.journal.add(request, owner)
+        self.journal.add(request, msgspec.msgpack.encode(request), owner)
 
     def check(self):
         theirs, ours = self.bench.outputs.unfinished(), self.journal.unfinished()
