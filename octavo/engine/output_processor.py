@@ -38,7 +38,8 @@ class RequestOutputCollector:
     def __init__(self, output_kind: RequestOutputKind) -> None:
         self._delta = output_kind == RequestOutputKind.DELTA
         self._output: RequestOutput | Exception | None = None
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the consumer: with a future alone a token costs less than with an event."""
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Adds an output; merges it with one not taken yet. An exception replaces all."""
@@ -47,18 +48,19 @@ class RequestOutputCollector:
             _merge_deltas(held, output)
         elif not isinstance(held, Exception):
             self._output = output
-            self._ready.set()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
         """Waits for the next output; raises the exception that was put, if one was."""
         while (output := self.get_nowait()) is None:
-            await self._ready.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return output
 
     def get_nowait(self) -> RequestOutput | None:
         """The next output if there is one; raises like `get`."""
         output, self._output = self._output, None
-        self._ready.clear()
         if isinstance(output, Exception):
             raise output
         return output

@@ -1,0 +1,169 @@
+"""What the front end alone can do: engines whose executor makes tokens at a given rate.
+
+    python benchmarks/front_end.py [--rates 25000 50000 100000] [--engines 4] [--requests 64]
+
+No model computes: each engine is real but for its executor, which gives every request of a step a
+token when their time has come. Prints, for each rate in tokens per second of all engines together,
+what came per second of the clock and per second of the front end's CPU time, and how old outputs
+were when they were taken in, in the first and in the last quarter: if they get older, the front
+end falls behind. To be run from the repository, with two cores or more for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import uvloop
+
+from octavo import clock
+from octavo.bench.simulation import BatchReader
+from octavo.config import EngineConfig
+from octavo.device import SWITCH_INTERVAL
+from octavo.engine.async_llm import AsyncLLM
+from octavo.executor.base import Executor
+from octavo.kv_cache.groups import KVCacheConfig
+from octavo.messages import EngineCoreOutputs, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.platforms.base import Platform
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.worker.memory import MemoryBudget
+from octavo.worker.setup import WorkerSetup
+
+RATE = "OCTAVO_BENCH_RATE"
+"""Variable that tells an engine's executor how many tokens it makes a second."""
+TOKEN = 5
+
+
+class PacedStep(Future[ModelRunnerOutput]):
+    """See `StepHandle`; and its result, which is there when its time has come."""
+
+    def __init__(self, end: float, output: ModelRunnerOutput) -> None:
+        super().__init__()
+        self._end, self._output = end, output
+
+    def drafts(self) -> dict[str, list[int]]:
+        """See `StepHandle`."""
+        return {}
+
+    def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
+        """See `StepHandle`."""
+        return self
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        """The result, at its time."""
+        time.sleep(max(0.0, self._end - time.monotonic()))
+        return self._output
+
+
+class PacedExecutor(Executor):
+    """Makes tokens of nothing, so many a second."""
+
+    def __init__(self, setup: WorkerSetup, platform: Platform) -> None:
+        self.max_in_flight = 2
+        self._rate = float(os.environ[RATE])
+        self._reader, self._free_at = BatchReader(), 0.0
+
+    def execute(self, work: SchedulerOutput) -> PacedStep:
+        """See `Executor`."""
+        _, sampled = self._reader.read(work)
+        self._free_at = max(self._free_at, time.monotonic()) + sum(sampled) / self._rate
+        output = ModelRunnerOutput(
+            [scheduled.req_id for scheduled in work.scheduled_reqs],
+            [[TOKEN] if gets_token else [] for gets_token in sampled],
+        )
+        return PacedStep(self._free_at, output)
+
+    def measure_memory(self) -> MemoryBudget:
+        """There is no model."""
+        raise NotImplementedError
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """Nothing is kept."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """There are no workers."""
+        return []
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+
+
+async def measure(rate: float, engines: int, requests: int, seconds: float) -> None:
+    """Prints what a rate does."""
+    os.environ[RATE] = str(rate / engines)
+    max_tokens = int(rate * seconds / (engines * requests))
+    config = EngineConfig.from_kwargs(
+        model="octavo/stories",
+        data_parallel_size=engines,
+        num_threads=1,
+        max_model_len=2048,
+        max_num_seqs=requests,
+        num_gpu_blocks_override=requests * 128,
+        distributed_executor_backend="benchmarks.front_end.PacedExecutor",
+    )
+    engine = await AsyncLLM.start(config, log_level="warning", warm_spare=False)
+    ages: list[float] = []
+    get_output = engine._client.get_output
+
+    async def watched() -> EngineCoreOutputs:
+        outputs = await get_output()
+        if outputs.outputs:
+            ages.append(clock.now() - outputs.timestamp)
+        return outputs
+
+    engine._client.get_output = watched  # type: ignore[method-assign]
+    await engine.wait_ready()
+    gc.freeze()  # as servers do
+    params = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    num_tokens = 0
+
+    async def ask(number: int) -> None:
+        nonlocal num_tokens
+        prompt = {"prompt_token_ids": [TOKEN + number % 90] * 4}
+        async for output in engine.generate(prompt, params, str(number)):
+            num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+
+    began, cpu = time.monotonic(), time.process_time()
+    await asyncio.gather(*(ask(number) for number in range(engines * requests)))
+    wall, cpu = time.monotonic() - began, time.process_time() - cpu
+    await engine.shutdown()
+    quarter = len(ages) // 4
+    first, last = (1000 * statistics.median(part) for part in (ages[:quarter], ages[-quarter:]))
+    print(
+        f"asked {rate:9,.0f}/s  came {num_tokens / wall:9,.0f}/s  "
+        f"per second of CPU {num_tokens / cpu:9,.0f}  age {first:7.2f} ms, then {last:7.2f} ms"
+    )
+
+
+def main() -> None:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[25e3, 50e3, 100e3, 150e3])
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=64, help="of each engine")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    args = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL)  # as servers have it
+    for rate in args.rates:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(measure(rate, args.engines, args.requests, args.seconds))
+
+
+if __name__ == "__main__":
+    main()
