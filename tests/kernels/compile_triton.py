@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel for a GPU, without one, as the functions around them launch it.
+"""Compiles every Triton kernel for GPUs, without one, as the functions around them launch it.
 
-    python -m tests.kernels.compile_triton CAPABILITY
+    python -m tests.kernels.compile_triton CAPABILITY [...]
 
-Prints a line for each: its shared memory, name, and constants. The interpreter knows no types: what
-it runs need not compile.
+Prints a line for each: the capability, shared memory, name, and constants. The interpreter knows no
+types: what it runs need not compile.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from octavo.kernels.triton import activation, gemm, kv_write, norm, sample, tokens
 from octavo.kernels.triton.attention import attention
 
-target = GPUTarget("cuda", int(sys.argv[1]), 32)
-backend = make_backend(target)
+target = GPUTarget("cuda", 0, 32)
 compiled: set[str] = set()
 
 
@@ -34,17 +33,19 @@ def compile_instead(
     self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any
 ) -> None:
     kwargs["debug"] = False
+    backend = make_backend(target)
     binder = create_function_from_signature(self.signature, self.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
     options, signature, constants, attributes = self._pack_args(
         backend, kwargs, bound, specialization, options
     )
-    key = f"{self.__name__} {signature} {constants} {attributes}"
+    key = f"{target.arch} {self.__name__} {signature} {constants} {attributes}"
     if key not in compiled:
         compiled.add(key)
         source = ASTSource(self, signature, constants, attributes)
         kernel = triton.compile(source, target=target, options=options.__dict__)
-        print(kernel.metadata.shared, self.__name__, list(constants.values()), flush=True)
+        shared = kernel.metadata.shared
+        print(target.arch, shared, self.__name__, list(constants.values()), flush=True)
 
 
 JITFunction.run = compile_instead  # type: ignore[method-assign]
@@ -112,10 +113,12 @@ def kernels(dtype: torch.dtype) -> None:
             )
 
 
-kernels(torch.bfloat16)
-if target.arch >= 90:
-    kernels(torch.float32)
-logits, ids = zeros(3, 128256), zeros(3, dtype=torch.int64)
-sample.sample(logits, zeros(3, 4, dtype=torch.int64), ids)
-sample.apply_bitmask(logits, zeros(3, 4008, dtype=torch.int32), ids)
-tokens.take_tokens(ids, ids, ids, ids)
+for capability in sys.argv[1:]:
+    target = GPUTarget("cuda", int(capability), 32)
+    kernels(torch.bfloat16)
+    if target.arch >= 90:
+        kernels(torch.float32)
+    logits, ids = zeros(3, 128256), zeros(3, dtype=torch.int64)
+    sample.sample(logits, zeros(3, 4, dtype=torch.int64), ids)
+    sample.apply_bitmask(logits, zeros(3, 4008, dtype=torch.int32), ids)
+    tokens.take_tokens(ids, ids, ids, ids)
