@@ -29,7 +29,7 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     flags = ["--max-model-len", "512", "--kv-cache-memory-bytes", "24M", "--resume-grace", "120"]
-    with serve(tmp_path_factory.mktemp("resume"), *flags) as server:
+    with serve(tmp_path_factory.mktemp("resume"), *flags, spare=True) as server:
         yield server
 
 
