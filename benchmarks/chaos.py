@@ -62,6 +62,8 @@ _NODE_KILLED = 0.8
 _REST_SECONDS = 2.0
 # How long a limit on its memory gets to end a process, before it is ended otherwise.
 _MEMORY_SECONDS = 1.0
+# From that age on, a process has the system end it with its parent, also while it is stopped.
+_BOUND_SECONDS = 2.0
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 60}, "age": {"type": "integer"}},
@@ -212,6 +214,7 @@ class Site:
         self._head_flags += ["--no-enable-prompt-tokens-details"]
         self._has_node = layout.startswith("nodes")
         self._node: subprocess.Popen[bytes] | None = None
+        self._of_node: list[psutil.Process] = []
         self.log = folder / "server.log"
         self.left: list[str] = []
         """What there is of it after its end: processes and files."""
@@ -246,17 +249,26 @@ class Site:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
     def start_node(self) -> None:
-        """Starts the node, also in the place of one that is dead or stopped."""
+        """Starts the node, also in the place of one that is dead or stopped.
+
+        As an init system does, it ends what is stopped of it: that sees nobody's death.
+        """
         if self._node is not None:
             self._node.kill()
             self._node.wait()
+            for process in self._of_node:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.status() == psutil.STATUS_STOPPED:
+                        process.kill()
         self._node = self._start(self._node_flags, self._folder / "node.log")
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
         """All but the front end, and what they are: core, worker, spare, node."""
         found: list[tuple[str, psutil.Process]] = []
         if self._node is not None and self._node.poll() is None:
-            found.append(("node", psutil.Process(self._node.pid)))
+            node = psutil.Process(self._node.pid)
+            found.append(("node", node))
+            self._of_node = node.children(recursive=True)
         for root in (psutil.Process(self.server.pid), *(p for _, p in found)):
             spares: set[int] = set()
             for child in root.children(recursive=True):
@@ -424,6 +436,8 @@ class Killer(threading.Thread):
         if role == "node" and "SIGKILL" in self._kinds and self._rng.random() < _NODE_KILLED:
             kind = "SIGKILL"
         with contextlib.suppress(psutil.NoSuchProcess):
+            if kind == "SIGSTOP" and time.time() - process.create_time() < _BOUND_SECONDS:
+                kind = "SIGKILL"
             if kind == "memory":
                 limit = process.memory_info().vms + 2**20
                 resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))

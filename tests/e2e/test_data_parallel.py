@@ -17,8 +17,15 @@ from tests.e2e import harness
 
 MODEL = "octavo/stories"
 PROMPTS = [f"Once upon a time there were {i} dogs" for i in range(10)]
+NUM_TOKENS = 48
 PARAMS = [
-    {"max_tokens": 80, "seed": i, "temperature": 0.9 * (i % 3), "top_p": 1.0, "n": 1 + (i == 7)}
+    {
+        "max_tokens": NUM_TOKENS,
+        "seed": i,
+        "temperature": 0.9 * (i % 3),
+        "top_p": 1.0,
+        "n": 1 + (i == 7),
+    }
     for i in range(len(PROMPTS))
 ]
 SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "num_threads": 1}
@@ -36,7 +43,7 @@ def expected():
 def server(tmp_path_factory):
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
     flags += ["--enable-elastic-ep", "--enable-admin"]
-    with harness.serve(tmp_path_factory.mktemp("server"), "-dp", "2", *flags) as made:
+    with harness.serve(tmp_path_factory.mktemp("server"), "-dp", "2", *flags, spare=True) as made:
         yield made
 
 
@@ -82,7 +89,7 @@ def test_both_engines_give_the_answers_of_one(server, expected):
     assert len(engines(server)) == 2
     assert asyncio.run(ask_all(server)) == expected
     counts = of_engines(server, "octavo:generation_tokens_total")
-    assert sum(counts) == 80 * 11
+    assert sum(counts) == NUM_TOKENS * 11
     assert min(counts) > 0
     assert len(of_engines(server, "octavo_engine_process_resident_memory_bytes")) == 2
     assert server.get("/health").json() == {"status": "ok", "reason": "ok"}
@@ -136,7 +143,7 @@ def test_engines_come_and_go_under_load(server, expected):
     before = sum(of_engines(server, "octavo:generation_tokens_total", 3))
     rounds = asyncio.run(storm())
     after = of_engines(server, "octavo:generation_tokens_total", 3)
-    assert sum(after) - before == 80 * 11 * rounds  # each token once
+    assert sum(after) - before == NUM_TOKENS * 11 * rounds  # each token once
     assert len(engines(server)) == 2
     assert server.get("/health").json()["reason"] == "ok"
 

@@ -19,7 +19,7 @@ MARGIN = 60.0
 def server(tmp_path_factory):
     flags = ["--max-model-len", "512", "--kv-cache-memory-bytes", "24M"]
     folder = tmp_path_factory.mktemp("health")
-    with serve(folder, *flags, "--progress-timeout", str(TIMEOUT)) as server:
+    with serve(folder, *flags, "--progress-timeout", str(TIMEOUT), spare=True) as server:
         yield server
 
 

@@ -281,7 +281,7 @@ def test_streams_outlive_a_rank(layout, tmp_path):
     """Whichever of them dies: another engine, of as many, goes on."""
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1}
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
-    with harness.serve(tmp_path, layout, "2", *flags) as server:
+    with harness.serve(tmp_path, layout, "2", *flags, spare=True) as server:
         expected = server.post("/v1/completions", body).json()["choices"]
         for index in (0, 1):
             workers = server.engine_process().children()

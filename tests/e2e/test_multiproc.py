@@ -99,7 +99,7 @@ def test_offline_a_worker_that_is_killed_is_an_error_at_once():
 def server(tmp_path_factory):
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M"]
     flags += ["--distributed-executor-backend", "mp"]
-    with harness.serve(tmp_path_factory.mktemp("server"), *flags) as made:
+    with harness.serve(tmp_path_factory.mktemp("server"), *flags, spare=True) as made:
         yield made
 
 

@@ -72,7 +72,10 @@ def cluster(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(cluster):
     # The node is there before its head, which it waits for.
-    with cluster.node() as (node, _), harness.serve(cluster.folder, *cluster.flags()) as made:
+    with (
+        cluster.node() as (node, _),
+        harness.serve(cluster.folder, *cluster.flags(), spare=True) as made,
+    ):
         made.node = node
         yield made
 

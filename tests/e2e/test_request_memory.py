@@ -27,7 +27,7 @@ HEAVY = {
 def server(tmp_path_factory):
     flags = ["--kv-cache-memory-bytes", "64M", "--request-memory-bytes", str(BUDGET)]
     flags += ["--max-num-seqs", "64"]
-    with serve(tmp_path_factory.mktemp("memory"), *flags) as server:
+    with serve(tmp_path_factory.mktemp("memory"), *flags, spare=True) as server:
         yield server
 
 

@@ -29,7 +29,7 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     flags = ["--max-model-len", "512", "--kv-cache-memory-bytes", "24M", "--resume-grace", "120"]
-    with serve(tmp_path_factory.mktemp("resume"), *flags) as server:
+    with serve(tmp_path_factory.mktemp("resume"), *flags, spare=True) as server:
         yield server
 
 
@@ -70,10 +70,15 @@ def content(events: bytes) -> tuple[list[str], list[list[float]], object]:
     return texts, logprobs, usage
 
 
+@pytest.fixture(scope="module")
+def undisturbed(server):
+    """What each request gets that nobody disturbs."""
+    return {path: content(begin(server, path, 10**6)) for path in REQUESTS}
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("killed", [False, True], ids=["", "killed"])
-def test_who_comes_back_gets_the_bytes_of_an_undisturbed_stream(server, path, killed):
-    undisturbed = begin(server, path, 10**6)
+def test_who_comes_back_gets_the_bytes_of_an_undisturbed_stream(server, undisturbed, path, killed):
     first = begin(server, path)
     assert b"[DONE]" not in first
     restarts = server.metric("octavo:engine_restarts_total")
@@ -87,13 +92,13 @@ def test_who_comes_back_gets_the_bytes_of_an_undisturbed_stream(server, path, ki
     assert third.status_code == 200
     events = first + second + third.content
     assert server.metric("octavo:engine_restarts_total") == restarts + killed
-    assert content(events) == content(undisturbed)
+    assert content(events) == undisturbed[path]
     assert httpx.get(f"{server.url}/v1/streams/{name}?from=0", timeout=120).content == events
     assert server.get(f"/v1/streams/{name}x").status_code == 404
 
 
-def test_clients_read_events_with_ids(server):
-    expected, _, usage = content(begin(server, "/v1/completions", 10**6))
+def test_clients_read_events_with_ids(server, undisturbed):
+    expected, _, usage = undisturbed["/v1/completions"]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         chunks = list(
             client.completions.create(model="", prompt="", stream=True, extra_body=COMPLETION)

@@ -103,7 +103,7 @@ def test_random_requests_with_aborts_and_disconnects(server):
 def test_no_growth_over_ten_rounds(server):
     sizes = []
     for i in range(10):
-        asyncio.run(run_round(server, 60, seed=100 + i))
+        asyncio.run(run_round(server, 40, seed=100 + i))
         asyncio.run(until_idle(server))
         sizes.append(server.resident_bytes())
     assert server.metric("octavo:kv_cache_usage_perc") == 0

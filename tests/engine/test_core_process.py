@@ -42,23 +42,39 @@ from tests.engine.plans import make_plan
 CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
 
 
-def run(test, progress_timeout: float = 60.0, restarts: int = 5, **settings: object):
-    """Runs a coroutine function with a started engine."""
+async def start(progress_timeout: float = 60.0, restarts: int = 5, **settings: object) -> AsyncLLM:
+    return await AsyncLLM.start(
+        EngineConfig.from_kwargs(**{**CONFIG, **settings}),
+        progress_timeout=progress_timeout,
+        max_engine_restarts=restarts,
+        warm_spare=False,
+    )
+
+
+def run(test, **settings):
+    """Runs a coroutine function with an engine of its own, just started."""
 
     async def main():
-        config = EngineConfig.from_kwargs(**{**CONFIG, **settings})
-        engine = await AsyncLLM.start(
-            config,
-            progress_timeout=progress_timeout,
-            max_engine_restarts=restarts,
-            warm_spare=False,
-        )
+        engine = await start(**settings)
         try:
             return await test(engine)
         finally:
             await engine.shutdown()
 
     return asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def run_shared():
+    """Runs a coroutine function with the engine of all tests that leave it as it was."""
+
+    async def end():
+        await engine.shutdown()
+
+    with asyncio.Runner() as runner:
+        engine = runner.run(start(progress_timeout=600.0))  # nobody listens between the tests
+        yield lambda test: runner.run(test(engine))
+        runner.run(end())
 
 
 async def collect(engine: AsyncLLM, request_id: str, **params) -> str:
@@ -84,7 +100,7 @@ def test_requests_made_while_the_model_loads_are_served():
     run(test)
 
 
-def test_a_closed_stream_stops_the_request():
+def test_a_closed_stream_stops_the_request(run_shared):
     async def test(engine):
         stream = engine.generate("The", SamplingParams(max_tokens=200, ignore_eos=True), "a")
         await anext(stream)
@@ -93,11 +109,11 @@ def test_a_closed_stream_stops_the_request():
         assert await collect(engine, "b", max_tokens=3)
         assert engine.stats.num_used_blocks == 0
 
-    run(test)
+    run_shared(test)
 
 
 @pytest.mark.parametrize(("live_n", "other_n"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_an_id_in_use_is_refused_and_the_live_request_goes_on(live_n, other_n):
+def test_an_id_in_use_is_refused_and_the_live_request_goes_on(live_n, other_n, run_shared):
     async def test(engine):
         params = SamplingParams(
             max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA, n=live_n
@@ -119,10 +135,10 @@ def test_an_id_in_use_is_refused_and_the_live_request_goes_on(live_n, other_n):
         assert counts == [30] * live_n
         assert await collect(engine, "a", max_tokens=3)  # free again
 
-    run(test)
+    run_shared(test)
 
 
-def test_a_late_consumer_does_not_end_the_next_request_of_its_id():
+def test_a_late_consumer_does_not_end_the_next_request_of_its_id(run_shared):
     async def test(engine):
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         late = engine.generate("The", params, "a")
@@ -138,7 +154,7 @@ def test_a_late_consumer_does_not_end_the_next_request_of_its_id():
         assert len(last.outputs[0].token_ids) == 30
         assert last.outputs[0].finish_reason == "length"
 
-    run(test)
+    run_shared(test)
 
 
 def test_a_stop_text_ends_the_request_in_the_core_too():
@@ -208,7 +224,7 @@ def test_calls_that_wait_fail_with_the_engine(restarts, error):
     run(test, restarts=restarts)
 
 
-def test_a_call_that_nobody_waits_for_any_more_harms_nothing():
+def test_a_call_that_nobody_waits_for_any_more_harms_nothing(run_shared):
     async def test(engine):
         await engine.wait_ready()
         call = asyncio.ensure_future(engine.reset_prefix_cache())
@@ -218,7 +234,7 @@ def test_a_call_that_nobody_waits_for_any_more_harms_nothing():
         assert len(await collect(engine, "a", max_tokens=3)) > 0
         assert engine.health().ok
 
-    run(test)
+    run_shared(test)
 
 
 def test_a_death_while_the_model_loads_is_told_to_who_waits_for_it():
@@ -296,7 +312,7 @@ def test_messages_are_handled_between_two_steps():
     assert core.steps == [5, 5]
 
 
-def test_a_deadline_in_a_far_future_ends_nobody():
+def test_a_deadline_in_a_far_future_ends_nobody(run_shared):
     async def test(engine):
         far = time.monotonic() + 2**53 / 1000
         params = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -305,7 +321,7 @@ def test_a_deadline_in_a_far_future_ends_nobody():
         await engine._client.call_utility("stats")  # after which the loop goes idle again
         assert await collect(engine, "b", max_tokens=3)
 
-    run(test)
+    run_shared(test)
 
 
 @pytest.mark.parametrize("seconds", [0.05, 1e13])
@@ -418,10 +434,11 @@ def test_a_bad_tokenizer_is_refused_before_a_process_starts(tmp_path):
     async def main():
         await AsyncLLM.start(EngineConfig.from_kwargs(model=str(tmp_path)))
 
+    before = set(psutil.Process().children())
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         asyncio.run(main())
-    children = psutil.Process().children()
-    assert not [c for c in children if "octavo.engine.core_process" in c.cmdline()]
+    started = set(psutil.Process().children()) - before
+    assert not [c for c in started if "octavo.engine.core_process" in c.cmdline()]
 
 
 KINDS = [
@@ -608,21 +625,21 @@ def test_profiles_of_the_engine_process(tmp_path):
     asyncio.run(test())
 
 
-def test_without_a_folder_a_profile_is_refused():
+def test_without_a_folder_a_profile_is_refused(run_shared):
     async def test(engine):
         with pytest.raises(ProfilerError, match="profiler_dir"):
             await engine.start_profile()
         assert await collect(engine, "a", max_tokens=2)
 
-    run(test)
+    run_shared(test)
 
 
-def test_an_unknown_utility_is_refused():
+def test_an_unknown_utility_is_refused(run_shared):
     async def test(engine):
         with pytest.raises(OctavoError, match="no utility method 'fly'"):
             await engine._client.call_utility("fly")
 
-    run(test)
+    run_shared(test)
 
 
 def test_a_process_that_is_not_wanted_while_it_loads_ends_without_a_word(tmp_path, capfd):

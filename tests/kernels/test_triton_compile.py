@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+CAPABILITIES = ("80", "90")
 MAX_SHARED = 99 * 1024  # bytes for a program on the smallest cards, of capability 8.6 and 8.9
 KERNELS = {
     "_rms_norm",
@@ -27,21 +29,18 @@ KERNELS = {
 
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    compilers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.kernels.compile_triton", capability],
-            cwd=Path(__file__).parents[2],
-            env=environment | {"TRITON_CACHE_DIR": str(tmp_path / capability)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for capability in ("80", "90")
-    ]
-    for compiler in compilers:
-        out, error = compiler.communicate(timeout=280)
-        assert compiler.returncode == 0, error[-4000:]
-        lines = [line.split(maxsplit=2) for line in out.splitlines()]
-        assert {name for _, name, _ in lines} == KERNELS
-        for shared, name, constants in lines:
-            assert int(shared) <= MAX_SHARED, (name, constants)
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    compiler = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_triton", *CAPABILITIES],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert compiler.returncode == 0, compiler.stderr[-4000:]
+    lines = [line.split(maxsplit=3) for line in compiler.stdout.splitlines()]
+    found = {(capability, name) for capability, _, name, _ in lines}
+    assert found == set(product(CAPABILITIES, KERNELS))
+    for capability, shared, name, constants in lines:
+        assert int(shared) <= MAX_SHARED, (capability, name, constants)
