@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ _NODES = Path("/sys/devices/system/node")
 # The C library has no function for it, so Linux' system call is made by its number.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_BIND = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def num_cpus() -> int:
@@ -291,6 +293,16 @@ def set_num_threads(num_threads: int | None) -> int:
     torch.set_num_threads(1)
     _native.set_num_threads(num_threads or cores)
     return num_threads or cores
+
+
+def signal_at_parents_end(number: signal.Signals) -> None:
+    """Has the system send this process a signal when the thread that started it ends; on Linux.
+
+    Args:
+        number: SIGKILL, or for who notices by itself SIGCONT: it may be stopped then.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def is_stopped(pid: int) -> bool:

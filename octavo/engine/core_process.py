@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from octavo import clock
-from octavo.device import SWITCH_INTERVAL
+from octavo.device import SWITCH_INTERVAL, signal_at_parents_end
 from octavo.engine.assemble import import_executor, make_engine_core
 from octavo.engine.cluster import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.core import EngineCore
@@ -58,6 +58,7 @@ def main() -> None:
     """Runs an engine core until told to stop or until the parent is gone."""
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal_at_parents_end(signal.SIGCONT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.argv[1:2] == [WARM]:
         _warm_up(int(sys.argv[2]))

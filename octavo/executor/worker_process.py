@@ -7,7 +7,6 @@ When the process that started it is gone, the system kills it, whatever it is do
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from octavo.device import SWITCH_INTERVAL
+from octavo.device import SWITCH_INTERVAL, signal_at_parents_end
 from octavo.distributed import Rank
 from octavo.errors import OctavoError, UnsupportedError
 from octavo.executor.base import find_method, import_class
@@ -60,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 # Time that the worker gets to end in order when it is told to.
 _GRACE_SECONDS = 2.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
@@ -292,7 +290,7 @@ class _Loop:
 
 def _die_with_parent(pid: int) -> None:
     """Has the system kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != pid:  # it was gone before
         os._exit(1)
 

@@ -16,6 +16,7 @@ import msgspec
 import uvloop
 
 from octavo.config import api_keys_from_environment
+from octavo.device import signal_at_parents_end
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.front_end import CoordinatorProcess, FrontEndClient
 from octavo.errors import EngineDeadError, OctavoError
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     """Serves until the parent ends it; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal_at_parents_end(signal.SIGCONT)
     size = int.from_bytes(sys.stdin.buffer.read(4), "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=FrontEndSetup)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -593,6 +593,7 @@ asyncio.run(main())
     assert len(children) == 2
     assert Path(folder).exists()
     assert all(map(psutil.pid_exists, children))
+    os.kill(children[0], signal.SIGSTOP)  # it sees nothing until somebody continues it
     parent.kill()
     parent.wait()
     parent.stdout.close()
