@@ -47,7 +47,7 @@ from octavo.errors import (
     StepFailedError,
     UnmetDeadlineError,
 )
-from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.metrics import EngineMetrics, join_pages
 from octavo.models.hub import resolve_folders
 from octavo.models.identity import model_hash
@@ -67,6 +67,8 @@ OnRecovery = Callable[[Recovery], None]
 DEFAULT_REQUEST_MEMORY = 2**30
 # How often an engine is looked at, whether it has anything to do, in seconds.
 _TRIM_INTERVAL = 1.0
+# Steps of an engine that are taken in behind another, before who waits for them gets a turn.
+_MOST_FOLLOWING = 7
 # Seconds between two questions whether the last requests have finished before a sleep.
 _SLEEP_POLL = 0.02
 
@@ -828,23 +830,30 @@ class AsyncLLM:
         self._client.ready.add_done_callback(self._became_ready)
         try:
             while True:
-                outputs = await self._client.get_output()
-                index = outputs.engine_index
-                processed = self._output_processor.process_outputs(
-                    outputs.outputs, outputs.timestamp, index
-                )
-                await self._client.abort_requests(processed.reqs_to_abort)
-                if outputs.stats is not None:
-                    self.stats = outputs.stats
-                    if index < len(self._forecasts):  # one that is ended gets no more
-                        self._forecasts[index].record(outputs.stats, outputs.timestamp)
-                    self._show(outputs.stats, index)
+                await self._take_in(await self._client.get_output())
+                for _ in range(_MOST_FOLLOWING):
+                    outputs = self._client.get_output_nowait()
+                    if outputs is None:
+                        break
+                    await self._take_in(outputs)
         except EngineDeadError as error:
             self._note_death(str(error))
             self._die(error)
         except Exception as error:
             logger.exception("the output handler failed")
             self._die(EngineDeadError(f"the output handler failed: {error!r}"))
+
+    async def _take_in(self, outputs: EngineCoreOutputs) -> None:
+        index = outputs.engine_index
+        processed = self._output_processor.process_outputs(
+            outputs.outputs, outputs.timestamp, index
+        )
+        await self._client.abort_requests(processed.reqs_to_abort)
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+            if index < len(self._forecasts):  # one that is ended gets no more
+                self._forecasts[index].record(outputs.stats, outputs.timestamp)
+            self._show(outputs.stats, index)
 
     async def render_metrics(self) -> bytes:
         """All metrics in Prometheus' text format, with those of other front ends."""

@@ -489,6 +489,10 @@ class RemoteProcess:
                     await self._news.wait()
             except TimeoutError:
                 return None
+        return self.receive_nowait()
+
+    def receive_nowait(self) -> tuple[bytes, bytes] | None:
+        """See `Channel`."""
         return self._said.popleft() if self._said else None
 
     def close(self) -> None:

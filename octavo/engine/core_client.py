@@ -59,6 +59,13 @@ class WatchedClient(EngineClient, Protocol):
         """Result once all engines have loaded the model; `EngineDeadError` if one cannot."""
         ...
 
+    def get_output_nowait(self) -> EngineCoreOutputs | None:
+        """A further step's outputs if they are there, of one that `get_output` is not asked for.
+
+        A consumer then takes those of several steps at once: whoever is behind catches up.
+        """
+        ...
+
     @property
     def up(self) -> bool:
         """Whether there is an engine that takes requests now."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -159,6 +160,16 @@ class IpcChannel:
         if not await self._output.poll(timeout=int(seconds * 1000)):
             return None
         kind, payload = await self._output.recv_multipart()
+        return kind, payload
+
+    def receive_nowait(self) -> tuple[bytes, bytes] | None:
+        """See `Channel`."""
+        try:
+            # Without waiting it is a future that is done.
+            received: Any = self._output.recv_multipart(zmq.NOBLOCK)
+            kind, payload = received.result()
+        except zmq.Again:
+            return None
         return kind, payload
 
     def close(self) -> None:

@@ -230,6 +230,14 @@ class DataParallelClient:
                 return EngineCoreOutputs([], stats, clock.now(), index)
             return self._take(index, outputs)
 
+    def get_output_nowait(self) -> EngineCoreOutputs | None:
+        """See `WatchedClient`: of the engine whose outputs came last."""
+        index = self._last_read
+        if index in self._gone or index in self._reads or index not in self._supervisors:
+            return None
+        outputs = self._supervisors[index].get_output_nowait()
+        return None if outputs is None else self._take(index, outputs)
+
     async def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineClient`."""
         index = self._router.place(request, self._candidates())

@@ -33,6 +33,10 @@ class Channel(Protocol):
         """The next message; None if none came within that time."""
         ...
 
+    def receive_nowait(self) -> tuple[bytes, bytes] | None:
+        """The next message if there is one."""
+        ...
+
     def close(self) -> None:
         """Closes it. May be called twice."""
         ...
@@ -84,6 +88,8 @@ class AsyncMPClient:
         self._channel = process.open_channel()
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        self._next: tuple[bytes, bytes] | None = None
+        """A message that was received and is not taken in yet."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
 
@@ -95,7 +101,8 @@ class AsyncMPClient:
     async def get_output(self) -> EngineCoreOutputs:
         """See `EngineClient`; with the process' end, waiting for outputs ends too."""
         while True:
-            message = await self._channel.receive(_LOOK_SECONDS)
+            message, self._next = self._next, None
+            message = message or await self._channel.receive(_LOOK_SECONDS)
             if message is None:
                 ended = self.process.describe_exit()
                 if ended is None:
@@ -111,6 +118,19 @@ class AsyncMPClient:
                 raise EngineDeadError(f"the engine cannot be understood: {error}") from error
             if outputs is not None:
                 return outputs
+
+    def get_output_nowait(self) -> EngineCoreOutputs | None:
+        """See `WatchedClient`."""
+        if self._next is None and not self._channel.closed:
+            self._next = self._channel.receive_nowait()
+        if self._next is None or self._next[0] != wire.OUTPUTS:
+            return None
+        try:
+            outputs = self._outputs_decoder.decode(self._next[1])
+        except msgspec.DecodeError:
+            return None  # `get_output` will say so
+        self._next = None
+        return outputs
 
     def _take(self, kind: bytes, payload: bytes) -> EngineCoreOutputs | None:
         """Takes in a message; returns a step's outputs."""

@@ -244,6 +244,12 @@ class Supervisor:
                 await self._note_progress(outputs.outputs)
             return outputs
 
+    def get_output_nowait(self) -> EngineCoreOutputs | None:
+        """See `WatchedClient`; none while there is more to do than to hand them on."""
+        if self._watcher is None or self._replacing is not None or self._client.closed:
+            return None
+        return None if self._fruitless or self._suspects else self._client.get_output_nowait()
+
     async def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineClient`: while there are trials, or no engine, it waits in the records."""
         if self._trials is None and not self._client.closed:

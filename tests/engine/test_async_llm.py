@@ -50,6 +50,11 @@ class Client:
     def ready(self):
         return asyncio.get_running_loop().create_future()
 
+    def get_output_nowait(self):
+        if self.said.empty() or isinstance(self.said._queue[0], Exception):
+            return None
+        return self.name(self.said.get_nowait())
+
     def family_of(self, index):
         return [os.getpid()]
 
@@ -64,6 +69,9 @@ class Client:
         outputs = await self.said.get()
         if isinstance(outputs, Exception):
             raise outputs
+        return self.name(outputs)
+
+    def name(self, outputs):
         for output in outputs.outputs:
             output.request_id = self.core_ids[output.request_id]
         return outputs
@@ -675,5 +683,32 @@ def test_the_number_of_engines_is_fixed(monkeypatch):
         client.ready.set_result(READY)
         with pytest.raises(ScalingError, match="--enable-elastic-ep"):
             await engine.scale(2)
+
+    run(test, monkeypatch)
+
+
+def test_who_is_behind_catches_up(monkeypatch):
+    """Outputs of several steps that are there are taken at once, and none is lost."""
+
+    async def test(engine, client):
+        client.become_ready(READY)
+        params = SamplingParams(max_tokens=100, output_kind=RequestOutputKind.DELTA)
+        chunks = []
+
+        async def read():
+            async for output in engine.generate({"prompt_token_ids": [97]}, params, "r"):
+                chunks.append(list(output.outputs[0].token_ids))
+
+        reading = asyncio.create_task(read())
+        await until(lambda: client.sent)
+        for token in range(97, 117):
+            client.said.put_nowait(EngineCoreOutputs([EngineCoreOutput("r", [token])], None, 1.0))
+        end = EngineCoreOutput("r", [117], finish_reason=FinishReason.LENGTH)
+        client.said.put_nowait(EngineCoreOutputs([end], None, 1.0))
+        client.said.put_nowait(EngineDeadError("it died"))
+        await reading
+        assert [token for chunk in chunks for token in chunk] == list(range(97, 118))
+        assert len(chunks) <= 3  # of 8, 8 and 5 steps
+        await until(lambda: engine.errored)
 
     run(test, monkeypatch)

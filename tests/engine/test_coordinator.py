@@ -139,6 +139,7 @@ def test_each_gets_its_own(tmp_path):
     async def test(bench):
         a, b = bench.join(), bench.join()
         await a.add_request(request("r#1.0"))
+        await until(lambda: len(bench.engines.sent) == 1)
         await b.add_request(request("r#2.0"))
         await until(lambda: len(bench.engines.sent) == 2)
         await bench.say(EngineCoreOutput("r#1.0", [1]), EngineCoreOutput("r#2.0", [2]))

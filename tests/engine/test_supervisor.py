@@ -60,6 +60,10 @@ class Client:
             else:
                 return said
 
+    def get_output_nowait(self):
+        is_there = not self.said.empty() and isinstance(self.said._queue[0], EngineCoreOutputs)
+        return self.said.get_nowait() if is_there else None
+
     async def add_request(self, request):
         assert not self.closed
         self.sent.append(request)
@@ -143,7 +147,7 @@ class Engine:
     async def read(self):
         """What a front end does."""
         while True:
-            outputs = await self.supervisor.get_output()
+            outputs = self.supervisor.get_output_nowait() or await self.supervisor.get_output()
             for output in outputs.outputs:
                 record = self.records.get(output.request_id)
                 if record is None:
