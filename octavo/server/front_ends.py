@@ -217,6 +217,7 @@ class _FrontEnds:
 
     async def _keep(self, slot: int) -> int:
         """Starts a process again and again; returns its exit status when that was wanted."""
+        can_start = False
         while True:
             number = next(self._numbers)
             front_end = FrontEnd(
@@ -235,7 +236,8 @@ class _FrontEnds:
                 await self._coordinator.remove(front_end)
             if self._draining:
                 return max(status, 0)  # one that had not begun knows no draining
-            if status > 0 or front_end.last_heard is None:  # it would be no better again
+            can_start = can_start or front_end.last_heard is not None
+            if status > 0 or not can_start:  # it would be no better again
                 raise OctavoError(f"Front end {slot} {how}; its log lines say why.")
             self._note_restart(slot, how)
 

@@ -1,6 +1,7 @@
 """Several front ends before the same engines: the answers of one, whatever process dies."""
 
 import asyncio
+import contextlib
 import signal
 import time
 
@@ -33,7 +34,12 @@ def server(tmp_path_factory):
 
 def front_ends(server):
     children = psutil.Process(server.process.pid).children()
-    return [c for c in children if "octavo.server.front_end_process" in c.cmdline()]
+    found = []
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if "octavo.server.front_end_process" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def wait_for_front_ends(server, number, but=()):
@@ -118,6 +124,21 @@ def test_one_that_is_gone_harms_nobody_else(server, expected, number):
     assert reason in server.log.read_text()
     assert asyncio.run(ask_all(server)) == expected
     assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+
+
+def test_one_that_is_killed_while_it_takes_a_place_is_replaced(server, expected):
+    before = server.log.read_text().count("INFO ready")
+    both = set(front_ends(server))
+    victims = list(both)[:1]
+    victims[0].kill()
+    end = time.monotonic() + 30
+    while not (new := set(front_ends(server)) - both):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    victims += new
+    victims[1].kill()
+    wait_for_front_ends(server, before + 1, but=[p.pid for p in victims])
+    assert asyncio.run(ask_all(server)) == expected
 
 
 def test_what_is_wrong_is_told_by_each(server):
