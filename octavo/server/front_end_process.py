@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -34,7 +35,7 @@ def main() -> int:
     signal_at_parents_end(signal.SIGCONT)
     size = int.from_bytes(sys.stdin.buffer.read(4), "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=FrontEndSetup)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(setup,), daemon=True).start()
     config = setup.config
     setup_logging(config.log_level, config.log_format, api_server=setup.slot)
     prepare_process()
@@ -77,10 +78,11 @@ def _make_engine(setup: FrontEndSetup) -> AsyncLLM:
     return engine
 
 
-def _end_with_parent() -> None:
-    """Ends the process when standard input ends: the parent is gone."""
+def _end_with_parent(setup: FrontEndSetup) -> None:
+    """Ends the process when standard input ends: the parent is gone, and cannot tidy up."""
     while os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread
         pass
+    shutil.rmtree(Path(setup.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(1)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -156,10 +157,14 @@ def test_all_end_with_the_first_process(tmp_path):
             assert time.monotonic() < end
             time.sleep(0.05)
         family = psutil.Process(server.process.pid).children(recursive=True)
+        sockets = [c.laddr for p in found for c in p.net_connections("unix")]
+        folders = {Path(s).parent for s in sockets if "/octavo-" in s}
+        assert len(folders) == 1
         front_ends(server)[0].send_signal(signal.SIGSTOP)
         server.process.kill()
         server.process.wait()
         assert not psutil.wait_procs(family, 15)[1]
+        assert not any(folder.exists() for folder in folders)
 
 
 @pytest.mark.parametrize(
