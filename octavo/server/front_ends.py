@@ -186,11 +186,12 @@ class _FrontEnds:
 
     def on_signal(self, number: int) -> None:
         """The first signal drains all of them, the second one stops them at once."""
-        # One that has not begun to serve ends by SIGTERM, and does not hear SIGINT.
-        passed_on = number if self._draining else signal.SIGTERM
         self._draining = True
         for process in self._processes.values():
-            process.send_signal(passed_on)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(bytes([number]))
+                process.stdin.flush()
 
     async def run(self) -> int:
         """Keeps them alive until a signal ends them; returns the exit status.
@@ -257,7 +258,7 @@ class _FrontEnds:
         )
         data = msgspec.msgpack.encode(setup)
         assert process.stdin is not None
-        # The pipe stays open: its end tells the process that this one is gone.
+        # The pipe stays open for signals, and its end tells the process that this one is gone.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(len(data).to_bytes(4, "little") + data)
             process.stdin.flush()

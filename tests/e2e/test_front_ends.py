@@ -192,7 +192,8 @@ def test_the_end(server):
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        for process in [psutil.Process(server.process.pid), *family]:  # as systemd does
+            process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.process.wait(20) == 0
     assert "Traceback" not in server.log.read_text()
