@@ -32,7 +32,7 @@ from octavo.messages import (
     UtilityCall,
     UtilityResult,
 )
-from octavo.metrics import EngineMetrics
+from octavo.metrics import EngineMetrics, join_pages
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Coordinator:
             of_engine.watch_processes(partial(self._client.family_of, index))
         self._front_ends: dict[FrontEnd, asyncio.Task[None]] = {}
         """Those that live, and who listens to each."""
-        self._past_pages: list[bytes] = []
+        self._past_page = b""
         """What those counted that live no more."""
         self._stats: dict[int, EngineCoreOutputs] = {}
         """Of each engine the last, until all front ends have it."""
@@ -156,7 +156,7 @@ class Coordinator:
         self._front_ends.pop(front_end).cancel()
         front_end.close()
         if front_end.page:
-            self._past_pages.append(front_end.page)
+            self._past_page = join_pages([self._past_page, front_end.page])
         await self._client.abort_requests(self._journal.remove_owner(front_end))
 
     async def _listen(self, front_end: FrontEnd) -> None:
@@ -241,9 +241,7 @@ class Coordinator:
                 async with asyncio.timeout(_PAGE_SECONDS):
                     await asyncio.gather(*(f.shown.wait() for f in front_ends))
             own = await asyncio.to_thread(self._metrics.render)
-            return [
-                page.decode() for page in (own, *self._past_pages, *(f.page for f in front_ends))
-            ]
+            return [page.decode() for page in (own, self._past_page, *(f.page for f in front_ends))]
 
     def _note_recovery(self, recovery: Recovery) -> None:
         self._metrics.for_engine(recovery.engine_index).record_recovery(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,7 +25,7 @@ from octavo.engine.front_end import CoordinatorProcess, FrontEndClient
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.logs import setup_logging
 from octavo.server.front_ends import FrontEndSetup
-from octavo.server.run import allow_files, prepare_process, serve
+from octavo.server.run import END_SIGNALS, allow_files, prepare_process, serve
 from octavo.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -30,11 +33,15 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Serves until the parent ends it; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent tells when to drain or stop. A service manager sends SIGTERM to all processes, and
+    # one of its own beside the parent's would be a second one, which drains nothing.
+    for number in END_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGCONT)
-    size = int.from_bytes(sys.stdin.buffer.read(4), "little")
-    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=FrontEndSetup)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    size = int.from_bytes(_read(4), "little")
+    setup = msgspec.msgpack.decode(_read(size), type=FrontEndSetup)
+    signals = _ParentSignals()
+    threading.Thread(target=_heed_parent, args=(setup, signals), daemon=True).start()
     config = setup.config
     setup_logging(config.log_level, config.log_format, api_server=setup.slot)
     prepare_process()
@@ -52,7 +59,7 @@ def main() -> int:
             socket.socket(fileno=setup.listener) as listener,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            return runner.run(serve(state, listener))
+            return runner.run(serve(state, listener, signals.hear))
     except EngineDeadError:
         return 1  # the parent says why
     except OctavoError as error:
@@ -77,10 +84,41 @@ def _make_engine(setup: FrontEndSetup) -> AsyncLLM:
     return engine
 
 
-def _end_with_parent() -> None:
-    """Ends the process when standard input ends: the parent is gone."""
-    while os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread
-        pass
+class _ParentSignals:
+    """Hands on the signals that the parent tells of; before anybody hears one ends the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_signal: Callable[[int], None] = lambda number: None
+
+    def hear(self, on_signal: Callable[[int], None]) -> None:
+        """Has `on_signal` called in the running event loop from now on."""
+        with self._lock:
+            self._loop, self._on_signal = asyncio.get_running_loop(), on_signal
+
+    def tell(self, number: int) -> None:
+        """Hands one on; called in another thread."""
+        with self._lock:
+            if self._loop is None:
+                os._exit(0)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the end has come
+                self._loop.call_soon_threadsafe(self._on_signal, number)
+
+
+def _read(size: int) -> bytes:
+    """So many bytes of standard input, and no more: signals may follow."""
+    data = b""
+    while len(data) < size and (part := os.read(sys.stdin.fileno(), size - len(data))):
+        data += part
+    return data
+
+
+def _heed_parent(setup: FrontEndSetup, signals: _ParentSignals) -> None:
+    """Hands on signals; ends the process when the parent is gone, which cannot tidy up."""
+    while number := os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread
+        signals.tell(number[0])
+    shutil.rmtree(Path(setup.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(1)
 
 

@@ -186,11 +186,12 @@ class _FrontEnds:
 
     def on_signal(self, number: int) -> None:
         """The first signal drains all of them, the second one stops them at once."""
-        # One that has not begun to serve ends by SIGTERM, and does not hear SIGINT.
-        passed_on = number if self._draining else signal.SIGTERM
         self._draining = True
         for process in self._processes.values():
-            process.send_signal(passed_on)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(bytes([number]))
+                process.stdin.flush()
 
     async def run(self) -> int:
         """Keeps them alive until a signal ends them; returns the exit status.
@@ -217,6 +218,7 @@ class _FrontEnds:
 
     async def _keep(self, slot: int) -> int:
         """Starts a process again and again; returns its exit status when that was wanted."""
+        can_start = False
         while True:
             number = next(self._numbers)
             front_end = FrontEnd(
@@ -235,7 +237,8 @@ class _FrontEnds:
                 await self._coordinator.remove(front_end)
             if self._draining:
                 return max(status, 0)  # one that had not begun knows no draining
-            if status > 0 or front_end.last_heard is None:  # it would be no better again
+            can_start = can_start or front_end.last_heard is not None
+            if status > 0 or not can_start:  # it would be no better again
                 raise OctavoError(f"Front end {slot} {how}; its log lines say why.")
             self._note_restart(slot, how)
 
@@ -255,7 +258,7 @@ class _FrontEnds:
         )
         data = msgspec.msgpack.encode(setup)
         assert process.stdin is not None
-        # The pipe stays open: its end tells the process that this one is gone.
+        # The pipe stays open for signals, and its end tells the process that this one is gone.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(len(data).to_bytes(4, "little") + data)
             process.stdin.flush()

@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT = 5
 _DRAIN_POLL = 0.02
 _BACKLOG = 2048
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_server(config: ServerConfig, engine_config: EngineConfig, process: CoreProcess) -> int:
@@ -114,8 +116,24 @@ def prepare_process() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-async def serve(state: ServerState, listener: socket.socket) -> int:
+def hear_signals(on_signal: Callable[[int], None]) -> None:
+    """Has `on_signal` called in the running event loop for each signal that ends a server."""
+    loop = asyncio.get_running_loop()
+    for number in END_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+
+
+async def serve(
+    state: ServerState,
+    listener: socket.socket,
+    hear: Callable[[Callable[[int], None]], None] = hear_signals,
+) -> int:
     """Serves what comes to a socket that listens; returns the exit status.
+
+    Args:
+        state: the server.
+        listener: the socket.
+        hear: has what it is given called for each signal that ends the server.
 
     Raises:
         OctavoError: the engine failed, with the root cause.
@@ -137,9 +155,7 @@ async def serve(state: ServerState, listener: socket.socket) -> int:
         )
     )
     shutdown = _Shutdown(state, server)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, shutdown.on_signal, number)
+    hear(shutdown.on_signal)
     state.on_failure = shutdown.stop
     try:
         await server.serve(sockets=[listener])

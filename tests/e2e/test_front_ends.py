@@ -1,8 +1,10 @@
 """Several front ends before the same engines: the answers of one, whatever process dies."""
 
 import asyncio
+import contextlib
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -33,7 +35,12 @@ def server(tmp_path_factory):
 
 def front_ends(server):
     children = psutil.Process(server.process.pid).children()
-    return [c for c in children if "octavo.server.front_end_process" in c.cmdline()]
+    found = []
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if "octavo.server.front_end_process" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def wait_for_front_ends(server, number, but=()):
@@ -120,6 +127,21 @@ def test_one_that_is_gone_harms_nobody_else(server, expected, number):
     assert of_engines(server, "octavo:num_requests_running") == [0, 0]
 
 
+def test_one_that_is_killed_while_it_takes_a_place_is_replaced(server, expected):
+    before = server.log.read_text().count("INFO ready")
+    both = set(front_ends(server))
+    victims = list(both)[:1]
+    victims[0].kill()
+    end = time.monotonic() + 30
+    while not (new := set(front_ends(server)) - both):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    victims += new
+    victims[1].kill()
+    wait_for_front_ends(server, before + 1, but=[p.pid for p in victims])
+    assert asyncio.run(ask_all(server)) == expected
+
+
 def test_what_is_wrong_is_told_by_each(server):
     for _ in range(6):
         answer = server.post("/v1/completions", {"model": MODEL, "prompt": "a", "n": 0})
@@ -135,10 +157,14 @@ def test_all_end_with_the_first_process(tmp_path):
             assert time.monotonic() < end
             time.sleep(0.05)
         family = psutil.Process(server.process.pid).children(recursive=True)
+        sockets = [c.laddr for p in found for c in p.net_connections("unix")]
+        folders = {Path(s).parent for s in sockets if "/octavo-" in s}
+        assert len(folders) == 1
         front_ends(server)[0].send_signal(signal.SIGSTOP)
         server.process.kill()
         server.process.wait()
         assert not psutil.wait_procs(family, 15)[1]
+        assert not any(folder.exists() for folder in folders)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +192,8 @@ def test_the_end(server):
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        for process in [psutil.Process(server.process.pid), *family]:  # as systemd does
+            process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.process.wait(20) == 0
     assert "Traceback" not in server.log.read_text()

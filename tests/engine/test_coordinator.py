@@ -228,6 +228,13 @@ def test_metrics_of_all(tmp_path):
         assert tokens(await a.pages()) == 21
         bench.join(page(300))
         assert tokens(await a.pages()) == 321
+        before = len(await a.pages())
+        for _ in range(3):  # however many have gone, there is one page of them
+            await bench.coordinator.remove(list(bench.coordinator._front_ends)[-1])
+            bench.join(page(1000))
+            await a.pages()
+        assert tokens(await a.pages()) == 3321
+        assert len(await a.pages()) == before
 
     run(test, tmp_path)
 
@@ -238,7 +245,7 @@ def test_one_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
     async def test(bench):
         a, b = bench.join(b"# HELP x y\n"), bench.join()
         b.reader.cancel()
-        assert len(await a.pages()) == 3
+        assert len(await a.pages()) == 4
         await b.add_request(request("r#2.0"))
         await until(lambda: bench.engines.sent)
         for _ in range(1000):
