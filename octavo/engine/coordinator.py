@@ -192,11 +192,12 @@ class Coordinator:
                 parts.setdefault(owner, []).append(output)
         if outputs.stats is not None:
             self._metrics.for_engine(outputs.engine_index).record_scheduler_stats(outputs.stats)
-            self._stats[outputs.engine_index] = outputs
         for front_end, part in parts.items():
             outputs.outputs = part
             await front_end.send(wire.OUTPUTS, self._encoder.encode(outputs))
-        outputs.outputs = []
+        if outputs.stats is not None:
+            outputs.outputs = []
+            self._stats[outputs.engine_index] = outputs
 
     async def _publish(self) -> None:
         """Tells all front ends how the engines are, as often as that is of use."""
@@ -228,6 +229,9 @@ class Coordinator:
             result = UtilityResult(call.call_id, value)
         except OctavoError as error:
             result = UtilityResult(call.call_id, error=str(error), error_kind=type(error).__name__)
+        except Exception as error:  # as an engine core says it
+            logger.exception("a call has failed")
+            result = UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
         await front_end.send(wire.RESULT, self._encoder.encode(result))
 
     async def _pages(self) -> list[str]:
