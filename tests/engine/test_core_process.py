@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -475,8 +476,9 @@ def test_answers_are_the_same_when_engines_die():
                 assert (a.text, a.token_ids, a.logprobs) == (b.text, b.token_ids, b.logprobs)
                 assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
                 assert a.cumulative_logprob == b.cumulative_logprob
-        labels = 'engine="0",model_name="octavo/stories"'
-        assert f"restarts_total{{{labels}}} 3.0" in engine.metrics.render().decode()
+        page = engine.metrics.render().decode()
+        [count] = re.findall(r"engine_restarts_total{.*} (.*)", page)
+        assert float(count) >= 3  # a busy machine may seem to be stopped for so long, too
 
     run(test, progress_timeout=0.5)
 
