@@ -214,6 +214,7 @@ class Site:
         self._head_flags += ["--no-enable-prompt-tokens-details"]
         self._has_node = layout.startswith("nodes")
         self._node: subprocess.Popen[bytes] | None = None
+        self._of_node: list[psutil.Process] = []
         self.log = folder / "server.log"
         self.left: list[str] = []
         """What there is of it after its end: processes and files."""
@@ -248,17 +249,27 @@ class Site:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
     def start_node(self) -> None:
-        """Starts the node, also in the place of one that is dead or stopped."""
+        """Starts the node, also in the place of one that is dead or stopped.
+
+        As an init system does, it ends what is stopped of it: what was stopped after the node had
+        died sees nobody's death.
+        """
         if self._node is not None:
             self._node.kill()
             self._node.wait()
+            for process in self._of_node:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.status() == psutil.STATUS_STOPPED:
+                        process.kill()
         self._node = self._start(self._node_flags, self._folder / "node.log")
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
         """All but the front end, and what they are: core, worker, spare, node."""
         found: list[tuple[str, psutil.Process]] = []
         if self._node is not None and self._node.poll() is None:
-            found.append(("node", psutil.Process(self._node.pid)))
+            node = psutil.Process(self._node.pid)
+            found.append(("node", node))
+            self._of_node = node.children(recursive=True)
         for root in (psutil.Process(self.server.pid), *(p for _, p in found)):
             spares: set[int] = set()
             for child in root.children(recursive=True):
