@@ -199,6 +199,7 @@ class Site:
         self._temporary.mkdir()
         self._files = self._all_files()
         common = [*([model] if model else []), *LAYOUTS[layout], *flags]
+        common += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
         if layout.startswith("nodes"):
             key = folder / "key"
             key.write_bytes(os.urandom(32).hex().encode())
@@ -210,7 +211,6 @@ class Site:
         self._node_flags = [*common, "--headless", "--data-parallel-start-rank", "1"]
         self._head_flags = [*common, "--host", "127.0.0.1", "--port", "0"]
         self._head_flags += ["--max-engine-restarts", "1000000"]
-        self._head_flags += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
         self._head_flags += ["--no-enable-prompt-tokens-details"]
         self._has_node = layout.startswith("nodes")
         self._node: subprocess.Popen[bytes] | None = None

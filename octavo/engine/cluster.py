@@ -449,6 +449,9 @@ class RemoteProcess:
             self._hub.tell(self.node, KILL, Kill(self._launch_id, reason))
             self.end(f"{reason} and was killed")
 
+    def kill_if_stopped(self, nap: float, limit: float) -> None:
+        """See `CoreProcess`: its node looks."""
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """See `CoreProcess`; returns at once."""
 

@@ -53,6 +53,7 @@ class CoreProcess:
         )
         self.pid = self._process.pid
         self._killed_for: str | None = None
+        self._stopped_for = 0.0
 
     def start(self, setup: CoreProcessSetup) -> None:
         """Has it load the model and compute. Once only."""
@@ -105,6 +106,17 @@ class CoreProcess:
         if self._killed_for is None and self._process.poll() is None:
             self._killed_for = reason
             self._process.kill()
+
+    def kill_if_stopped(self, nap: float, limit: float) -> None:
+        """Ends the process if a signal has held it for too long.
+
+        Args:
+            nap: seconds since the last call. What the machine slept through is not in them.
+            limit: seconds after which it is too long.
+        """
+        self._stopped_for = self._stopped_for + nap if is_stopped(self.pid) else 0.0
+        if self._stopped_for >= limit:
+            self.kill(f"the engine process was stopped by a signal for {self._stopped_for:.1f} s")
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Ends the process: asks it to, and after `timeout` seconds makes it.

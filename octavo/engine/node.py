@@ -55,7 +55,7 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
     """Serves the head node until a signal or the head ends it; returns the exit status.
 
     Args:
-        server_config: how to log, here and in the engines.
+        server_config: how to log, here and in the engines, and when one that stands still is dead.
         config: this machine's settings; of the engine's the head node's count.
 
     Raises:
@@ -80,8 +80,8 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
         host=f"{socket.gethostname()} ({os.getpid()})",
     )
     address = cluster.tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
-    node = _Node(config, path, ReachedBy(address, key.public, key.secret, b""), join)
-    node.log_level, node.log_format = server_config.log_level, server_config.log_format
+    reached = ReachedBy(address, key.public, key.secret, b"")
+    node = _Node(server_config, config, path, reached, join)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, node.on_signal)
     try:
@@ -94,8 +94,15 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
 class _Node:
     """The node's end of the connection, and its engine processes."""
 
-    def __init__(self, config: EngineConfig, path: Path, reached: ReachedBy, join: Join) -> None:
-        self.log_level, self.log_format = "info", "text"
+    def __init__(
+        self,
+        server_config: ServerConfig,
+        config: EngineConfig,
+        path: Path,
+        reached: ReachedBy,
+        join: Join,
+    ) -> None:
+        self._server_config = server_config
         self._config, self._path, self._reached, self._join = config, path, reached, join
         share = config.cache.gpu_memory_utilization / join.num_engines
         self._memory_limit = int(cpu_memory()[1] * share)
@@ -142,6 +149,8 @@ class _Node:
                 else:
                     self._heard += max(0.0, now - told - 2 * ALIVE_SECONDS)  # we slept
                     self._tell(cluster.ALIVE)
+                for process in self._processes.values():
+                    process.kill_if_stopped(ALIVE_SECONDS, self._server_config.progress_timeout)
                 told = now
             if self._heard is None:
                 self._note_connections()
@@ -231,8 +240,8 @@ class _Node:
             ),
             model_path=str(self._path),
             memory_limit=self._memory_limit,
-            log_level=self.log_level,
-            log_format=self.log_format,
+            log_level=self._server_config.log_level,
+            log_format=self._server_config.log_format,
             reached_by=replace(self._reached, launch_id=setup.reached_by.launch_id),
         )
         process, self._spare = self._spare, None

@@ -513,11 +513,12 @@ class Supervisor:
             await asyncio.sleep(interval)
 
     async def _wait_for_model(self, client: AsyncMPClient, interval: float) -> None:
-        """Waits for the model; an engine that takes over is killed if it needs too long."""
+        """Waits for the model; what stands still is killed, and who takes over but is too slow."""
         limit = self._progress_timeout + _LOADING * self._load_seconds
         waited = 0.0
         while not (await asyncio.wait({client.ready}, timeout=interval))[0]:
             waited += interval if self._listening else 0.0
+            client.process.kill_if_stopped(interval, self._progress_timeout)
             if self.ready.done() and waited >= limit:
                 client.process.kill(f"the model was not loaded after {waited:.1f} s")
         client.ready.result()

@@ -100,6 +100,26 @@ def test_a_spare_that_is_stopped_is_not_used():
     made.shutdown()
 
 
+def test_one_that_stays_stopped_is_killed():
+    process = CoreProcess()
+    process.kill_if_stopped(5.0, 1.0)  # it runs
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    process.kill_if_stopped(0.5, 1.0)
+    os.kill(process.pid, signal.SIGCONT)
+    os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+    process.kill_if_stopped(0.5, 1.0)  # it goes on, and what was is forgotten
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    process.kill_if_stopped(0.5, 1.0)
+    assert process.describe_exit() is None
+    process.kill_if_stopped(0.5, 1.0)
+    process.shutdown()
+    assert process.describe_exit() == (
+        "the engine process was stopped by a signal for 1.0 s and was killed"
+    )
+
+
 def test_there_is_no_room_for_sockets(monkeypatch):
     process = CoreProcess()
     made = launcher(process=process)

@@ -30,10 +30,13 @@ class Process:
     """An engine process that is not there."""
 
     def __init__(self, number):
-        self.pid, self.reason = number, None
+        self.pid, self.reason, self.naps = number, None, []
 
     def kill(self, reason):
         self.reason = reason
+
+    def kill_if_stopped(self, nap, limit):
+        self.naps.append((nap, limit))
 
 
 class Client:
@@ -544,6 +547,10 @@ def test_a_model_that_is_not_loaded_again():
         while process.reason is None:
             await asyncio.sleep(0.005)
         assert process.reason.startswith("the model was not loaded after 0.1")
+        assert len(process.naps) >= 4
+        assert len(set(process.naps)) == 1
+        nap, limit = process.naps[0]
+        assert limit == pytest.approx(4 * nap)
 
     run(test, progress_timeout=0.1)
 
