@@ -66,10 +66,6 @@ class EngineProcess(Protocol):
         """Ends it at once; `describe_exit` will say why."""
         ...
 
-    def kill_if_stopped(self, nap: float, limit: float) -> None:
-        """Ends it if a signal has held it for `limit` seconds; `nap` is since the last look."""
-        ...
-
     def shutdown(self, timeout: float = 5.0) -> None:
         """Ends it: asks it to, and after `timeout` seconds makes it. May be called twice."""
         ...

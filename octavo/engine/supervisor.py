@@ -160,7 +160,8 @@ class Supervisor:
         self._worker_pids: list[int] = []
         self._num_changes = 0
         """Calls being answered for which the engine may be silent for long."""
-        self._client = AsyncMPClient(launcher.launch(first, engine_index))
+        self._process = launcher.launch(first, engine_index)
+        self._client = AsyncMPClient(self._process)
 
     @cached_property
     def ready(self) -> asyncio.Future[CoreReady]:
@@ -370,7 +371,7 @@ class Supervisor:
         return failed
 
     def _launch(self) -> AsyncMPClient:
-        process = self._launcher.launch(self.ready.result(), self._index)
+        self._process = process = self._launcher.launch(self.ready.result(), self._index)
         try:
             return AsyncMPClient(process)
         except OSError:
@@ -518,7 +519,7 @@ class Supervisor:
         waited = 0.0
         while not (await asyncio.wait({client.ready}, timeout=interval))[0]:
             waited += interval if self._listening else 0.0
-            client.process.kill_if_stopped(interval, self._progress_timeout)
+            self._process.kill_if_stopped(interval, self._progress_timeout)
             if self.ready.done() and waited >= limit:
                 client.process.kill(f"the model was not loaded after {waited:.1f} s")
         client.ready.result()
