@@ -183,6 +183,10 @@ class EngineDeadError(OctavoError):
     """The engine cannot go on, or its process has ended; the message is the root cause."""
 
 
+class NodeMissingError(EngineDeadError):
+    """The machine on which an engine is to run is not there, or not any more."""
+
+
 class BenchError(OctavoError):
     """A benchmark cannot be run, or measured nothing that counts."""
 

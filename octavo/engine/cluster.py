@@ -9,7 +9,6 @@ half, which is never sent, so nobody without the key gets a message through. Not
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import logging
 import os
@@ -32,7 +31,7 @@ from zmq.utils import z85
 from octavo import __version__
 from octavo.engine.core_launcher import CoreLauncher
 from octavo.engine.wire import CoreProcessSetup, CoreReady, ReachedBy
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, NodeMissingError
 
 logger = logging.getLogger(__name__)
 
@@ -245,11 +244,11 @@ class Hub:
         """Has a node start an engine process.
 
         Raises:
-            OSError: there is no such node.
+            NodeMissingError: there is no such node.
         """
         node = next((n for n in self._nodes.values() if rank in n.ranks), None)
         if node is None:
-            raise OSError(errno.EHOSTUNREACH, f"no node has joined for engine {rank}")
+            raise NodeMissingError(f"no node has joined for engine {rank}")
         launch_id = os.urandom(16)
         reached = ReachedBy("", self._key.public, self._key.secret, launch_id)
         setup = msgspec.structs.replace(setup, reached_by=reached)

@@ -23,7 +23,7 @@ from octavo.engine.core_launcher import CoreLauncher
 from octavo.engine.routing import Router
 from octavo.engine.supervisor import SUSPECT, Recovery, Supervisor
 from octavo.engine.wire import CoreReady
-from octavo.errors import ConfigError, EngineDeadError, ScalingError
+from octavo.errors import ConfigError, EngineDeadError, NodeMissingError, ScalingError
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from octavo.platforms.registry import get_platform
 
@@ -69,8 +69,8 @@ def share_cores(config: EngineConfig) -> EngineConfig:
 class DataParallelClient:
     """See `EngineClient`: several engines, each watched and replaced by a `Supervisor`.
 
-    Each has its own requests; see `Router` for who gets which. One that dies too often stays down,
-    while the others serve.
+    Each has its own requests; see `Router` for who gets which. One that dies too often, or has lost
+    its node, stays down while the others serve; one whose node is there again is started again.
 
     May be made before there is an event loop; all else belongs to one.
 
@@ -135,6 +135,10 @@ class DataParallelClient:
                 on_join=self._note_join,
             )
 
+        def note_recovery(recovery: Recovery) -> None:
+            on_recovery(recovery)
+            self._news.set()
+
         def make(index: int, first: CoreReady | None) -> Supervisor:
             return Supervisor(
                 RemoteLauncher(self._hub, launcher, index)
@@ -143,7 +147,7 @@ class DataParallelClient:
                 partial(self._requests_of, index),
                 max_restarts=max_restarts,
                 progress_timeout=progress_timeout,
-                on_recovery=on_recovery,
+                on_recovery=note_recovery,
                 on_death=partial(self._hand_over, index),
                 engine_index=index,
                 first=first,
@@ -173,7 +177,7 @@ class DataParallelClient:
     def down(self) -> dict[int, str]:
         """The engines that serve nothing now, by number, and what is done about it."""
         return {
-            self._first + index: "has died too often" if index in self._gone else "is being started"
+            self._first + index: self._describe(index)
             for index, supervisor in self._supervisors.items()
             if not supervisor.up
         }
@@ -193,7 +197,8 @@ class DataParallelClient:
         first = self._supervisors[0]
         if self.ready.done() or not first.ready.done():
             return []
-        return [index for index in range(self._size) if index not in self._supervisors]
+        there = self._supervisors.keys() - self._gone.keys()
+        return [index for index in range(self._size) if index not in there]
 
     def pid_of(self, index: int) -> int:
         """An engine process' number; -1: there is none yet."""
@@ -206,7 +211,7 @@ class DataParallelClient:
     async def get_output(self) -> EngineCoreOutputs:
         """See `EngineClient`: of any engine; raises what ended the last one."""
         while True:
-            self._note_ready()
+            await self._look_around()
             for index, supervisor in self._alive():
                 if index not in self._reads:
                     self._reads[index] = asyncio.create_task(supervisor.get_output())
@@ -372,8 +377,10 @@ class DataParallelClient:
         alive = [(i, s) for i, s in self._alive() if i != but and i not in self._leaving]
         return [index for index, s in alive if s.serving] or [index for index, _ in alive]
 
-    def _note_ready(self) -> None:
+    async def _look_around(self) -> None:
         """Starts the others when the first one is ready, and tells when all are.
+
+        Requests that wait for an engine go on at others as soon as there are some.
 
         Raises:
             EngineDeadError: no node has come for some.
@@ -382,10 +389,11 @@ class DataParallelClient:
         if self._hub is not None:
             self._hub.attach()
             self._revive()
+        await self._rescue()
         if self.ready.done() or not self._supervisors[0].ready.done():
             return
         first = self._supervisors[0].ready.result()
-        missing = [index for index in range(self._size) if index not in self._supervisors]
+        missing = self.missing
         for index in missing:
             if self._hub is None or index < self._local or self._hub.has(index):
                 self._supervisors[index] = self._make(index, first)
@@ -416,6 +424,14 @@ class DataParallelClient:
             self._supervisors[index].close()
             self._supervisors[index] = self._make(index, self._supervisors[0].ready.result())
 
+    def _describe(self, index: int) -> str:
+        """What is done about an engine that serves nothing now."""
+        gone = self._gone.get(index)
+        if gone is None:
+            return "is being started"
+        missing = isinstance(gone, NodeMissingError)
+        return "waits for its node" if missing else "has died too often"
+
     def _requests_of(self, index: int) -> list[EngineCoreRequest]:
         """The live requests of an engine."""
         placed = self._router.engine_of
@@ -444,12 +460,29 @@ class DataParallelClient:
             failed: ids of answers that are given up.
         """
         self._router.forget_prefixes(index)
-        others = [i for i in self._candidates(but=index) if self._supervisors[i].serving]
-        if not others:
+        if not self._can_serve(but=index):
             return 0
         dead = self._supervisors[index]
         ids = {r.request_id for r in self._requests_of(index) if failed.isdisjoint(r.child_ids)}
         return await self._move(index, {i for i in ids if dead.deaths_of(i) < SUSPECT})
+
+    async def _rescue(self) -> None:
+        """Has others go on with what came to an engine while it was being started.
+
+        A suspect stays, see `_hand_over`.
+        """
+        for index, supervisor in list(self._alive()):
+            if not supervisor.up and self._router.load(index) and self._can_serve(but=index):
+                deaths_of = supervisor.deaths_of
+                waiting = [r for r in self._requests_of(index) if deaths_of(r.request_id) < SUSPECT]
+                await self._move(index, {r.request_id for r in waiting})
+                answers = [i for r in waiting for i in r.child_ids]
+                placed = self._router.engine_of
+                await supervisor.abort_requests([i for i in answers if placed(i) != index])
+
+    def _can_serve(self, but: int) -> bool:
+        """Whether another engine serves."""
+        return any(self._supervisors[i].serving for i in self._candidates(but))
 
     async def _move(self, index: int, request_ids: set[str]) -> int:
         """Gives requests of an engine to others; returns how many answers these are to make."""
@@ -467,9 +500,13 @@ class DataParallelClient:
         return count
 
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
-        """An engine is not started again; raises `error` if it was the last, or never ready."""
+        """An engine is not started again; raises `error` if it was the last, or never ready.
+
+        One without a node, unless it was the last, is again when there is a node.
+        """
         others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
-        if not self.ready.done() or not others:
+        missing = isinstance(error, NodeMissingError)
+        if not others or not (missing or self.ready.done()):
             raise error
         logger.error("engine %d stays down, the others serve: %s", self._first + index, error)
         self._gone[index] = error

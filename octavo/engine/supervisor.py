@@ -335,6 +335,7 @@ class Supervisor:
 
         Raises:
             EngineDeadError: the engine could never be started, or died too often.
+            NodeMissingError: its machine is gone.
         """
         noticed = time.monotonic()
         was_up = self.up

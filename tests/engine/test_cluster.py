@@ -15,7 +15,7 @@ from octavo.engine import cluster, wire
 from octavo.engine.cluster import ClusterKey, Exited, Hub, Join, Launch, RemoteProcess
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, ReachedBy
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, NodeMissingError
 from tests.engine.plans import make_plan
 
 JOIN = Join(__version__, "m", 4, 2, 2, "a node")
@@ -147,7 +147,7 @@ def test_an_engine_is_one_nodes_only(key):
         assert "engine 2 is another node's" in msgspec.msgpack.decode(payload)
         assert joined == [range(2, 3)]
         assert (hub.has(1), hub.has(2), hub.has(3)) == (False, True, False)
-        with pytest.raises(OSError, match="no node has joined for engine 3"):
+        with pytest.raises(NodeMissingError, match="no node has joined for engine 3"):
             hub.launch(3, SETUP)
 
     run(test, key)

@@ -14,7 +14,13 @@ from octavo.config import EngineConfig
 from octavo.engine import data_parallel, supervisor
 from octavo.engine.data_parallel import DataParallelClient, share_cores
 from octavo.engine.wire import CoreReady
-from octavo.errors import ConfigError, EngineDeadError, ScalingError, StepFailedError
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    NodeMissingError,
+    ScalingError,
+    StepFailedError,
+)
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -46,6 +52,9 @@ class Engines:
     def launch(self, ready, engine_index):
         self.launched.append((engine_index, ready))
         return Process(len(self.launched))
+
+    def make_setup(self, ready, engine_index):
+        return ready
 
     def make_spare(self):
         pass
@@ -256,6 +265,91 @@ def test_where_no_other_engine_serves_streams_wait_for_theirs():
         assert engines.records["a"].output_token_ids == [3, 3, 3, 4]
 
     run(test)
+
+
+def test_what_waits_for_an_engine_goes_on_at_another_that_is_there_before():
+    async def test(engines):
+        await engines.die(0)
+        await engines.die(1)
+        await engines.add("a", "b")  # nobody serves
+        assert (engines.ids(0), engines.ids(1)) == (["a"], ["b"])
+        await engines.say(0, READY)
+        assert engines.ids(0) == ["a", "b"]
+        assert engines.process(1).sent[-1] == ("abort", "b")
+        await engines.say(1, READY, brought(b=1))  # it did not hear that in time
+        assert engines.records["b"].output_token_ids == []
+        await engines.say(0, brought(a=2, b=3))
+        assert engines.records["b"].output_token_ids == [3]
+
+    run(test)
+
+
+def test_a_suspect_waits_for_its_own_engine():
+    async def test(engines):
+        await engines.add("a", "b")
+        engines.client._supervisors[1]._suspects["b"] = supervisor._Suspect({"b"}, deaths=2)
+        await engines.die(1)
+        await engines.say(0, brought(a=1))
+        assert engines.ids(0) == ["a"]
+        assert engines.ids(1) == ["b"]
+
+    run(test)
+
+
+class Nodes:
+    """The only node of engine 1, on which its processes run."""
+
+    def __init__(self, engines):
+        self.engines, self.there = engines, False
+
+    def has(self, index):
+        return self.there
+
+    def launch(self, index, setup):
+        if not self.there:
+            raise NodeMissingError(f"no node has joined for engine {index}")
+        self.engines.launched.append((index, setup))
+        return Process(len(self.engines.launched))
+
+    def attach(self):
+        pass
+
+    def make_spare(self, index):
+        pass
+
+    async def shutdown(self):
+        pass
+
+
+def test_an_engine_that_has_lost_its_node():
+    async def test(engines):
+        client, nodes = engines.client, Nodes(engines)
+        client._hub, client._local = nodes, 1
+        await engines.say(0, READY)
+        assert client.missing == [1]
+        nodes.there = True
+        client._news.set()
+        await engines.say(0)
+        assert client.pid_of(1) == 2
+        await engines.say(1, READY)
+        await engines.add("a", "b")
+        # It dies with its node; a suspect has to go as well.
+        client._supervisors[1]._suspects["b"] = supervisor._Suspect({"b"}, deaths=2)
+        nodes.there = False
+        await engines.say(1, EngineDeadError("the node has closed the connection"))
+        assert client.down == {1: "waits for its node"}
+        assert engines.ids(0) == ["a", "b"]
+        assert client._supervisors[0].deaths_of("b") == 3
+        nodes.there = True
+        client._news.set()
+        await engines.say(0, brought(a=1))
+        assert client.down == {1: "is being started"}
+        await engines.say(1, READY)
+        assert client.down == {}
+        await engines.add("c")
+        assert engines.ids(1) == ["c"]
+
+    run(test, ready=False)
 
 
 def test_a_request_that_ends_while_others_are_moved(monkeypatch):

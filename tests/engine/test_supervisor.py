@@ -38,6 +38,9 @@ class Process:
     def kill_if_stopped(self, nap, limit):
         self.naps.append((nap, limit))
 
+    def shutdown(self):
+        pass
+
 
 class Client:
     """What one process is asked, and a hand for what it says."""
@@ -66,6 +69,9 @@ class Client:
     def get_output_nowait(self):
         is_there = not self.said.empty() and isinstance(self.said._queue[0], EngineCoreOutputs)
         return self.said.get_nowait() if is_there else None
+
+    def close(self):
+        self.closed = True
 
     async def add_request(self, request):
         assert not self.closed
