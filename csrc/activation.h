@@ -72,15 +72,15 @@ void unary(const UnaryArgs& a) {
 }
 
 void add(const AddArgs& a) {
-  const int64_t total = a.rows * a.dim;
-  parallel_for(ceil_div(total, kPiece), total / W * 4, [&](int64_t task) {
-    const int64_t start = task * kPiece;
+  const int64_t pieces = ceil_div(a.dim, kPiece);
+  parallel_for(a.rows * pieces, a.rows * a.dim / W * 4, [&](int64_t task) {
+    const int64_t row = task / pieces, start = task % pieces * kPiece;
     with_type(a.dtype, [&](auto t) {
       using T = decltype(t);
-      const T* x = static_cast<const T*>(a.x) + start;
-      const T* y = static_cast<const T*>(a.y) + start;
-      T* out = static_cast<T*>(a.out) + start;
-      for_lanes(min(kPiece, total - start),
+      const T* x = static_cast<const T*>(a.x) + row * a.x_stride + start;
+      const T* y = static_cast<const T*>(a.y) + row * a.y_stride + start;
+      T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
+      for_lanes(min(kPiece, a.dim - start),
                 [&](int64_t i, int n) { store(out + i, load(x + i, n) + load(y + i, n), n); });
     });
   });
@@ -92,9 +92,9 @@ void sum_parts(const SumPartsArgs& a) {
     const int64_t row = task / pieces, start = task % pieces * kPiece;
     with_type(a.dtype, [&](auto t) {
       using T = decltype(t);
-      const float* x = a.x + row * a.parts * a.dim + start;
+      const float* x = a.x + row * a.x_stride + start;
       const T* bias = a.bias ? static_cast<const T*>(a.bias) + start : nullptr;
-      T* out = static_cast<T*>(a.out) + row * a.dim + start;
+      T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
       for_lanes(min(kPiece, a.dim - start), [&](int64_t i, int n) {
         auto sum = load(x + i, n);
         for (int64_t part = 1; part < a.parts; part++) sum = sum + load(x + part * a.dim + i, n);

@@ -141,8 +141,9 @@ struct LinearQArgs {
 struct NormArgs {
   const void* x;  // [rows, heads, dim]
   int64_t x_stride, x_head_stride;
-  const void* residual;  // [rows, dim], dense, or null: added to x first
+  const void* residual;  // [rows, dim] or null: added to x first
   void* residual_out;  // [rows, dim]: the sum
+  int64_t residual_stride;  // of both
   const void* weight;  // [dim]
   const void* bias;  // [dim] or null; layer_norm only
   void* out;  // [rows, heads, dim]
@@ -287,9 +288,9 @@ struct GatherArgs {
 };
 
 struct AddArgs {
-  const void *x, *y;  // [rows, dim], dense
+  const void *x, *y;  // [rows, dim]
   void* out;
-  int64_t rows, dim;
+  int64_t x_stride, y_stride, out_stride, rows, dim;
   DType dtype;
 
   void resize(const StepSize& size) { rows = size.rows; }
@@ -298,10 +299,10 @@ struct AddArgs {
 
 // What several ranks have computed of the same numbers, in one order whatever their speed.
 struct SumPartsArgs {
-  const float* x;  // [rows, parts, dim], dense
+  const float* x;  // [rows, parts, dim]
   const void* bias;  // [dim], may be null; added last
   void* out;  // [rows, dim]
-  int64_t rows, parts, dim;
+  int64_t x_stride, out_stride, rows, parts, dim;
   DType dtype;  // of bias and out
 
   void resize(const StepSize& size) { rows = size.rows; }

@@ -193,6 +193,10 @@ NB_MODULE(_native, m) {
       .def("match", [](const SuffixAutomaton& automaton, Address tokens, int64_t count,
                        int64_t most) { return automaton.match(at<const int32_t>(tokens), count, most); });
 
+  m.def("share_rows", [](int64_t index, int64_t size) {
+    if (recording) recording->share({index, size});
+  });
+
   m.def("set_profiling", [](bool on) { profile.on = on; });
   m.def("take_spans", [] {
     std::vector<Span> spans;
@@ -265,7 +269,7 @@ NB_MODULE(_native, m) {
   {
     using Args = NormArgs;
     def_kernel(m, "rms_norm", &KernelTable::rms_norm, BY(x), BY(x_stride), BY(x_head_stride),
-               BY(residual), BY(residual_out), BY(weight), BY(out), BY(out_stride),
+               BY(residual), BY(residual_out), BY(residual_stride), BY(weight), BY(out), BY(out_stride),
                BY(out_head_stride), BY(rows), BY(heads), BY(dim), BY(eps), BY(weight_offset),
                BY(dtype));
   }
@@ -286,12 +290,13 @@ NB_MODULE(_native, m) {
   }
   {
     using Args = AddArgs;
-    def_kernel(m, "add", &KernelTable::add, BY(x), BY(y), BY(out), BY(rows), BY(dim), BY(dtype));
+    def_kernel(m, "add", &KernelTable::add, BY(x), BY(x_stride), BY(y), BY(y_stride), BY(out),
+               BY(out_stride), BY(rows), BY(dim), BY(dtype));
   }
   {
     using Args = SumPartsArgs;
-    def_kernel(m, "sum_parts", &KernelTable::sum_parts, BY(x), BY(bias), BY(out), BY(rows),
-               BY(parts), BY(dim), BY(dtype));
+    def_kernel(m, "sum_parts", &KernelTable::sum_parts, BY(x), BY(x_stride), BY(bias), BY(out),
+               BY(out_stride), BY(rows), BY(parts), BY(dim), BY(dtype));
   }
   {
     using Args = GatherArgs;

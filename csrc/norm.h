@@ -40,8 +40,8 @@ void rms_norm(const NormArgs& a) {
     const T* w = static_cast<const T*>(a.weight);
     const T* from = x;
     if (a.residual) {
-      const T* residual = static_cast<const T*>(a.residual) + row * a.dim;
-      T* sum = static_cast<T*>(a.residual_out) + row * a.dim;
+      const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
+      T* sum = static_cast<T*>(a.residual_out) + row * a.residual_stride;
       for_lanes(a.dim, [&](int64_t i, int n) {
         store(sum + i, load(x + i, n) + load(residual + i, n), n);
       });

@@ -20,6 +20,12 @@ enum class Dim : int { tokens, requests, samples };
 constexpr std::array<const char*, 3> kDims = {"tokens", "requests", "samples"};
 using StepSizes = std::array<int64_t, kDims.size()>;
 
+// Every so-many-th row, from one on.
+struct RowShare {
+  int64_t index = 0, size = 1;
+  int64_t of(int64_t rows) const { return rows > index ? (rows - index - 1) / size + 1 : 0; }
+};
+
 struct Span {
   std::string name;
   double start, end;  // seconds of the steady clock
@@ -69,9 +75,12 @@ class Plan {
   // The rows of the calls that are added from now on are as many as that dimension says.
   void bind(Dim rows) { rows_ = rows; }
 
+  // They are that share of these; the calls were given it of the largest step's.
+  void share(RowShare part) { part_ = part; }
+
   template <class Args>
   void add(std::string name, void (*kernel)(const Args&), const Args& args) {
-    calls_.push_back(std::make_unique<Call<Args>>(std::move(name), kernel, args, rows_));
+    calls_.push_back(std::make_unique<Call<Args>>(std::move(name), kernel, args, rows_, part_));
   }
 
   void run(const StepSizes& sizes) {
@@ -92,12 +101,13 @@ class Plan {
     void (*kernel)(const Args&);
     Args args;
     Dim rows;
+    RowShare part;
 
-    Call(std::string name, void (*kernel)(const Args&), const Args& args, Dim rows)
-        : name(std::move(name)), kernel(kernel), args(args), rows(rows) {}
+    Call(std::string name, void (*kernel)(const Args&), const Args& args, Dim rows, RowShare part)
+        : name(std::move(name)), kernel(kernel), args(args), rows(rows), part(part) {}
 
     void run(const StepSizes& sizes) override {
-      const StepSize size{sizes[int(rows)], sizes[int(Dim::requests)]};
+      const StepSize size{part.of(sizes[int(rows)]), sizes[int(Dim::requests)]};
       if (size.rows == 0) return;
       args.resize(size);
       run_kernel(name, kernel, args);
@@ -105,6 +115,7 @@ class Plan {
   };
 
   Dim rows_ = Dim::tokens;
+  RowShare part_;
   std::vector<std::unique_ptr<AnyCall>> calls_;
 };
 

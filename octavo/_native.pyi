@@ -57,6 +57,10 @@ class Plan:
 
     def __len__(self) -> int: ...
 
+def share_rows(index: int, size: int, /) -> None:
+    """If a plan records: has calls from now on run for every `size`-th row of those that `bind`
+    counts, from `index` on; (0, 1): for all."""
+
 def set_profiling(on: bool, /) -> None:
     """Has every kernel call of the process noted."""
 
@@ -169,6 +173,7 @@ def rms_norm(
     x_head_stride: int,
     residual: int,
     residual_out: int,
+    residual_stride: int,
     weight: int,
     out: int,
     out_stride: int,
@@ -219,8 +224,11 @@ def unary(
 def add(
     *,
     x: int,
+    x_stride: int,
     y: int,
+    y_stride: int,
     out: int,
+    out_stride: int,
     rows: int,
     dim: int,
     dtype: int,
@@ -228,8 +236,10 @@ def add(
 def sum_parts(
     *,
     x: int,
+    x_stride: int,
     bias: int,
     out: int,
+    out_stride: int,
     rows: int,
     parts: int,
     dim: int,

@@ -284,6 +284,13 @@ class DeviceConfig(_Section, frozen=True):
             " the processes in their order, which meet half as often."
         ),
     ] = "exact"
+    enable_sequence_parallel: Annotated[
+        bool,
+        Meta(
+            description="Has each of tensor_parallel_size processes compute the norms of a part of"
+            " a step's tokens only; they meet once more for each."
+        ),
+    ] = False
     pipeline_parallel_size: Annotated[
         int,
         Meta(
@@ -936,6 +943,11 @@ class EngineConfig(_Section, frozen=True):
                 "distributed_executor_backend=uni has one worker, and tensor_parallel_size times "
                 f"pipeline_parallel_size is {self.world_size}; set "
                 "distributed_executor_backend=mp."
+            )
+        if self.device.enable_sequence_parallel and self.device.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_sequence_parallel divides norms among the processes of "
+                "tensor_parallel_size, and that is 1; set it to 2 or more, or leave the other out."
             )
         layers, stages = self.device.pipeline_layers, self.device.pipeline_parallel_size
         if layers is not None and layers.count(",") + 1 != stages:

@@ -50,13 +50,17 @@ class Rank:
     """Whether output projections are split by their inputs, and what the processes of a stage have
     computed is summed in their order; otherwise by their outputs, each of which one process sums.
     """
+    splits_rows: bool = False
+    """Whether norms, and the sums before them, are computed of every `size`-th row by each process,
+    and put together behind the norm."""
 
     @classmethod
     def of(cls, number: int, device: DeviceConfig) -> Rank:
         """The process with that number: those of a stage follow one another."""
         size, num_stages = device.tensor_parallel_size, device.pipeline_parallel_size
         reduces = device.tensor_parallel_mode == "reduce" and size > 1
-        return cls(number % size, size, number // size, num_stages, reduces)
+        splits = device.enable_sequence_parallel
+        return cls(number % size, size, number // size, num_stages, reduces, splits)
 
     @property
     def number(self) -> int:

@@ -63,7 +63,7 @@ class RanksExecutor(Executor):
             self.descriptor = None
 
 
-def use_ranks(monkeypatch, size, stages=1, layers=None, mode="exact"):
+def use_ranks(monkeypatch, size, stages=1, layers=None, mode="exact", splits_rows=False):
     """Has every engine from now on computed by so many ranks, and in so many stages."""
 
     def make(config, *args, **kwargs):
@@ -73,6 +73,7 @@ def use_ranks(monkeypatch, size, stages=1, layers=None, mode="exact"):
             pipeline_parallel_size=stages,
             pipeline_layers=layers,
             tensor_parallel_mode=mode,
+            enable_sequence_parallel=splits_rows,
         )
         config = msgspec.structs.replace(config, device=device)
         return make_engine_core(config, *args, make_executor=RanksExecutor, **kwargs)

@@ -110,6 +110,7 @@ BAD = {
     "num_threads": [0, -1, 1.5],
     "tensor_parallel_size": [0, -1, 1.5, "2", None],
     "tensor_parallel_mode": ["fast", None, 1],
+    "enable_sequence_parallel": ["yes", 1, None],
     "pipeline_parallel_size": [0, -1, 1.5, "2", None],
     "pipeline_layers": ["", "0,3", "1,,2", "a", 3, "2,"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
@@ -142,6 +143,11 @@ def test_profiles_are_of_one_process():
     message = refused(profiler_dir="p", distributed_executor_backend="mp")
     assert "profiler_dir" in message
     assert "distributed_executor_backend=mp" in message
+
+
+def test_rows_of_one_process_are_not_divided():
+    message = refused(enable_sequence_parallel=True)
+    assert "tensor_parallel_size, and that is 1; set it to 2" in message
 
 
 def cases(table):

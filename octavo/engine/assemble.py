@@ -210,6 +210,11 @@ def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:
             raise ConfigError(
                 f"pipeline_parallel_size={rank.num_stages} needs {needed}; change one of the two."
             )
+    if rank.splits_rows and setup.kept_layers:
+        raise ConfigError(
+            "enable_sequence_parallel is not supported with a drafter that reads several layers "
+            "of the model (EAGLE-3); leave one of the two out."
+        )
     cores, threads = num_cpus(), config.device.num_threads or 1
     if config.parallel.data_parallel_size == 1 and rank.world_size * threads > cores:
         logger.warning(

@@ -207,12 +207,26 @@ class Ops(Protocol):
         weight: Tensor,
         eps: float,
         weight_offset: float = 0.0,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(sum), sum) with sum = x + residual, rounded to their dtype; both [T, D]."""
+        """(rms_norm(sum), sum) with sum = x + residual, rounded to their dtype; both [T, D].
+
+        `out`: where both go; rows of the sum are as far apart as those of the residual.
+        """
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Layer norm of x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization")."""
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Layer norm of x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization").
+
+        `out` as in `linear`.
+        """
         ...
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
@@ -238,14 +252,21 @@ class Ops(Protocol):
         """max(x, 0) of a dense x; `out` as in `linear`."""
         ...
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y, both dense and of one shape."""
+    def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        """x + y, both [T, D]; `out` as in `linear`."""
         ...
 
-    def sum_parts(self, x: Tensor, parts: int, bias: Tensor | None, out_dtype: dtype) -> Tensor:
-        """float32 [T, parts * N], dense, to [T, N]: one part after the other is added.
+    def sum_parts(
+        self,
+        x: Tensor,
+        parts: int,
+        bias: Tensor | None,
+        out_dtype: dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """float32 [T, parts * N] to [T, N]: one part after the other is added.
 
-        Then the bias [N], of that type, is; in float32, rounded once.
+        Then the bias [N], of that type, is; in float32, rounded once. `out` as in `linear`.
         """
         ...
 

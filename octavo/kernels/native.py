@@ -352,6 +352,7 @@ class NativeOps:
             x_head_stride=x.stride(1),
             residual=0,
             residual_out=0,
+            residual_stride=0,
             weight=weight.data_ptr(),
             out=out.data_ptr(),
             out_stride=out.stride(0),
@@ -372,25 +373,30 @@ class NativeOps:
         weight: Tensor,
         eps: float,
         weight_offset: float = 0.0,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The sum is written and normed while it is in the cache."""
         _rows(x)
+        _rows(residual)
         rows, dim = x.shape
         assert residual.shape == x.shape
-        assert residual.is_contiguous()
         assert weight.is_contiguous()
         assert weight.shape == (dim,)
         assert x.dtype == weight.dtype == residual.dtype
-        out, total = (self._empty(rows, dim, dtype=x.dtype) for _ in range(2))
+        normed, total = out or (None, None)
+        normed = self._result(normed, rows, dim, dtype=x.dtype)
+        total = self._result(total, rows, dim, dtype=x.dtype)
+        assert rows < 2 or total.stride(0) == residual.stride(0)
         _native.rms_norm(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             x_head_stride=0,
             residual=residual.data_ptr(),
             residual_out=total.data_ptr(),
+            residual_stride=residual.stride(0),
             weight=weight.data_ptr(),
-            out=out.data_ptr(),
-            out_stride=dim,
+            out=normed.data_ptr(),
+            out_stride=normed.stride(0),
             out_head_stride=0,
             rows=rows,
             heads=1,
@@ -399,9 +405,16 @@ class NativeOps:
             weight_offset=weight_offset,
             dtype=DTYPE_CODES[x.dtype],
         )
-        return out, total
+        return normed, total
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Mean, then variance about it, then the result."""
         _rows(x)
         rows, dim = x.shape
@@ -412,14 +425,14 @@ class NativeOps:
             assert bias.shape == (dim,)
             assert bias.is_contiguous()
             assert x.dtype == bias.dtype
-        out = self._empty(rows, dim, dtype=x.dtype)
+        out = self._result(out, rows, dim, dtype=x.dtype)
         _native.layer_norm(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             weight=weight.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
             out=out.data_ptr(),
-            out_stride=dim,
+            out_stride=out.stride(0),
             rows=rows,
             heads=1,
             dim=dim,
@@ -487,36 +500,47 @@ class NativeOps:
         """A comparison."""
         return self._unary(_RELU, x, out)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         """In float32, rounded once."""
+        _rows(x)
+        _rows(y)
+        rows, dim = x.shape
         assert x.shape == y.shape
         assert x.dtype == y.dtype
-        assert x.is_contiguous()
-        assert y.is_contiguous()
-        out = self._empty(*x.shape, dtype=x.dtype)
+        out = self._result(out, rows, dim, dtype=x.dtype)
         _native.add(
             x=x.data_ptr(),
+            x_stride=x.stride(0),
             y=y.data_ptr(),
+            y_stride=y.stride(0),
             out=out.data_ptr(),
-            rows=x.shape[0],
-            dim=x.numel() // max(x.shape[0], 1),
+            out_stride=out.stride(0),
+            rows=rows,
+            dim=dim,
             dtype=DTYPE_CODES[x.dtype],
         )
         return out
 
     def sum_parts(
-        self, x: Tensor, parts: int, bias: Tensor | None, out_dtype: torch.dtype
+        self,
+        x: Tensor,
+        parts: int,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         """In float32, rounded once."""
-        assert x.is_contiguous()
+        _rows(x)
         assert x.dtype == torch.float32
         rows, dim = x.shape[0], x.shape[1] // parts
         assert bias is None or (bias.dtype == out_dtype and bias.shape == (dim,))
-        out = self._empty(rows, dim, dtype=out_dtype)
+        out = self._result(out, rows, dim, dtype=out_dtype)
         _native.sum_parts(
             x=x.data_ptr(),
+            x_stride=x.stride(0),
             bias=0 if bias is None else bias.data_ptr(),
             out=out.data_ptr(),
+            out_stride=out.stride(0),
             rows=rows,
             parts=parts,
             dim=dim,

@@ -273,15 +273,25 @@ class ReferenceOps:
         weight: Tensor,
         eps: float,
         weight_offset: float = 0.0,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Two steps."""
-        total = x + residual
-        return self.rms_norm(total, weight, eps, weight_offset), total
+        normed, total = out or (None, None)
+        total = into(total, x + residual)
+        return self.rms_norm(total, weight, eps, weight_offset, normed), total
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Computed in float32, rounded once."""
         wide_bias = None if bias is None else bias.float()
-        return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+        normed = F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
+        return into(out, normed.to(x.dtype))
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """As Hugging Face's LlamaMLP and GemmaMLP."""
@@ -310,18 +320,23 @@ class ReferenceOps:
         """Torch's own."""
         return into(out, torch.relu(x))
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         """Torch's own."""
-        return x + y
+        return into(out, x + y)
 
     def sum_parts(
-        self, x: Tensor, parts: int, bias: Tensor | None, out_dtype: torch.dtype
+        self,
+        x: Tensor,
+        parts: int,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Torch's own."""
         first, *others = x.view(len(x), parts, -1).unbind(1)
         for part in [*others, *([] if bias is None else [bias])]:
             first = first + part
-        return first.to(out_dtype)
+        return into(out, first.to(out_dtype))
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Torch's own."""

@@ -51,9 +51,19 @@ class SummedLinear(Linear):
     num_summands: int = 1
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """The rank's inputs [T, in_features] -> [T, out_features]."""
+        """The rank's inputs [T, in_features] -> [T, out_features].
+
+        Where ranks split rows, only the rank's own rows of that are defined.
+        """
         assert self.columns is not None
         whole, own = self.columns.empty(x.shape[0], torch.float32)
         self.ops.linear(x, self.weight, None, torch.float32, own)
         self.columns.join()
-        return self.ops.sum_parts(whole, self.num_summands, self.bias, out_dtype or x.dtype)
+        dtype = out_dtype or x.dtype
+        if not self.columns.splits_rows:
+            return self.ops.sum_parts(whole, self.num_summands, self.bias, dtype)
+        assert dtype == x.dtype
+        out = self.ops.empty(x.shape[0], whole.shape[1] // self.num_summands, like=x)
+        with self.columns.own_rows() as rows:
+            self.ops.sum_parts(whole[rows], self.num_summands, self.bias, dtype, out[rows])
+        return out

@@ -8,6 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from octavo.kernels.base import Ops
+from octavo.layers.shared import Columns
+
+
+Pair = tuple[Tensor, Tensor]
 
 
 class Norm(Protocol):
@@ -17,7 +21,7 @@ class Norm(Protocol):
         """Norm of x [T, D]."""
         ...
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor) -> Pair:
         """(norm(sum), sum) with sum = x + residual; both [T, D]."""
         ...
 
@@ -32,7 +36,7 @@ class NoNorm:
         """x itself."""
         return x
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor) -> Pair:
         """(sum, sum), the same tensor, with sum = x + residual; both [T, D]."""
         total = self.ops.add(x, residual)
         return total, total
@@ -50,13 +54,15 @@ class RMSNorm:
     weight_offset: float
     """Added to the weight (Gemma: 1)."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Norm of x [T, D]."""
-        return self.ops.rms_norm(x, self.weight, self.eps, self.weight_offset)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Norm of x [T, D]; `out` as in `Ops.linear`."""
+        return self.ops.rms_norm(x, self.weight, self.eps, self.weight_offset, out)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(sum), sum) with sum = x + residual; both [T, D]."""
-        return self.ops.fused_add_rms_norm(x, residual, self.weight, self.eps, self.weight_offset)
+    def add(self, x: Tensor, residual: Tensor, out: Pair | None = None) -> Pair:
+        """(norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
+        return self.ops.fused_add_rms_norm(
+            x, residual, self.weight, self.eps, self.weight_offset, out
+        )
 
     def heads_(self, x: Tensor) -> None:
         """Norms each head of x [T, H, D] in place, whatever its strides.
@@ -80,11 +86,60 @@ class LayerNorm:
     eps: float
     """Added to the variance."""
 
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Norm of x [T, D]; `out` as in `Ops.linear`."""
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, out)
+
+    def add(self, x: Tensor, residual: Tensor, out: Pair | None = None) -> Pair:
+        """(norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
+        normed, total = out or (None, None)
+        total = self.ops.add(x, residual, total)
+        return self.ops.layer_norm(total, self.weight, self.bias, self.eps, normed), total
+
+
+@dataclass(slots=True)
+class RowsNorm:
+    """A norm of which each rank computes some rows (sequence parallelism).
+
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 4.2.2; but
+    a rank has every so-many-th row, so that it has its share of every step. What is added need be
+    defined in a rank's own rows only, and so is the sum.
+    """
+
+    norm: RMSNorm | LayerNorm | None
+    """None: only what is before it is summed."""
+    ops: Ops
+    columns: Columns
+    """Where all rows are put together."""
+    joins: bool = True
+    """False: they are not, since what comes next is of own rows, too."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """Norm of x [T, D]."""
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+        if self.norm is None:
+            return x
+        out = self._empty(x)
+        with self.columns.own_rows() as rows:
+            self.norm(x[rows], out[rows])
+        return self._join(out)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor) -> Pair:
         """(norm(sum), sum) with sum = x + residual; both [T, D]."""
-        total = self.ops.add(x, residual)
-        return self.ops.layer_norm(total, self.weight, self.bias, self.eps), total
+        out, total = self._empty(x), self.ops.empty(*x.shape, like=x)
+        with self.columns.own_rows() as rows:
+            if self.norm is None:
+                self.ops.add(x[rows], residual[rows], out[rows])
+                self.ops.add(x[rows], residual[rows], total[rows])
+            else:
+                self.norm.add(x[rows], residual[rows], (out[rows], total[rows]))
+        return self._join(out), total
+
+    def _empty(self, x: Tensor) -> Tensor:
+        if self.joins:
+            return self.columns.empty(x.shape[0], x.dtype)[0]
+        return self.ops.empty(*x.shape, like=x)
+
+    def _join(self, out: Tensor) -> Tensor:
+        if self.joins:
+            self.columns.join()
+        return out

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octavo import _native
 from octavo.distributed import GroupMemory, Rank
 from octavo.kernels.memory import placeholder
 
@@ -40,8 +42,23 @@ class Columns:
         """Whether this rank samples."""
         return self.buffers.rank.index == 0
 
+    @property
+    def splits_rows(self) -> bool:
+        """See `Rank`."""
+        return self.buffers.rank.splits_rows
+
+    @contextmanager
+    def own_rows(self) -> Iterator[slice]:
+        """While this lasts, what is computed is of some rows, those of this rank; which they are."""
+        index, size = self.buffers.rank.index, self.buffers.rank.size
+        _native.share_rows(index, size)
+        try:
+            yield slice(index, None, size)
+        finally:
+            _native.share_rows(0, 1)
+
     def join(self) -> None:
-        """Waits until all ranks have filled their columns."""
+        """Waits until all ranks have filled their columns, or rows."""
         self.buffers.barrier()
 
 

@@ -26,7 +26,10 @@ class DecoderModel:
         self.dtype = parts.dtype
         if spec.has_head:
             self.head = spec.head.build(parts)
-            self.norm = build_norm(spec.head.norm, parts.of("norm"))
+            # Drafters read what comes from it while other ranks have begun with the next step.
+            self.norm = build_norm(
+                spec.head.norm, parts.of("norm"), size=spec.hidden_size, rows="final"
+            )
         if spec.has_embed:
             shared = None if parts.has("embed.weight") else self.head.lm_head.weight
             assert shared is None or isinstance(shared, PackedWeight)

@@ -24,7 +24,7 @@ def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
     if setup.rank.size == 1:
         return None
     tokens, samples = setup.max_num_batched_tokens, setup.largest_step.samples
-    names = "heads", "mixer", "inner", "feed_forward", "all_q", "all_k"
+    names = "heads", "mixer", "inner", "feed_forward", "all_q", "all_k", "normed", "final"
     most_rows = dict.fromkeys(names, tokens)
     most_rows |= {"logits": samples, "prompt_logits": setup.prompt_logprobs_rows}
     return SharedBuffers(setup.rank, most_rows, getattr(torch, setup.dtype))

@@ -80,18 +80,21 @@ def answers(llm, seed=1, count=24):
     ]
 
 
+ROWS = (2, 2, None, "exact", True)
+
+
 @pytest.mark.parametrize(
     ("settings", "layouts"),
     [
-        ({}, [(2, 1), (1, 2), (2, 2)]),
-        ({"async_scheduling": False, "enforce_eager": True}, [(2, 1), (1, 2)]),
+        ({}, [(2, 1), (1, 2), (2, 2), ROWS]),
+        ({"async_scheduling": False, "enforce_eager": True}, [(1, 2), ROWS]),
         # Too few blocks for all: requests are preempted.
         ({"num_gpu_blocks_override": 28}, [(2, 1), (1, 2)]),
         ({"attention_backend": "reference", "enable_prefix_caching": False}, [(2, 1)]),
         ({"kv_cache_dtype": "int8", "quantization": "int4", "dtype": "bfloat16"}, [(2, 2)]),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-            [(2, 1), (2, 2)],
+            [(2, 2), ROWS],
         ),
         ({"speculative_config": {"method": "suffix"}}, [(1, 2)]),
         ({}, [(1, 2, "1,2"), (1, 3, "1,1,1")]),
@@ -151,14 +154,14 @@ def test_structured_outputs_in_ranks(layout, more, in_ranks):
     assert all(json.loads(text) for text in (got[1], got[2]))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_sums_over_ranks_do_not_depend_on_the_load(stages, folder, in_ranks):
+@pytest.mark.parametrize(("stages", "splits_rows"), [(1, False), (2, True)])
+def test_sums_over_ranks_do_not_depend_on_the_load(stages, splits_rows, folder, in_ranks):
     """Nor do they change which token is the likeliest."""
     prompts = [{"prompt_token_ids": ids} for ids in load(5, 12)[0]]
     greedy = SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(str(folder), **SETTINGS) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)]
-    in_ranks(2, stages, None, "reduce")
+    in_ranks(2, stages, None, "reduce", splits_rows)
     with LLM(str(folder), **SETTINGS) as llm:
         got = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)]
         assert got == expected

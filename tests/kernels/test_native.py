@@ -590,6 +590,34 @@ def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> N
         assert (wide[:, 11 + columns :] == 7).all(), name
 
 
+def test_every_other_row() -> None:
+    """As ranks that divide the rows of a norm among them."""
+    x, residual, weight = random(7, 48), random(7, 48, seed=1), random(48, seed=2)
+    rows = slice(1, None, 2)
+    others = slice(0, None, 2)
+    fused = torch.full((2, 7, 48), 7.0)
+    normed, total = fused[0, rows], fused[1, rows]
+    ops.fused_add_rms_norm(x[rows], residual[rows], weight, 1e-5, out=(normed, total))
+    wanted = ops.fused_add_rms_norm(x[rows].clone(), residual[rows].clone(), weight, 1e-5)
+    assert_same(normed, wanted[0])
+    assert_same(total, wanted[1])
+    assert (fused[:, others] == 7).all()
+    calls: dict[str, Callable[[slice, Tensor | None], Tensor]] = {
+        "rms_norm": lambda rows, out: ops.rms_norm(x[rows], weight, 1e-5, out=out),
+        "layer_norm": lambda rows, out: ops.layer_norm(x[rows], weight, weight, 1e-5, out),
+        "add": lambda rows, out: ops.add(x[rows], residual[rows], out),
+    }
+    for name, call in calls.items():
+        out = torch.full((7, 48), 7.0)
+        call(rows, out[rows])
+        assert_same(out[rows], call(slice(0, 7), None)[rows])
+        assert (out[others] == 7).all(), name
+    parts, out = random(7, 96), torch.full((7, 48), 7.0)
+    ops.sum_parts(parts[rows], 2, None, torch.float32, out[rows])
+    assert_same(out[rows], ops.sum_parts(parts, 2, None, torch.float32)[rows])
+    assert (out[others] == 7).all()
+
+
 # ---- sums over ranks ----
 
 

@@ -24,7 +24,8 @@ from octavo.quantization.int4 import SMALL
 from tests.models.harness import CPU, Runner, make_hf
 from tests.models.test_parity import CASES, VOCAB
 
-BUFFERS = ("heads", "mixer", "inner", "feed_forward", "all_q", "all_k", "logits", "prompt_logits")
+BUFFERS = ("heads", "mixer", "inner", "feed_forward", "all_q", "all_k", "normed", "final")
+BUFFERS += ("logits", "prompt_logits")
 TOKENS = 64
 
 
@@ -55,11 +56,12 @@ def run_ranks(
     quantization: str | None,
     *,
     reduces: bool = False,
+    splits_rows: bool = False,
 ) -> list[Tensor]:
     """Rank 0's logits; the ranks are threads."""
     models, nbytes = [], []
     for index in range(size):
-        rank = Rank(index, size, reduces=reduces)
+        rank = Rank(index, size, reduces=reduces, splits_rows=splits_rows)
         buffers = SharedBuffers(rank, dict.fromkeys(BUFFERS, TOKENS), dtype)
         model = load_model(
             spec.split(rank),
@@ -104,6 +106,20 @@ def check(
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
     check(case, tmp_path, 2, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
+    """Sequence parallelism: the same bits, exact or not."""
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    spec, dtype = read_spec(tmp_path), torch.bfloat16
+    whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, ops=NativeOps())
+    got = run_ranks(spec, tmp_path, 2, dtype, None, splits_rows=True)
+    assert all(map(torch.equal, got, run(whole, lambda: None)))
+    sums = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)
+    got = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True, splits_rows=True)
+    assert all(map(torch.equal, got, sums))
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])

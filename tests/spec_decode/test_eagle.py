@@ -198,6 +198,15 @@ def test_rank_0_alone_drafts(expected, head, monkeypatch):
         assert llm.stats().num_draft_tokens > 0
 
 
+def test_ranks_that_divide_the_rows_of_norms(expected, eagle, eagle3, monkeypatch):
+    use_ranks(monkeypatch, 2, splits_rows=True)
+    with LLM(max_model_len=128, speculative_config=config(eagle.folder)) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().num_draft_tokens > 0
+    with pytest.raises(ConfigError, match="enable_sequence_parallel is not supported with a dr"):
+        LLM(max_model_len=128, speculative_config=config(eagle3.folder))
+
+
 def test_rejection_knows_what_drafts_were_drawn_from(head):
     speculative = config(head.folder, acceptance="rejection")
     with LLM(max_model_len=128, speculative_config=speculative) as llm:

@@ -164,6 +164,26 @@ def test_a_plan_computes_nothing_while_it_records() -> None:
     assert ops.add(x, x).sum() == 256, "calls are carried out again"
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_calls_have_a_share_of_the_rows(index: int) -> None:
+    ops, plan = NativeOps(), _native.Plan()
+    x, y, arena = torch.ones(8, 32), torch.zeros(8, 32), Arena(4096)
+    with ops.record(plan, arena):
+        _native.share_rows(index, 3)
+        ops.add(x[index::3], x[index::3], y[index::3])
+        _native.share_rows(0, 1)
+        z = ops.relu(x)
+    for rows in (8, 7, 3, 2, 1, 0):
+        y.zero_()
+        z.zero_()
+        plan.run(rows, 0, 0)
+        assert (y[:rows][index::3] == 2).all()
+        assert y.sum() == 64 * len(range(index, rows, 3))
+        assert z.sum() == 32 * rows
+    _native.share_rows(1, 2)  # nothing records: of no effect
+    assert ops.add(x, x).sum() == 512
+
+
 def test_calls_have_the_rows_of_the_dimension_that_they_are_bound_to() -> None:
     ops, plan = NativeOps(), _native.Plan()
     x, arena = torch.ones(4, 32), Arena(4096)

@@ -70,9 +70,11 @@ class TritonOps(ReferenceOps):
         weight: Tensor,
         eps: float,
         weight_offset: float = 0.0,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One program for each row."""
-        return norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
+        normed, total = norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
+        return (normed, total) if out is None else (into(out[0], normed), into(out[1], total))
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """One pass."""

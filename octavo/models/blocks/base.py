@@ -147,6 +147,11 @@ class Parts:
         assert self._shared is not None, "a rank's part needs the others"
         return self._shared.columns(name, size, part, dtype or self._shared.dtype)
 
+    @property
+    def splits_rows(self) -> bool:
+        """See `Rank`."""
+        return self._shared is not None and self._shared.rank.splits_rows
+
     def table(self, table: Table, compute: Callable[[], Tensor]) -> Tensor:
         """A table on the device; computed once."""
         if table not in self._tables:

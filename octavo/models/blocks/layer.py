@@ -70,8 +70,13 @@ class LayerSpec:
         from octavo.layers.layer import ParallelLayer, PostNormLayer, SequentialLayer
 
         mixer, feed_forward = self.mixer.build(parts, cache), self.feed_forward.build(parts)
-        before = build_norm(self.input_norm, parts.of("input_norm"))
-        between = build_norm(self.feed_forward_norm, parts.of("feed_forward_norm"))
+        size = next(
+            norm.size
+            for norm in (self.input_norm, self.feed_forward_norm, self.mixer_out_norm)
+            if norm is not None
+        )
+        before = build_norm(self.input_norm, parts.of("input_norm"), size=size)
+        between = build_norm(self.feed_forward_norm, parts.of("feed_forward_norm"), size=size)
         if self.arrangement == "post":
             return PostNormLayer(mixer, before, feed_forward, between)
         if self.arrangement == "parallel":
@@ -83,10 +88,15 @@ class LayerSpec:
             parts.ops,
             before,
             mixer,
-            build_norm(self.mixer_out_norm, parts.of("mixer_out_norm")),
+            build_norm(self.mixer_out_norm, parts.of("mixer_out_norm"), size=size, joins=False),
             between,
             feed_forward,
-            build_norm(self.feed_forward_out_norm, parts.of("feed_forward_out_norm")),
+            build_norm(
+                self.feed_forward_out_norm,
+                parts.of("feed_forward_out_norm"),
+                size=size,
+                joins=False,
+            ),
             self.residual_multiplier,
         )
 

@@ -65,8 +65,26 @@ class LayerNormSpec:
 NormSpec = RMSNormSpec | LayerNormSpec
 
 
-def build_norm(norm: NormSpec | None, parts: Parts) -> Norm:
-    """The live block; without a norm, one that changes nothing."""
-    from octavo.layers.norm import NoNorm
+def build_norm(
+    norm: NormSpec | None,
+    parts: Parts,
+    *,
+    size: int | None = None,
+    rows: str = "normed",
+    joins: bool = True,
+) -> Norm:
+    """The live block; without a norm, one that changes nothing.
 
-    return NoNorm(parts.ops) if norm is None else norm.build(parts)
+    Args:
+        norm: of the block.
+        parts: its weights.
+        size: numbers of a row, where ranks may split the rows.
+        rows: where they put them together, see `SharedBuffers`.
+        joins: see `RowsNorm`.
+    """
+    from octavo.layers.norm import NoNorm, RowsNorm
+
+    live = None if norm is None else norm.build(parts)
+    if size is not None and parts.splits_rows:
+        return RowsNorm(live, parts.ops, parts.columns(rows, size, (0, size)), joins)
+    return live or NoNorm(parts.ops)
