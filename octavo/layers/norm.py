@@ -10,7 +10,6 @@ from torch import Tensor
 from octavo.kernels.base import Ops
 from octavo.layers.shared import Columns
 
-
 Pair = tuple[Tensor, Tensor]
 
 

@@ -49,7 +49,7 @@ class Columns:
 
     @contextmanager
     def own_rows(self) -> Iterator[slice]:
-        """While this lasts, what is computed is of some rows, those of this rank; which they are."""
+        """While this lasts, what is computed is of this rank's rows; which they are."""
         index, size = self.buffers.rank.index, self.buffers.rank.size
         _native.share_rows(index, size)
         try:
