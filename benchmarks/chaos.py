@@ -5,9 +5,10 @@
 A server is started; each of some mixed requests (greedy and sampled, n = 4, logprobs, prompt
 logprobs, penalties, stop texts, bad words, grammars, chats, beams) is answered once undisturbed.
 Then they are asked together, over and over, while processes of the layout die at random moments,
-any but the front end: engine cores, workers, warm spares, the headless node. SIGKILL, SIGSEGV,
-SIGSTOP (found by `--progress-timeout`, or sooner; nobody continues what was stopped) and a limit
-on the memory. A node that died is started again, as an init system would. Every answer is held
+any but those that hold clients' connections, and what starts them: engine cores, workers, warm
+spares, the headless node, the coordinator of several front ends. SIGKILL, SIGSEGV, SIGSTOP (found
+by `--progress-timeout`, or sooner; nobody continues what was stopped) and a limit on the memory.
+A node that died is started again, as an init system would. Every answer is held
 against the undisturbed one, byte for byte; and when all is over no process, descriptor or file of
 the server may be left. Exit status 1: something was lost, changed or left.
 """
@@ -49,9 +50,15 @@ LAYOUTS = {
     "tp2dp2": ["-tp", "2", "-dp", "2"],
     "nodes": ["-dp", "2", "--data-parallel-size-local", "1"],
     "nodes-tp2": ["-tp", "2", "-dp", "2", "--data-parallel-size-local", "1"],
+    "front-ends": ["-asc", "2", "-dp", "2"],
+    "front-ends-tp2": ["-asc", "2", "-tp", "2"],
 }
 """Flags of each; with engines on nodes there is one, with the second engine."""
-_MODULES = {"octavo.engine.core_process": "core", "octavo.executor.worker_process": "worker"}
+_MODULES = {
+    "octavo.engine.core_process": "core",
+    "octavo.executor.worker_process": "worker",
+    "octavo.server.coordinator_process": "coordinator",
+}
 # In the environment of all processes of a run.
 _MARK = "OCTAVO_CHAOS_RUN"
 # Longer than this no stream is silent, and nothing that was stopped is left alone.
@@ -498,7 +505,7 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
 def _same(before: Counter[str], now: Counter[str]) -> bool:
     """Whether the processes are those of before; a spare one may still be missing."""
     return now["spare"] <= before["spare"] and all(
-        now[role] == before[role] for role in ("core", "worker", "node")
+        now[role] == before[role] for role in ("core", "worker", "node", "coordinator")
     )
 
 

@@ -400,14 +400,17 @@ def _serve(args: argparse.Namespace) -> int:
 
     from octavo.engine.core_launcher import CoreProcess
 
-    # It imports torch while the web framework is imported here.
-    process = CoreProcess(warm=engine_config)
+    # It imports torch while the web framework is imported here. With several front ends the engine
+    # is another process' child.
+    alone = server_config.api_server_count == 1
+    process = CoreProcess(warm=engine_config) if alone else None
     try:
         from octavo.server.run import run_server
 
         return run_server(server_config, engine_config, process)
     finally:
-        process.shutdown(0.0)
+        if process is not None:
+            process.shutdown(0.0)
 
 
 # run-batch

@@ -353,7 +353,7 @@ class AsyncLLM:
         config: EngineConfig,
         path: Path,
         tokenizer_path: Path,
-        client: WatchedClient,
+        start_client: Callable[[Unfinished, OnRecovery], WatchedClient],
         number: int,
         *,
         request_memory: int,
@@ -366,7 +366,7 @@ class AsyncLLM:
             config: the engine's settings.
             path: the model's folder.
             tokenizer_path: the tokenizer's.
-            client: the way to the coordinator.
+            start_client: opens the way to the coordinator; see `start_engines`.
             number: no other front end of this coordinator had it.
             request_memory: bytes that unfinished requests of this front end may take.
             served_name: see `start`.
@@ -376,7 +376,7 @@ class AsyncLLM:
             config,
             path,
             tokenizer_path,
-            lambda unfinished, on_recovery: client,
+            start_client,
             request_memory=request_memory,
             served_name=served_name,
             metrics_prefix=metrics_prefix,

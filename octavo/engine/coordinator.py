@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,8 +53,6 @@ class FrontEnd:
     def __init__(self, number: int, input_address: str, output_address: str) -> None:
         self.number = number
         self.input_address, self.output_address = input_address, output_address
-        self.last_heard: float | None = None
-        """Second of `time.monotonic` of its last message; None: it has said nothing yet."""
         self._context = zmq.asyncio.Context()
         self._input = self._context.socket(zmq.PULL)
         self._output = self._context.socket(zmq.PUSH)
@@ -73,7 +70,6 @@ class FrontEnd:
     async def receive(self) -> tuple[bytes, bytes]:
         """The next message: its kind, and what it says."""
         kind, payload = await self._input.recv_multipart()
-        self.last_heard = time.monotonic()
         return kind, payload
 
     async def send(self, kind: bytes, payload: bytes) -> None:
@@ -165,9 +161,8 @@ class Coordinator:
             kind, payload = await front_end.receive()
             if kind == wire.ADD:
                 request = decode(payload, type=EngineCoreRequest)
-                self._journal.add(
-                    request, payload, front_end
-                )  # first: engines are given what is in it
+                # First: engines are given what is in it.
+                self._journal.add(request, payload, front_end)
                 await self._client.add_request(request)
             elif kind == wire.ABORT:
                 answers = decode(payload, type=list[str])

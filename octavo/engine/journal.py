@@ -48,13 +48,16 @@ class Journal(Generic[OwnerT]):
         """Notes a request, before an engine gets it.
 
         Args:
-            request: it, with a new id.
+            request: it, with a new id, and maybe with tokens that another engine has made.
             data: the same as msgpack.
             owner: whose it is.
         """
         entry = self._entries[request.request_id] = _Entry(request.request_id, data, owner)
+        entry.num_prompt_logprobs = request.num_prompt_logprobs
+        tokens = request.answers or {0: request.output_token_ids}
         for index, answer in zip(request.indices, request.child_ids, strict=True):
-            entry.answers[index], entry.tokens[index] = answer, array("i")
+            entry.answers[index] = answer
+            entry.tokens[index] = array("i", tokens.get(index, ()))
             self._answers[answer] = entry, index
 
     def take(self, output: EngineCoreOutput) -> OwnerT | None:

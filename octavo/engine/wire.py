@@ -10,9 +10,9 @@ from octavo.engine.memory_plan import MemoryPlan
 # Kinds of message, sent as the first frame.
 ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
-# Between a coordinator and its front ends: how the engines are; a sign of life; a page of metrics,
-# which is asked for by an empty one.
-STATE, ALIVE, PAGE = b"S", b"L", b"P"
+# Between a coordinator and its front ends: how the engines are; a page of metrics, which is asked
+# for by an empty one.
+STATE, PAGE = b"S", b"P"
 
 
 # Argument of a process that is to be warm before its setup comes; the next one is how many worker

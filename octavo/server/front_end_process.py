@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from octavo.config import api_keys_from_environment
@@ -24,7 +23,8 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.front_end import CoordinatorProcess, FrontEndClient
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.logs import setup_logging
-from octavo.server.front_ends import FrontEndSetup
+from octavo.server.child_process import Parent, read_message
+from octavo.server.front_ends import REPLACED, FrontEndSetup
 from octavo.server.run import END_SIGNALS, allow_files, prepare_process, serve
 from octavo.server.state import ServerState
 
@@ -38,18 +38,25 @@ def main() -> int:
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGCONT)
-    size = int.from_bytes(_read(4), "little")
-    setup = msgspec.msgpack.decode(_read(size), type=FrontEndSetup)
+    setup = read_message(FrontEndSetup)
+    if setup is None:
+        return 0
+    coordinator = CoordinatorProcess(setup.folder, setup.number, setup.life)
     signals = _ParentSignals()
-    threading.Thread(target=_heed_parent, args=(setup, signals), daemon=True).start()
+    heeds = setup, coordinator, signals
+    threading.Thread(target=_heed_parent, args=heeds, daemon=True).start()
     config = setup.config
     setup_logging(config.log_level, config.log_format, api_server=setup.slot)
     prepare_process()
     allow_files()
     keys = config.api_key + list(api_keys_from_environment().values())
 
+    parent = Parent(setup.pulse)
+    beats = []
+
     async def start() -> AsyncLLM:
-        return _make_engine(setup)
+        beats.append(asyncio.create_task(parent.beat()))  # somebody has to keep it
+        return _make_engine(setup, coordinator)
 
     state = ServerState(config, setup.engine_config, start, keys)
     state.created = setup.created
@@ -67,15 +74,15 @@ def main() -> int:
         return 1
 
 
-def _make_engine(setup: FrontEndSetup) -> AsyncLLM:
-    process = CoordinatorProcess(setup.input_address, setup.output_address)
+def _make_engine(setup: FrontEndSetup, coordinator: CoordinatorProcess) -> AsyncLLM:
     names = setup.engine_config.model.served_model_name
-    client = FrontEndClient(process, lambda: engine.metrics.render())
     engine = AsyncLLM.for_front_end(
         setup.engine_config,
         Path(setup.model_path),
         Path(setup.tokenizer_path),
-        client,
+        lambda unfinished, _: FrontEndClient(
+            coordinator, lambda: engine.metrics.render(), unfinished
+        ),
         setup.number,
         request_memory=setup.config.request_memory_bytes,
         served_name=names[0] if names else None,
@@ -106,19 +113,16 @@ class _ParentSignals:
                 self._loop.call_soon_threadsafe(self._on_signal, number)
 
 
-def _read(size: int) -> bytes:
-    """So many bytes of standard input, and no more: signals may follow."""
-    data = b""
-    while len(data) < size and (part := os.read(sys.stdin.fileno(), size - len(data))):
-        data += part
-    return data
-
-
-def _heed_parent(setup: FrontEndSetup, signals: _ParentSignals) -> None:
+def _heed_parent(
+    setup: FrontEndSetup, coordinator: CoordinatorProcess, signals: _ParentSignals
+) -> None:
     """Hands on signals; ends the process when the parent is gone, which cannot tidy up."""
     while number := os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread
-        signals.tell(number[0])
-    shutil.rmtree(Path(setup.input_address.removeprefix("ipc://")).parent, ignore_errors=True)
+        if number == REPLACED:
+            coordinator.replace()
+        else:
+            signals.tell(number[0])
+    shutil.rmtree(setup.folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -1,49 +1,41 @@
 """`--api-server-count`: several processes that serve HTTP, behind one listening socket.
 
-This process has the engines and starts the others, which take requests from the socket that they
-have in common. One that ends is replaced, and its requests are ended; its clients have lost their
-connections with it. See `engine/coordinator.py`.
+This process only starts and watches the others: the coordinator, which has the engines, and the
+front ends, which take requests from the socket that they have in common. A front end that ends is
+replaced, and its requests are ended; its clients have lost their connections with it. When the
+coordinator ends another one takes its place, with engines of its own, and all requests go on. See
+`engine/coordinator.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
-from functools import partial
+from dataclasses import dataclass
 
 import msgspec
 
 from octavo.config import EngineConfig, ServerConfig
-from octavo.device import is_stopped
-from octavo.engine.async_llm import EngineProcesses, start_engines
-from octavo.engine.coordinator import Coordinator, FrontEnd
-from octavo.engine.core_launcher import CoreProcess
-from octavo.engine.memory_plan import SERVER_NBYTES, resolve_max_model_len
-from octavo.errors import ConfigError, OctavoError, signal_name
-from octavo.metrics import EngineMetrics
+from octavo.engine.front_end import addresses_of
+from octavo.errors import ConfigError, OctavoError
 from octavo.models.hub import resolve_folders
-from octavo.models.registry import read_spec
+from octavo.server.child_process import Child
 
 logger = logging.getLogger(__name__)
 
-# Between two looks whether a process lives.
-_LOOK_SECONDS = 0.1
 _END_SECONDS = 5.0
-# Imports take so long at most, beside what a silence may last.
-_START_SECONDS = 60.0
-# A stop that is over sooner is no reason.
-_STOPPED_SECONDS = 0.5
+# What engines get to end in order, more than which `Supervisor` gives them.
+_ENGINES_END_SECONDS = 15.0
 _RESTART_WINDOW = 600.0
+REPLACED = b"\0"
+"""What a front end is told of the coordinator, among the numbers of signals."""
 
 
 class FrontEndSetup(msgspec.Struct):
@@ -54,17 +46,40 @@ class FrontEndSetup(msgspec.Struct):
     engine_config: EngineConfig
     model_path: str
     tokenizer_path: str
-    slot: int
-    """Its number among those that live, for log lines."""
-    number: int
-    """No other one has had it."""
+    folder: str
+    """Of the sockets."""
     listener: int
     """The descriptor of the listening socket."""
-    input_address: str
-    output_address: str
-    """See `FrontEnd`."""
     created: int
     """Second since 1970 at which the server was started."""
+    slot: int = 0
+    """Its number among those that live, for log lines."""
+    number: int = 0
+    """No other one has had it."""
+    life: int = 0
+    """How many coordinators there were before."""
+    pulse: int = 0
+    """See `Child`."""
+
+
+class CoordinatorSetup(msgspec.Struct):
+    """What the coordinator's process is told."""
+
+    config: ServerConfig
+    engine_config: EngineConfig
+    model_path: str
+    tokenizer_path: str
+    pulse: int
+    """See `Child`."""
+
+
+class Place(msgspec.Struct):
+    """What the coordinator is told of a front end: it has come, or is gone."""
+
+    number: int
+    present: bool
+    input_address: str
+    output_address: str
 
 
 def check_front_ends(config: ServerConfig, engine_config: EngineConfig) -> None:
@@ -89,116 +104,105 @@ def check_front_ends(config: ServerConfig, engine_config: EngineConfig) -> None:
 
 
 async def serve_by_front_ends(
-    config: ServerConfig,
-    engine_config: EngineConfig,
-    process: CoreProcess,
-    listener: socket.socket,
+    config: ServerConfig, engine_config: EngineConfig, listener: socket.socket
 ) -> int:
     """Serves until a signal ends it; returns the exit status.
 
     Raises:
-        OctavoError: the engine failed, or front ends do again and again.
+        OctavoError: the engine failed, or front ends or coordinators do again and again.
     """
     # A download may take long; signals are heard meanwhile.
     path, tokenizer_path = await asyncio.to_thread(resolve_folders, engine_config)
-    others = config.api_server_count - 1
-    processes = EngineProcesses(
-        config.progress_timeout,
-        config.max_engine_restarts,
-        config.warm_spare,
-        process,
-        # The processes of the other front ends are booked with the requests.
-        config.request_memory_bytes + others * SERVER_NBYTES,
-        config.log_level,
-        config.log_format,
-    )
-    names, parallel = engine_config.model.served_model_name, engine_config.parallel.of_server()
-    spec = read_spec(path, trust_remote_code=engine_config.model.trust_remote_code)
-    metrics = EngineMetrics(
-        names[0] if names else engine_config.model.model,
-        resolve_max_model_len(engine_config, spec),
-        config.metrics_prefix,
-        first_engine=parallel.first_engine,
-    )
-    coordinator = Coordinator(
-        metrics,
-        partial(start_engines, engine_config, path, tokenizer_path, processes),
-        parallel.data_parallel_size,
-    )
     folder = tempfile.mkdtemp(prefix="octavo-")
-    count = config.api_server_count
-    share = msgspec.structs.replace(
-        config,
-        max_num_queued_reqs=-(-config.max_num_queued_reqs // count),
-        request_memory_bytes=max(2**20, config.request_memory_bytes // count),
-    )
     setup = FrontEndSetup(
-        share,
+        config,
         engine_config,
         str(path),
         str(tokenizer_path),
-        slot=0,
-        number=0,
+        folder,
         listener=listener.fileno(),
-        input_address="",
-        output_address="",
         created=int(time.time()),
     )
-    front_ends = _FrontEnds(setup, count, coordinator, folder)
+    processes = _Processes(setup, config.api_server_count)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, front_ends.on_signal, number)
-    engines = asyncio.create_task(coordinator.run())
-    serving = asyncio.create_task(front_ends.run())
+        loop.add_signal_handler(number, processes.on_signal, number)
     try:
-        await asyncio.wait({engines, serving}, return_when=asyncio.FIRST_COMPLETED)
-        if engines.done():
-            engines.result()  # raises
-        return await serving
+        return await processes.run()
     finally:
-        await front_ends.end(serving)
-        engines.cancel()
-        await asyncio.wait({engines})
-        await coordinator.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _FrontEnds:
-    """The processes.
+@dataclass(eq=False)
+class _FrontEnd:
+    """A front end that lives."""
+
+    number: int
+    child: Child
+
+
+class _Processes:
+    """The front ends and the coordinator.
 
     Args:
-        setup: what each is told, but for its number and where it is talked to.
-        count: how many there are.
-        coordinator: listens to them.
-        folder: where sockets have their names.
+        setup: what each front end is told, but for what is its own; limits are the server's.
+        count: front ends.
     """
 
-    def __init__(
-        self, setup: FrontEndSetup, count: int, coordinator: Coordinator, folder: str
-    ) -> None:
-        self._setup, self._count = setup, count
-        self._coordinator, self._folder = coordinator, folder
+    def __init__(self, setup: FrontEndSetup, count: int) -> None:
+        self._whole = config = setup.config
+        self._setup = msgspec.structs.replace(
+            setup,
+            config=msgspec.structs.replace(
+                config,
+                max_num_queued_reqs=-(-config.max_num_queued_reqs // count),
+                request_memory_bytes=max(2**20, config.request_memory_bytes // count),
+            ),
+        )
+        self._count = count
         self._numbers = itertools.count()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._front_ends: dict[int, _FrontEnd] = {}
         """Those that live, by slot."""
+        self._coordinator: Child | None = None
+        self._life = 0
+        """Of the coordinator: how many there were before."""
         self._draining = False
-        self._restarts: deque[float] = deque()
+        self._restarts: dict[str, deque[float]] = {}
+        """When each kind was."""
 
     def on_signal(self, number: int) -> None:
-        """The first signal drains all of them, the second one stops them at once."""
+        """The first signal drains all front ends, the second one stops them at once."""
         self._draining = True
-        for process in self._processes.values():
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(bytes([number]))
-                process.stdin.flush()
+        for front_end in self._front_ends.values():
+            front_end.child.tell(bytes([number]))
 
     async def run(self) -> int:
-        """Keeps them alive until a signal ends them; returns the exit status.
+        """Keeps all alive until a signal ends them; returns the exit status.
 
         Raises:
-            OctavoError: one cannot start, or they end too often.
+            OctavoError: the engines cannot go on, a front end cannot start, or processes end too
+                often.
         """
+        coordinator = asyncio.create_task(self._keep_coordinator())
+        serving = asyncio.create_task(self._keep_front_ends())
+        try:
+            await asyncio.wait({coordinator, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if coordinator.done():
+                coordinator.result()  # raises
+            return await serving
+        finally:
+            # Front ends that are left have been told that there is no engine any more.
+            self._draining = True
+            await asyncio.wait({serving}, timeout=_END_SECONDS)
+            serving.cancel()
+            await asyncio.wait({serving})
+            coordinator.cancel()
+            await asyncio.wait({coordinator})
+            if self._coordinator is not None:
+                await self._coordinator.end(_ENGINES_END_SECONDS)
+                self._coordinator.close()
+
+    async def _keep_front_ends(self) -> int:
         keeps = [asyncio.create_task(self._keep(slot)) for slot in range(self._count)]
         try:
             return max(await asyncio.gather(*keeps))
@@ -207,96 +211,87 @@ class _FrontEnds:
                 keep.cancel()
             await asyncio.wait(keeps)
 
-    async def end(self, serving: asyncio.Task[int]) -> None:
-        """Ends those that are left; they have been told that there is no engine any more."""
-        end = time.monotonic() + _END_SECONDS
-        self._draining = True
-        while not serving.done() and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_SECONDS)
-        serving.cancel()
-        await asyncio.wait({serving})
+    async def _keep_coordinator(self) -> None:
+        """Starts one again and again.
+
+        Raises:
+            OctavoError: it cannot go on, or ends too often.
+        """
+        while True:
+            child = self._coordinator = Child("octavo.server.coordinator_process")
+            whole = self._setup
+            child.tell_message(
+                CoordinatorSetup(
+                    self._whole,
+                    whole.engine_config,
+                    whole.model_path,
+                    whole.tokenizer_path,
+                    child.pulse,
+                )
+            )
+            for front_end in self._front_ends.values():
+                self._tell_place(front_end.number, present=True)
+                if self._life:
+                    front_end.child.tell(REPLACED)
+            how = await child.watch(self._whole.progress_timeout)
+            self._coordinator = None
+            child.kill()
+            child.close()
+            if not child.has_begun:  # it would be no better again
+                raise OctavoError(f"The coordinator {how}; its log lines say why.")
+            self._note_restart("the coordinator", "a coordinator", how)
+            self._life += 1
 
     async def _keep(self, slot: int) -> int:
-        """Starts a process again and again; returns its exit status when that was wanted."""
+        """Starts a front end again and again; returns its exit status when that was wanted."""
         can_start = False
         while True:
-            number = next(self._numbers)
-            front_end = FrontEnd(
-                number,
-                f"ipc://{self._folder}/in{number}",
-                f"ipc://{self._folder}/out{number}",
+            child = Child("octavo.server.front_end_process", (self._setup.listener,))
+            front_end = self._front_ends[slot] = _FrontEnd(next(self._numbers), child)
+            child.tell_message(
+                msgspec.structs.replace(
+                    self._setup,
+                    slot=slot,
+                    number=front_end.number,
+                    life=self._life,
+                    pulse=child.pulse,
+                )
             )
-            self._coordinator.add(front_end)
-            process = self._start(slot, front_end)
+            self._tell_place(front_end.number, present=True)
             try:
-                how = await self._watch(process, front_end)
+                how = await child.watch(self._whole.progress_timeout)
             finally:
-                del self._processes[slot]
-                process.kill()
-                status = process.wait()
-                await self._coordinator.remove(front_end)
+                del self._front_ends[slot]
+                status = child.kill()
+                child.close()
+                self._tell_place(front_end.number, present=False)
             if self._draining:
                 return max(status, 0)  # one that had not begun knows no draining
-            can_start = can_start or front_end.last_heard is not None
+            can_start = can_start or child.has_begun
             if status > 0 or not can_start:  # it would be no better again
                 raise OctavoError(f"Front end {slot} {how}; its log lines say why.")
-            self._note_restart(slot, how)
+            self._note_restart(f"front end {slot}", "a front end", how)
 
-    def _start(self, slot: int, front_end: FrontEnd) -> subprocess.Popen[bytes]:
-        setup = msgspec.structs.replace(
-            self._setup,
-            slot=slot,
-            number=front_end.number,
-            input_address=front_end.input_address,
-            output_address=front_end.output_address,
-        )
-        process = self._processes[slot] = subprocess.Popen(
-            [sys.executable, "-m", "octavo.server.front_end_process"],
-            stdin=subprocess.PIPE,
-            pass_fds=[setup.listener],
-            process_group=0,  # a Ctrl-C in the terminal is for this process
-        )
-        data = msgspec.msgpack.encode(setup)
-        assert process.stdin is not None
-        # The pipe stays open for signals, and its end tells the process that this one is gone.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(len(data).to_bytes(4, "little") + data)
-            process.stdin.flush()
-        return process
+    def _tell_place(self, number: int, *, present: bool) -> None:
+        """Tells the coordinator of a front end; one that is not there is told when it is."""
+        if self._coordinator is not None:
+            addresses = addresses_of(self._setup.folder, self._life, number)
+            self._coordinator.tell_message(Place(number, present, *addresses))
 
-    async def _watch(self, process: subprocess.Popen[bytes], front_end: FrontEnd) -> str:
-        """Waits until a process has ended, or is silent for too long; returns what it did.
-
-        Time is counted in naps, so that a machine that slept is no reason.
-        """
-        silent, stopped, heard = -_START_SECONDS, 0.0, front_end.last_heard
-        while (status := process.poll()) is None:
-            await asyncio.sleep(_LOOK_SECONDS)
-            silent += _LOOK_SECONDS
-            if heard != front_end.last_heard:
-                silent, heard = 0.0, front_end.last_heard
-            if silent >= self._setup.config.progress_timeout:
-                return f"has said nothing for {silent:.1f} s and was killed"
-            stopped = stopped + _LOOK_SECONDS if is_stopped(process.pid) else 0.0
-            if stopped >= _STOPPED_SECONDS:
-                return "was stopped by a signal such as SIGSTOP, and killed"
-        if status < 0:
-            return f"was killed by {signal_name(-status)}"
-        return f"ended with status {status}"
-
-    def _note_restart(self, slot: int, how: str) -> None:
+    def _note_restart(self, who: str, kind: str, how: str) -> None:
         """Counts a restart.
 
         Raises:
             OctavoError: there were too many.
         """
-        now, limit = time.monotonic(), self._setup.config.max_engine_restarts
-        while self._restarts and self._restarts[0] < now - _RESTART_WINDOW:
-            self._restarts.popleft()
-        if len(self._restarts) >= limit:
+        now, limit = time.monotonic(), self._whole.max_engine_restarts
+        restarts = self._restarts.setdefault(kind, deque())
+        while restarts and restarts[0] < now - _RESTART_WINDOW:
+            restarts.popleft()
+        if len(restarts) >= limit:
             raise OctavoError(
-                f"Front end {slot} {how}; that was death {len(self._restarts) + 1} of a front end "
-                f"within ten minutes, and they are replaced {limit} times (--max-engine-restarts)."
+                f"{who.capitalize()} {how}; that was death {len(restarts) + 1} of {kind} within "
+                f"ten minutes, and they are replaced {limit} times (--max-engine-restarts)."
             )
-        self._restarts.append(now)
-        logger.warning("front end %d %s; another one takes its place", slot, how)
+        restarts.append(now)
+        logger.warning("%s %s; another one takes its place", who, how)

@@ -48,13 +48,15 @@ _BACKLOG = 2048
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_server(config: ServerConfig, engine_config: EngineConfig, process: CoreProcess) -> int:
+def run_server(
+    config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None
+) -> int:
     """Serves until a signal ends it; returns the exit status.
 
     Args:
         config: the server's settings.
         engine_config: the engine's.
-        process: the engine's first process, not started yet.
+        process: the engine's first process, not started yet; None: it is made.
 
     Raises:
         OctavoError: the address cannot be used, or the engine failed, with the root cause.
@@ -89,7 +91,7 @@ def run_server(config: ServerConfig, engine_config: EngineConfig, process: CoreP
         _tell_address(config, listener)
         try:
             if config.api_server_count > 1:
-                return runner.run(serve_by_front_ends(config, engine_config, process, listener))
+                return runner.run(serve_by_front_ends(config, engine_config, listener))
             state = ServerState(
                 config, engine_config, lambda: start_engine(config, engine_config, process), keys
             )

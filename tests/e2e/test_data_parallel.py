@@ -49,7 +49,7 @@ def server(tmp_path_factory):
 
 def engines(server):
     """The two engines' first processes; a spare one is younger."""
-    children = psutil.Process(server.process.pid).children()
+    children = psutil.Process(server.process.pid).children(recursive=True)
     found = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
     return sorted(found, key=psutil.Process.create_time)[:2]
 

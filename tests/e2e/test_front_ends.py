@@ -33,14 +33,24 @@ def server(tmp_path_factory):
         yield made
 
 
-def front_ends(server):
-    children = psutil.Process(server.process.pid).children()
+def processes(server, module):
     found = []
-    for child in children:
+    for child in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if "octavo.server.front_end_process" in child.cmdline():
+            if module in child.cmdline():
                 found.append(child)
     return found
+
+
+def front_ends(server):
+    return processes(server, "octavo.server.front_end_process")
+
+
+def wait_for_engines(server):
+    end = time.monotonic() + 30
+    while server.get("/health").json()["reason"] != "ok":
+        assert time.monotonic() < end, server.log.read_text()
+        time.sleep(0.05)
 
 
 def wait_for_front_ends(server, number, but=()):
@@ -91,10 +101,29 @@ def test_streams_outlive_an_engine(server, expected):
             engines(server)[1].send_signal(signal.SIGKILL)
 
     assert asyncio.run(ask_all(server, on_chunk)) == expected
-    end = time.monotonic() + 30
-    while server.get("/health").json()["reason"] != "ok" and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for_engines(server)
     assert of_engines(server, "octavo:engine_restarts_total") == [0, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_outlive_the_process_that_has_the_engines(server, expected, number):
+    [victim] = processes(server, "octavo.server.coordinator_process")
+    family = victim.children(recursive=True)
+    chunks = 0
+
+    def on_chunk():
+        nonlocal chunks
+        chunks += 1
+        if chunks == 60:
+            victim.send_signal(number)
+
+    assert asyncio.run(ask_all(server, on_chunk)) == expected
+    assert chunks > 60
+    reason = "was killed by SIGKILL" if number == signal.SIGKILL else "was stopped by a signal"
+    assert f"the coordinator {reason}" in server.log.read_text()
+    assert not psutil.wait_procs(family, 5)[1]
+    wait_for_engines(server)
+    assert asyncio.run(ask_all(server)) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

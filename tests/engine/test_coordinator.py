@@ -3,15 +3,16 @@
 import asyncio
 from functools import cached_property
 
+import msgspec
 import pytest
 
 from octavo.config import ModelConfig
 from octavo.engine.coordinator import Coordinator, FrontEnd
-from octavo.engine.front_end import CoordinatorProcess, FrontEndClient
+from octavo.engine.front_end import CoordinatorProcess, FrontEndClient, addresses_of
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.supervisor import Recovery
 from octavo.engine.wire import CoreReady
-from octavo.errors import EngineDeadError, ProfilerError
+from octavo.errors import EngineDeadError, ProfilerError, StepFailedError
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from octavo.metrics import EngineMetrics, join_pages
 from octavo.sampling_params import SamplingParams
@@ -73,7 +74,7 @@ class Bench:
     """A coordinator, and front ends in the same process."""
 
     def __init__(self, folder):
-        self.folder, self.number, self.clients = folder, 0, {}
+        self.folder, self.number, self.life, self.clients = str(folder), 0, 0, {}
         self.metrics = EngineMetrics("m", 1000)
         self.coordinator = Coordinator(self.metrics, self.start, 1)
         self.running = asyncio.create_task(self.coordinator.run())
@@ -85,11 +86,11 @@ class Bench:
     def join(self, page=b"", connected=True):
         """A front end, and what it reads."""
         self.number += 1
-        addresses = [f"ipc://{self.folder}/{way}{self.number}" for way in ("in", "out")]
-        front_end = FrontEnd(self.number, *addresses)
+        front_end = FrontEnd(self.number, *addresses_of(self.folder, self.life, self.number))
         self.coordinator.add(front_end)
-        client = FrontEndClient(CoordinatorProcess(*addresses), lambda: page)
-        client.seen = []
+        process = CoordinatorProcess(self.folder, self.number, self.life)
+        client = FrontEndClient(process, lambda: page, lambda: client.live)
+        client.number, client.seen, client.live = self.number, [], []
 
         async def read():
             while True:
@@ -98,6 +99,20 @@ class Bench:
         client.reader = asyncio.create_task(read())
         self.clients[client] = front_end
         return client
+
+    async def replace(self):
+        """Another coordinator, with other engines, takes the place of this one."""
+        self.running.cancel()
+        await asyncio.wait({self.running})
+        await self.coordinator.shutdown()
+        self.life += 1
+        self.coordinator = Coordinator(self.metrics, self.start, 1)
+        self.running = asyncio.create_task(self.coordinator.run())
+        for client in self.clients:
+            addresses = addresses_of(self.folder, self.life, client.number)
+            self.clients[client] = FrontEnd(client.number, *addresses)
+            self.coordinator.add(self.clients[client])
+            client.process.replace()
 
     async def say(self, *outputs, stats=None):
         await self.engines.said.put(EngineCoreOutputs(list(outputs), stats, 1.0))
@@ -269,6 +284,53 @@ def test_one_that_is_gone_wants_nothing(tmp_path):
         assert [r.request_id for r in bench.engines.unfinished()] == ["r#2.0"]
         await bench.say(EngineCoreOutput("r#1.0", [1]), EngineCoreOutput("r#2.0", [1]))
         await until(lambda: texts(b))
+
+    run(test, tmp_path)
+
+
+def test_another_coordinator_goes_on(tmp_path):
+    async def test(bench):
+        a, b = bench.join(), bench.join()
+        bench.engines.ready.set_result(CoreReady(make_plan(64, 8)))
+        await until(lambda: a.up and b.up)
+        for client, name in ((a, "r#1.0"), (b, "r#2.0"), (b, "r#3.0")):
+            await client.add_request(request(name))
+        await until(lambda: len(bench.engines.sent) == 3)
+        await bench.say(EngineCoreOutput("r#1.0", [1]), EngineCoreOutput("r#2.0", [2]))
+        await until(lambda: texts(a) and texts(b))
+        bench.engines.call_utility = asyncio.Event().wait
+        asked = asyncio.create_task(a.call_utility("stats"))
+        # As their records have it; the third one has been aborted meanwhile.
+        a.live = [msgspec.structs.replace(request("r#1.0"), output_token_ids=[1])]
+        b.live = [msgspec.structs.replace(request("r#2.0"), output_token_ids=[2])]
+        await bench.replace()
+        with pytest.raises(StepFailedError, match="ask again"):
+            await asked
+        assert not a.up
+        await until(lambda: sorted(bench.engines.sent) == ["r#1.0", "r#2.0"])
+        found = {r.request_id: r.output_token_ids for r in bench.engines.unfinished()}
+        assert found == {"r#1.0": [1], "r#2.0": [2]}
+        bench.engines.ready.set_result(CoreReady(make_plan(64, 8)))
+        await until(lambda: a.up and b.up)
+        await bench.say(EngineCoreOutput("r#1.0", [5]), EngineCoreOutput("r#2.0", [6]))
+        await until(lambda: texts(a) == [("r#1.0", [1]), ("r#1.0", [5])])
+        assert [r.output_token_ids for r in bench.engines.unfinished()] in (
+            [[1, 5], [2, 6]],
+            [[2, 6], [1, 5]],
+        )
+        await bench.say(EngineCoreOutput("r#2.0", [7], finish_reason=FinishReason.STOP))
+        await until(lambda: texts(b)[-1] == ("r#2.0", [7]))
+
+    run(test, tmp_path)
+
+
+def test_one_that_dies_before_the_model_is_loaded(tmp_path):
+    async def test(bench):
+        client = bench.join()
+        await bench.replace()
+        await bench.replace()
+        bench.engines.ready.set_result(CoreReady(make_plan(64, 8)))
+        assert await client.ready == CoreReady(make_plan(64, 8))
 
     run(test, tmp_path)
 

@@ -25,6 +25,13 @@ class Both:
         request = msgspec.structs.replace(request, answers=None)
         self.journal.add(request, msgspec.msgpack.encode(request), owner)
 
+    def move(self, owner_of):
+        """To another coordinator, which is told what is live."""
+        self.journal = Journal()
+        for request in self.bench.outputs.unfinished():
+            data = msgspec.msgpack.encode(request)
+            self.journal.add(request, data, owner_of[request.request_id])
+
     def check(self):
         theirs, ours = self.bench.outputs.unfinished(), self.journal.unfinished()
         for requests in (theirs, ours):
@@ -52,6 +59,9 @@ def test_it_is_what_an_output_processor_keeps(data):
             break
         name = data.draw(st.sampled_from([name for name in live if live[name]]))
         answer = data.draw(st.sampled_from(live[name]))
+        if data.draw(st.integers(0, 7)) == 0:
+            both.move(owner_of)
+            both.check()
         if data.draw(st.integers(0, 5)) == 0:
             both.journal.remove([answer, "unknown"])
             both.bench.outputs.abort_requests([answer])

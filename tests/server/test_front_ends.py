@@ -33,12 +33,13 @@ def test_a_process_is_told_all_settings():
             model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 3}
         ),
         *("path", "tokenizer"),
+        "folder",
         slot=1,
         number=2,
+        life=5,
         listener=3,
-        input_address="in",
-        output_address="out",
         created=4,
+        pulse=6,
     )
     data = msgspec.msgpack.encode(setup)
     assert msgspec.msgpack.decode(data, type=FrontEndSetup) == setup

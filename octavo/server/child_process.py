@@ -1,0 +1,187 @@
+"""Processes of a server with several front ends: how the first one starts, watches and ends them.
+
+Each reads its setup from standard input, which stays open for what it is told later; its end says
+that the first process is gone. On a pipe of its own it gives signs of life, and says at last why it
+cannot go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from typing import TypeVar
+
+import msgspec
+
+from octavo.device import is_stopped
+from octavo.errors import OctavoError, make_error, signal_name
+
+_T = TypeVar("_T")
+
+# Between two signs of life.
+_BEAT_SECONDS = 0.5
+_BEAT = b"\0"
+"""No failure begins so."""
+# Between two looks whether a process lives.
+LOOK_SECONDS = 0.1
+# Imports take so long at most, beside what a silence may last.
+_START_SECONDS = 60.0
+# A stop that is over sooner is no reason.
+_STOPPED_SECONDS = 0.5
+_LENGTH_NBYTES = 4
+
+
+class _Failure(msgspec.Struct):
+    kind: str
+    message: str
+
+
+class Child:
+    """A process as the first one sees it.
+
+    Args:
+        module: what it runs.
+        descriptors: what it inherits.
+
+    Raises:
+        OSError: the system has no room for it.
+    """
+
+    def __init__(self, module: str, descriptors: tuple[int, ...] = ()) -> None:
+        self._pulse, self.pulse = os.pipe()
+        """`pulse`: the descriptor that the process writes to, see `beat`."""
+        os.set_blocking(self._pulse, False)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                pass_fds=[self.pulse, *descriptors],
+                process_group=0,  # a Ctrl-C in the terminal is for the first process
+            )
+        except OSError:
+            os.close(self._pulse)
+            raise
+        finally:
+            os.close(self.pulse)
+        self.pid = self._process.pid
+        self.has_begun = False
+        """Whether it has given a sign of life."""
+        self._said = b""
+
+    def tell(self, data: bytes) -> None:
+        """Writes to its standard input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is found by `watch`
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def tell_message(self, message: object) -> None:
+        """Writes a message for `read_message`."""
+        data = msgspec.msgpack.encode(message)
+        self.tell(len(data).to_bytes(_LENGTH_NBYTES, "little") + data)
+
+    async def watch(self, limit: float) -> str:
+        """Waits until it has ended, or was silent for `limit` seconds; returns what it did.
+
+        Time is counted in naps, so that a machine that slept is no reason.
+
+        Raises:
+            OctavoError: what it said that it cannot go on for.
+        """
+        silent, stopped = -_START_SECONDS, 0.0
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(LOOK_SECONDS)
+            silent += LOOK_SECONDS
+            if self._hear():
+                silent, self.has_begun = 0.0, True
+            self._raise_failure()
+            if silent >= limit:
+                return f"has said nothing for {silent:.1f} s and was killed"
+            stopped = stopped + LOOK_SECONDS if is_stopped(self.pid) else 0.0
+            if stopped >= _STOPPED_SECONDS:
+                return "was stopped by a signal such as SIGSTOP, and killed"
+        self._hear()
+        self._raise_failure()
+        if status < 0:
+            return f"was killed by {signal_name(-status)}"
+        return f"ended with status {status}"
+
+    def _hear(self) -> bool:
+        """Whether it gives signs of life."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._pulse, 2**16)
+        self._said += data if self._said else data.lstrip(_BEAT)
+        return bool(data)
+
+    def _raise_failure(self) -> None:
+        if self._said:
+            with contextlib.suppress(msgspec.DecodeError):  # there is more to come
+                failure = msgspec.msgpack.decode(self._said, type=_Failure)
+                raise make_error(failure.kind, failure.message)
+
+    async def end(self, timeout: float) -> int:
+        """Lets it end in order, which it does once nobody can tell it more; returns its status."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        left = timeout
+        while self._process.poll() is None and left > 0:
+            await asyncio.sleep(LOOK_SECONDS)
+            left -= LOOK_SECONDS
+        self.kill()
+        return self._process.wait()
+
+    def kill(self) -> int:
+        """Ends it, whatever it does; returns its status."""
+        self._process.kill()
+        return self._process.wait()
+
+    def close(self) -> None:
+        """Lets go of the descriptors, once it has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        os.close(self._pulse)
+
+
+class Parent:
+    """The first process as another one sees it.
+
+    Args:
+        pulse: see `Child`.
+    """
+
+    def __init__(self, pulse: int) -> None:
+        self._pulse = pulse
+
+    async def beat(self) -> None:
+        """Gives signs of life, as long as the event loop goes on."""
+        while True:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._pulse, _BEAT)
+            await asyncio.sleep(_BEAT_SECONDS)
+
+    def tell_failure(self, error: OctavoError) -> None:
+        """Says why this process cannot go on; its last words, so nothing may `beat` any more."""
+        failure = _Failure(type(error).__name__, str(error))
+        with contextlib.suppress(OSError):
+            os.write(self._pulse, msgspec.msgpack.encode(failure))
+
+
+def read_message(kind: type[_T]) -> _T | None:
+    """What `Child.tell_message` wrote, and no more: signals may follow; None: there is no more."""
+    size = int.from_bytes(_read(_LENGTH_NBYTES), "little")
+    data = _read(size)
+    return msgspec.msgpack.decode(data, type=kind) if data else None
+
+
+def _read(size: int) -> bytes:
+    """Without a buffer, whose lock would outlive the thread that reads."""
+    data = b""
+    while len(data) < size and (part := os.read(sys.stdin.fileno(), size - len(data))):
+        data += part
+    return data
