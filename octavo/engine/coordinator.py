@@ -89,6 +89,8 @@ class Coordinator:
         metrics: what the engines do is shown there.
         start_client: starts the engines; see `start_engines`, whose last two arguments it gets.
         num_engines: how many there are.
+        is_first: False: it takes the place of one whose engines could be started, so another one
+            will, if these cannot.
     """
 
     def __init__(
@@ -98,8 +100,11 @@ class Coordinator:
             [Callable[[], list[EngineCoreRequest]], Callable[[Recovery], None]], WatchedClient
         ],
         num_engines: int,
+        *,
+        is_first: bool = True,
     ) -> None:
         self._metrics = metrics
+        self._is_first = is_first
         self._journal: Journal[FrontEnd] = Journal()
         self._client = start_client(self._journal.unfinished, self._note_recovery)
         for index in range(num_engines):
@@ -119,7 +124,7 @@ class Coordinator:
         """Works until the engines cannot go on.
 
         Raises:
-            EngineDeadError: why they cannot; the front ends know it, too.
+            EngineDeadError: why they cannot; the front ends know it, too, if it `is_final`.
         """
         publisher = asyncio.create_task(self._publish())
         try:
@@ -127,6 +132,8 @@ class Coordinator:
                 await self._deliver(await self._client.get_output())
         except EngineDeadError as error:
             publisher.cancel()
+            if not self.is_final:
+                raise
             self._client.fail_calls(error)
             dead = self._encoder.encode(wire.CoreDead(str(error)))
             for front_end in self._front_ends:
@@ -134,6 +141,11 @@ class Coordinator:
             raise
         finally:
             publisher.cancel()
+
+    @property
+    def is_final(self) -> bool:
+        """Whether there is no hope when the engines end now."""
+        return self._is_first or self._client.ready.done()
 
     async def shutdown(self) -> None:
         """Ends the engines and lets go of the front ends."""

@@ -72,9 +72,11 @@ class Child:
         self._said = b""
 
     def tell(self, data: bytes) -> None:
-        """Writes to its standard input."""
+        """Writes to its standard input; to one that has ended, or is to, nothing."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is found by `watch`
+        if self._process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 

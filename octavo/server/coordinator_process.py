@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import sys
+import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ def main() -> int:
     if setup is None:
         return 0
     setup_logging(setup.config.log_level, setup.config.log_format)
+    tempfile.tempdir = setup.folder  # what is left of one that was killed goes with the server
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_coordinate(setup))
 
@@ -46,13 +48,12 @@ def main() -> int:
 async def _coordinate(setup: CoordinatorSetup) -> int:
     """Works until the parent is gone, or ends it; returns the exit status."""
     parent = Parent(setup.pulse)
-    beats = asyncio.create_task(parent.beat())
     try:
         coordinator = _make_coordinator(setup)
     except OctavoError as error:
-        beats.cancel()
         parent.tell_failure(error)
         return 1
+    beats = asyncio.create_task(parent.beat())
     places = _Places(coordinator)
     running = asyncio.create_task(coordinator.run())
     await asyncio.wait({running, places.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -61,10 +62,13 @@ async def _coordinate(setup: CoordinatorSetup) -> int:
         if running.done():
             running.result()  # raises
     except OctavoError as error:
-        beats.cancel()
-        parent.tell_failure(error)
         status = 1
-        await places.ended  # front ends are still told
+        if coordinator.is_final:
+            beats.cancel()
+            parent.tell_failure(error)
+            await places.ended  # front ends are still told
+        else:
+            logger.warning("%s", error)
     finally:
         running.cancel()
         await asyncio.wait({running})
@@ -97,6 +101,7 @@ def _make_coordinator(setup: CoordinatorSetup) -> Coordinator:
         metrics,
         partial(start_engines, engine_config, path, tokenizer_path, processes),
         parallel.data_parallel_size,
+        is_first=setup.life == 0,
     )
 
 

@@ -55,8 +55,9 @@ def main() -> int:
     beats = []
 
     async def start() -> AsyncLLM:
+        engine = _make_engine(setup, coordinator)
         beats.append(asyncio.create_task(parent.beat()))  # somebody has to keep it
-        return _make_engine(setup, coordinator)
+        return engine
 
     state = ServerState(config, setup.engine_config, start, keys)
     state.created = setup.created

@@ -69,6 +69,10 @@ class CoordinatorSetup(msgspec.Struct):
     engine_config: EngineConfig
     model_path: str
     tokenizer_path: str
+    folder: str
+    """Of the sockets."""
+    life: int
+    """How many coordinators there were before."""
     pulse: int
     """See `Child`."""
 
@@ -217,6 +221,7 @@ class _Processes:
         Raises:
             OctavoError: it cannot go on, or ends too often.
         """
+        can_start = False
         while True:
             child = self._coordinator = Child("octavo.server.coordinator_process")
             whole = self._setup
@@ -226,6 +231,8 @@ class _Processes:
                     whole.engine_config,
                     whole.model_path,
                     whole.tokenizer_path,
+                    whole.folder,
+                    self._life,
                     child.pulse,
                 )
             )
@@ -237,7 +244,8 @@ class _Processes:
             self._coordinator = None
             child.kill()
             child.close()
-            if not child.has_begun:  # it would be no better again
+            can_start = can_start or child.has_begun
+            if not can_start:  # it would be no better again
                 raise OctavoError(f"The coordinator {how}; its log lines say why.")
             self._note_restart("the coordinator", "a coordinator", how)
             self._life += 1

@@ -106,7 +106,7 @@ class Bench:
         await asyncio.wait({self.running})
         await self.coordinator.shutdown()
         self.life += 1
-        self.coordinator = Coordinator(self.metrics, self.start, 1)
+        self.coordinator = Coordinator(self.metrics, self.start, 1, is_first=False)
         self.running = asyncio.create_task(self.coordinator.run())
         for client in self.clients:
             addresses = addresses_of(self.folder, self.life, client.number)
@@ -328,6 +328,10 @@ def test_one_that_dies_before_the_model_is_loaded(tmp_path):
     async def test(bench):
         client = bench.join()
         await bench.replace()
+        await bench.engines.said.put(EngineDeadError("killed while it loads"))
+        with pytest.raises(EngineDeadError, match="killed while"):
+            await bench.running
+        assert not bench.coordinator.is_final  # the front ends are not told
         await bench.replace()
         bench.engines.ready.set_result(CoreReady(make_plan(64, 8)))
         assert await client.ready == CoreReady(make_plan(64, 8))
