@@ -18,6 +18,7 @@ from octavo.config import (
     BUILTIN_MODEL,
     ConfigField,
     EngineConfig,
+    KVEventsConfig,
     ServerConfig,
     SpeculativeConfig,
     section_fields,
@@ -64,6 +65,9 @@ def settings() -> str:
         'A JSON object on the command line (`--speculative-config \'{"method": "ngram"}\'`), a'
         " dict in Python.",
         _table(("Key", "Meaning"), _attributes(SpeculativeConfig)),
+        "### kv_events_config",
+        "Likewise; see [caching](scaling.md#kv-events).",
+        _table(("Key", "Meaning"), _attributes(KVEventsConfig)),
         "## Server",
         ServerConfig.__doc__ or "",
         _table(

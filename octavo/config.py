@@ -85,6 +85,10 @@ ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
 """Variables after OCTAVO_ or VLLM_: the setting, how it is read, and what may stand there."""
 
 
+_ENDPOINT = r"^(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)$"
+"""As ZMQ writes addresses."""
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections."""
 
@@ -191,6 +195,28 @@ class LoadConfig(_Section, frozen=True):
     ] = None
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether and where KV events are published. Names are vLLM's."""
+
+    enable_kv_cache_events: bool = False
+    """Whether they are at all."""
+    publisher: Literal["zmq", "null"] = "zmq"
+    """null: they are not, either."""
+    endpoint: Annotated[str, Meta(pattern=_ENDPOINT)] = "tcp://127.0.0.1:5557"
+    """Where subscribers connect to; with several engines, the first one's port. `tcp://*:5557`: all
+    that can reach the machine may read the tokens of all prompts."""
+    replay_endpoint: Annotated[str, Meta(pattern=_ENDPOINT)] | None = None
+    """Where those who have missed some ask for them; likewise."""
+    buffer_steps: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
+    """Batches kept for these, 64 MiB of them at most."""
+    hwm: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
+    """Batches that wait for a slow subscriber; further ones are lost for it."""
+    max_queue_size: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
+    """Batches that wait to be sent."""
+    topic: str = ""
+    """The first frame of each message."""
+
+
 class CacheConfig(_Section, frozen=True):
     """The KV cache: what the model keeps of each token, in blocks of equal size."""
 
@@ -218,6 +244,13 @@ class CacheConfig(_Section, frozen=True):
             " int8 (with a scale per head and token) take half the memory of 16 bits."
         ),
     ] = "auto"
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        Meta(
+            description="Tells routers what the prefix cache holds, as JSON:"
+            ' {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}.'
+        ),
+    ] = None
 
 
 class SchedulerConfig(_Section, frozen=True):

@@ -291,7 +291,6 @@ FOREIGN: dict[str, Foreign] = {
             kv_offloading_size=0,
             kv_offloading_backend="native",
             kv_transfer_config={},
-            kv_events_config={},
             kv_cache_dtype_skip_layers=[],
             kv_sharing_fast_prefill=False,
         ),

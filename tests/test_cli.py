@@ -10,6 +10,7 @@ import octavo
 from octavo import cli
 from octavo.config import (
     EngineConfig,
+    KVEventsConfig,
     ServerConfig,
     SpeculativeConfig,
     config_fields,
@@ -58,6 +59,8 @@ def example(field):
         return ["a", "b"], ["a", "b"]
     if field.name.endswith("_bytes"):
         return ["2M"], 2 * 2**20
+    if field.name == "kv_events_config":
+        return ['{"enable_kv_cache_events": true}'], KVEventsConfig(enable_kv_cache_events=True)
     if field.name == "speculative_config":
         return ['{"method": "suffix"}'], SpeculativeConfig(method="suffix")
     if field.name == "gpu_memory_utilization":

@@ -126,6 +126,15 @@ BAD = {
     "cluster_key_file": [5],
     "numa_node": [-1, 0.5, "auto"],
     "profiler_dir": [5],
+    "kv_events_config": [
+        *("zmq", 5),
+        {"enable_kv_cache_event": True},
+        {"endpoint": "127.0.0.1:5557"},
+        {"endpoint": "tcp://127.0.0.1"},
+        {"replay_endpoint": ""},
+        {"publisher": "kafka"},
+        {"buffer_steps": 0},
+    ],
     "speculative_config": [
         *(5, "ngram", "{", [], {}, {"method": "magic"}, {"method": "ngram", "mode": 1}),
         *({"method": "ngram", "num_speculative_tokens": k} for k in (0, 33, 1000, 1.5)),

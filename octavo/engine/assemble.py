@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,6 +29,7 @@ from octavo.engine.memory_plan import (
 from octavo.errors import ConfigError
 from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
+from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
@@ -43,6 +45,9 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.base import GrammarBackend
 from octavo.structured_output.manager import StructuredOutputManager
 from octavo.worker.setup import WorkerSetup
+
+if TYPE_CHECKING:
+    from octavo.engine.kv_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +147,13 @@ def make_engine_core(
             assert estimate.draft_scratch is not None
             draft = replace(draft, max_model_len=length, scratches=(estimate.draft_scratch,))
             setup = replace(setup, draft=draft)
-    executor = make_executor(setup, platform)
+    publisher = _make_kv_publisher(config, engine_index)
+    try:
+        executor = make_executor(setup, platform)
+    except BaseException:
+        if publisher is not None:
+            publisher.close()
+        raise
     try:
         if estimate is None:
             measured = executor.measure_memory()
@@ -164,6 +175,12 @@ def make_engine_core(
             clock=clock.now,
             observer=observer.LogObserver() if watched else None,
         )
+        if publisher is not None:
+            scheduler.kv_cache_manager.pool.events = KVEventLog(
+                find_full_attention(kv_cache.groups) or 0,
+                kv_cache.block_size,
+                "CPU" if platform.name == "cpu" else "GPU",
+            )
         grammars = StructuredOutputManager(
             lambda: _make_grammar_backends(config, spec, model_path), spec.vocab_size
         )
@@ -176,6 +193,7 @@ def make_engine_core(
             engine_index=engine_index,
             enable_sleep_mode=config.model.enable_sleep_mode,
             record=record,
+            kv_publisher=publisher,
         )
         logger.info("model ready in %.2f s", time.monotonic() - started)
         resident = [resident_memory(pid) for pid in (None, *executor.pids)]
@@ -183,8 +201,25 @@ def make_engine_core(
             logger.log(details, "%s", plan.compare(sum(filter(None, resident))))
     except BaseException:
         executor.shutdown()
+        if publisher is not None:
+            publisher.close()
         raise
     return core, plan
+
+
+def _make_kv_publisher(config: EngineConfig, engine_index: int) -> KVEventPublisher | None:
+    """Who tells routers what the prefix cache holds, if somebody is to.
+
+    Raises:
+        ConfigError: an address cannot be used.
+    """
+    events, parallel = config.cache.kv_events_config, config.parallel
+    if events is None or not events.enable_kv_cache_events or events.publisher == "null":
+        return None
+    from octavo.engine.kv_publisher import KVEventPublisher
+
+    rank = parallel.first_engine + engine_index
+    return KVEventPublisher(events, rank if parallel.numbered else None)
 
 
 def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -40,6 +40,9 @@ from octavo.recording import Step, StepEnd, StepRequest
 from octavo.request import Request, RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.manager import StructuredOutputManager
+
+if TYPE_CHECKING:
+    from octavo.engine.kv_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +109,10 @@ class EngineCore:
         engine_index: int = 0,
         enable_sleep_mode: bool = False,
         record: Callable[[Step], None] | None = None,
+        kv_publisher: KVEventPublisher | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self._kv_publisher = kv_publisher
         self.executor = executor
         self.structured_output = structured_output
         self._clock = clock
@@ -238,6 +243,7 @@ class EngineCore:
             self._schedule_step()
         if self._in_flight and not took:
             self._take_result()
+        self._publish_kv_events()
         outputs, self._outputs = self._outputs, []
         if self._record is not None and not self.has_work():
             self._last_taken = None
@@ -247,6 +253,13 @@ class EngineCore:
             timestamp=self._clock(),
             engine_index=self._engine_index,
         )
+
+    def _publish_kv_events(self) -> None:
+        """Tells what has become of known prefixes, if anybody is to know."""
+        if self._kv_publisher is not None:
+            events = self.scheduler.take_kv_events()
+            if events:
+                self._kv_publisher.publish(events)
 
     def _schedule_step(self) -> None:
         """Schedules a step and hands it to the executor."""
@@ -390,7 +403,9 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False if running requests hold blocks."""
-        return self.scheduler.reset_prefix_cache()
+        was_reset = self.scheduler.reset_prefix_cache()
+        self._publish_kv_events()
+        return was_reset
 
     def trim_memory(self) -> None:
         """Gives memory that was freed back to the system."""
@@ -542,3 +557,5 @@ class EngineCore:
         if self.structured_output is not None:
             self.structured_output.shutdown()
         self.executor.shutdown()
+        if self._kv_publisher is not None:
+            self._kv_publisher.close()

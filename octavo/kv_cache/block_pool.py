@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from octavo.kv_cache.events import KVEventLog
+
 # Block 0 holds no request's KV; block tables use it where a block is not needed (any more).
 NULL_BLOCK_ID = 0
 
@@ -121,6 +123,8 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.num_evictions = 0
         """Known prefixes lost to reuse of their block."""
+        self.events: KVEventLog | None = None
+        """Told what is forgotten, if anybody wants to know."""
         self._cached: list[dict[bytes, KVCacheBlock]] = [{} for _ in range(num_groups)]
 
     @property
@@ -206,6 +210,8 @@ class BlockPool:
         """Makes the prefix cache forget a block."""
         assert block.block_hash is not None
         del self._cached[block.group_id][block.block_hash]
+        if self.events is not None and self.events.group_id == block.group_id:
+            self.events.note_removed(block.block_hash)
         block.block_hash = None
 
     def reset_prefix_cache(self) -> bool:
@@ -215,6 +221,8 @@ class BlockPool:
         for cached in self._cached:
             for block in list(cached.values()):
                 self.uncache(block)
+        if self.events is not None:
+            self.events.note_cleared()
         return True
 
     def check_integrity(self, ref_counts: Sequence[int]) -> None:

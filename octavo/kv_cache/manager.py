@@ -36,6 +36,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from octavo.kv_cache.block_pool import BlockPool, KVCacheBlock
+from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, make_manager
 from octavo.request import Request
 
@@ -352,7 +353,21 @@ class KVCacheManager:
             end = min(known, manager.num_full_blocks(computed))
             new = self.pool.cache_full_blocks(held.blocks[group_id], hashes, done, end, group_id)
             self._made_known.update(block.block_id for block in new)
+            events = self.pool.events
+            if events is not None and events.group_id == group_id and new:
+                self._note_stored(events, request, done, end, new)
         held.num_cached_blocks = known
+
+    def _note_stored(
+        self, events: KVEventLog, request: Request, start: int, end: int, new: list[KVCacheBlock]
+    ) -> None:
+        """Takes down which of a request's blocks from `start` up to `end` have become known."""
+        hashes, size, tokens = request.block_hashes, self.block_size, request.all_token_ids
+        made = {block.block_hash for block in new}
+        for i in range(start, end):
+            if hashes[i] in made:
+                parent = hashes[i - 1] if i else None
+                events.note_stored(hashes[i], parent, list(tokens[i * size : (i + 1) * size]))
 
     def _check_request(self, request: Request, held: _RequestBlocks, ref_counts: list[int]) -> None:
         """Checks one request's blocks and adds its references to `ref_counts`."""

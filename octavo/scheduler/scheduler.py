@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from octavo.clock import now
 from octavo.config import SchedulerConfig
 from octavo.errors import ContextLengthError, RequestError
+from octavo.kv_cache.events import AnyKVEvent
 from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import (
@@ -438,6 +439,11 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
         return self.kv_cache_manager.reset_prefix_cache()
+
+    def take_kv_events(self) -> list[AnyKVEvent]:
+        """What has become of known prefixes since the last call, if that is taken down."""
+        log = self.kv_cache_manager.pool.events
+        return [] if log is None else log.take()
 
     def make_stats(self) -> SchedulerStats:
         """State and counters."""

@@ -3,12 +3,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.messages import EngineCoreRequest
 from octavo.request import Request
 from tests.fakes import pages
+from tests.kv_cache.test_events import Subscriber
 from tests.params import core_params
 from tests.state_cache import StateCache
 
@@ -594,6 +596,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.groups = make_kv_cache_groups(caches)
         config = KVCacheConfig(num_blocks, BLOCK, self.groups)
         self.manager = KVCacheManager(config, caching)
+        self.events_group = len(self.groups) - 1
+        self.manager.pool.events = KVEventLog(self.events_group, BLOCK, "CPU")
+        self.subscriber = Subscriber()
         self.live = {}
         self.num_started = 0
 
@@ -650,11 +655,17 @@ class ManagerMachine(RuleBasedStateMachine):
     def end_step(self):
         self.manager.take_blocks_to_copy()
 
+    @rule()
+    def reset(self):
+        self.manager.reset_prefix_cache()
+
     @invariant()
     def books_agree(self):
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity(self.live.values())
+        self.subscriber.take(self.manager.pool.events.take())
+        assert self.subscriber.known == set(self.manager.pool.cached_blocks(self.events_group))
         for request in self.live.values():
             held = sum(block > 0 for ids in self.manager.get_block_ids(request) for block in ids)
             assert held <= max_blocks_per_request(self.groups, BLOCK, request.num_tokens, MAX_STEP)

@@ -1,0 +1,176 @@
+"""KV events as subscribers get them, over real sockets."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+
+from octavo import LLM, SamplingParams
+from octavo.config import KVEventsConfig
+from octavo.engine import kv_publisher
+from octavo.engine.kv_publisher import KVEventPublisher, endpoint_of
+from octavo.errors import ConfigError
+from octavo.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from tests.e2e.harness import free_port
+from tests.kv_cache.test_events import Subscriber
+
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+@pytest.fixture
+def context():
+    """Opens sockets."""
+    context, opened = zmq.Context(), []
+
+    def open_socket(kind):
+        opened.append(context.socket(kind))
+        return opened[-1]
+
+    yield SimpleNamespace(socket=open_socket)
+    context.destroy(linger=0)
+
+
+def make_config(tmp_path, **more):
+    fields = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    return KVEventsConfig(enable_kv_cache_events=True, topic="kv", **fields | more)
+
+
+def subscribe(context, endpoint):
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    socket.subscribe(b"kv")
+    socket.connect(endpoint)
+    return socket
+
+
+def receive(socket):
+    topic, number, payload = socket.recv_multipart()
+    assert topic == b"kv"
+    return int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=KVEventBatch)
+
+
+def ask(context, endpoint, *frames):
+    """All that comes for a question."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVTIMEO, 10_000)
+    socket.connect(endpoint)
+    socket.send_multipart(frames)
+    found = []
+    while True:
+        empty, number, payload = socket.recv_multipart()
+        assert empty == b""
+        if number == END:
+            assert payload == b""
+            return found
+        found.append((int.from_bytes(number, "big"), payload))
+
+
+def test_who_is_late_asks_for_what_was_missed(tmp_path, context):
+    config = make_config(tmp_path, buffer_steps=3)
+    publisher = KVEventPublisher(config, 2)
+    try:
+        endpoint = config.endpoint + "_dp2"
+        socket = subscribe(context, endpoint)
+        time.sleep(0.2)  # a subscription takes a while to be heard of
+        for i in range(4):
+            publisher.publish([BlockRemoved([bytes([i])])])
+        numbers, batches = zip(*(receive(socket) for _ in range(4)), strict=True)
+        assert numbers == (1, 2, 3, 4)  # 0 was that the engine has begun
+        assert batches[0].events == [BlockRemoved([b"\0"])]
+        assert batches[0].data_parallel_rank == 2
+        assert abs(batches[0].ts - time.time()) < 60
+        question = config.replay_endpoint + "_dp2"
+        kept = ask(context, question, b"", (0).to_bytes(8, "big"))
+        assert [number for number, _ in kept] == [2, 3, 4]
+        assert msgspec.msgpack.decode(kept[0][1], type=KVEventBatch) == batches[1]
+        assert [n for n, _ in ask(context, question, b"", (4).to_bytes(8, "big"))] == [4]
+        assert ask(context, question, b"", (9).to_bytes(8, "big")) == []
+        # What is no question is not answered, and harms nobody.
+        socket = context.socket(zmq.DEALER)
+        socket.connect(question)
+        for frames in ([b""], [b"", b"x"], [b"", b"", b"", b""], [b"\xff" * 9]):
+            socket.send_multipart(frames)
+        assert len(ask(context, question, b"", (0).to_bytes(8, "big"))) == 3
+    finally:
+        publisher.close()
+        publisher.close()
+
+
+def test_what_is_kept_is_bounded(tmp_path, context, monkeypatch):
+    monkeypatch.setattr(kv_publisher, "_MOST_KEPT_NBYTES", 400)
+    config = make_config(tmp_path)
+    publisher = KVEventPublisher(config, None)
+    for i in range(9):
+        publisher.publish([BlockRemoved([bytes([i]) * 100])])
+    time.sleep(0.3)
+    kept = ask(context, config.replay_endpoint, b"", (0).to_bytes(8, "big"))
+    assert [number for number, _ in kept] == [7, 8, 9]
+    publisher.close()
+
+
+def test_nobody_waits_for_what_cannot_be_sent(tmp_path, monkeypatch, caplog):
+    go_on = threading.Event()
+    monkeypatch.setattr(KVEventPublisher, "_run", lambda self: go_on.wait(10))
+    publisher = KVEventPublisher(make_config(tmp_path, max_queue_size=2), None)
+    for _ in range(5):
+        publisher.publish([AllBlocksCleared()])
+    assert publisher._num_lost == 4
+    assert caplog.text.count("KV events were lost") == 3  # at 1, 2 and 4
+    go_on.set()
+    publisher.close()
+    publisher._context.destroy(linger=0)
+
+
+def test_where_an_engine_publishes():
+    assert endpoint_of("tcp://127.0.0.1:5557", None) == "tcp://127.0.0.1:5557"
+    assert endpoint_of("tcp://*:5557", 0) == "tcp://*:5557"
+    assert endpoint_of("tcp://*:5557", 3) == "tcp://*:5560"
+    assert endpoint_of("ipc:///tmp/x", 1) == "ipc:///tmp/x_dp1"
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path):
+    config = make_config(tmp_path, endpoint=f"tcp://127.0.0.1:{free_port()}")
+    publisher = KVEventPublisher(config, None)
+    with pytest.raises(ConfigError, match=r"kv_events_config: endpoint='tcp://127.*in use"):
+        KVEventPublisher(config, None)
+    publisher.close()
+    KVEventPublisher(config, None).close()
+
+
+def test_who_may_read_is_said(tmp_path, caplog):
+    KVEventPublisher(make_config(tmp_path), None).close()
+    assert "can be read" not in caplog.text
+    config = make_config(tmp_path, endpoint=f"tcp://*:{free_port()}")
+    KVEventPublisher(config, None).close()
+    assert "KV events, with the tokens of all prompts, can be read by who can reach" in caplog.text
+
+
+def test_events_of_a_model(tmp_path, context):
+    config = {
+        "enable_kv_cache_events": True,
+        "topic": "kv",
+        "endpoint": f"ipc://{tmp_path}/events",
+    }
+    socket = subscribe(context, config["endpoint"])  # before there is an engine
+    subscriber = Subscriber()
+    settings = {"max_model_len": 256, "num_gpu_blocks_override": 24, "kv_events_config": config}
+    with LLM("octavo/stories", **settings) as llm:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        prompts = [{"prompt_token_ids": [5 + i] * 50} for i in range(12)]
+        llm.generate(prompts, params, use_tqdm=False)
+        pool = llm.llm_engine.client.core.scheduler.kv_cache_manager.pool
+        known, seen = set(pool.cached_blocks(0)), []
+        while subscriber.known != known:
+            _, batch = receive(socket)
+            seen += batch.events
+            subscriber.take(batch.events)
+        stored = next(event for event in seen if isinstance(event, BlockStored))
+        assert stored.token_ids == [5] * 48
+        assert (stored.medium, stored.block_size) == ("CPU", 16)
+        assert any(isinstance(event, BlockRemoved) for event in seen), "there are too few blocks"
+        assert llm.reset_prefix_cache()
+        _, batch = receive(socket)
+        assert batch.events == [AllBlocksCleared()]
