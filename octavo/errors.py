@@ -20,6 +20,7 @@ The tree::
     |   `-- DeadlineError                   the request's own deadline passed
     |       `-- FirstTokenError             it passed before the first token came
     |-- EngineDeadError                     the engine process is gone; says the root cause
+    |   `-- NodeMissingError                its machine is not there, or not any more
     `-- BenchError                          a benchmark cannot be run; says what is missing
         `-- DatasetError (ValueError)       a data set is unusable; names file, line and field
 """
