@@ -27,6 +27,8 @@ _BEAT = b"\0"
 """No failure begins so."""
 # Between two looks whether a process lives.
 LOOK_SECONDS = 0.1
+# A shorter silence may be chance.
+_LEAST_SILENCE = 2.0
 # Imports take so long at most, beside what a silence may last.
 _START_SECONDS = 60.0
 # A stop that is over sooner is no reason.
@@ -86,13 +88,16 @@ class Child:
         self.tell(len(data).to_bytes(_LENGTH_NBYTES, "little") + data)
 
     async def watch(self, limit: float) -> str:
-        """Waits until it has ended, or was silent for `limit` seconds; returns what it did.
+        """Waits until it has ended, or was silent for `limit` seconds, two at least.
+
+        Returns what it did.
 
         Time is counted in naps, so that a machine that slept is no reason.
 
         Raises:
             OctavoError: what it said that it cannot go on for.
         """
+        limit = max(limit, _LEAST_SILENCE)
         silent, stopped = -_START_SECONDS, 0.0
         while (status := self._process.poll()) is None:
             await asyncio.sleep(LOOK_SECONDS)

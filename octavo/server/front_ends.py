@@ -24,7 +24,7 @@ import msgspec
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.front_end import addresses_of
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.models.hub import resolve_folders
 from octavo.server.child_process import Child
 
@@ -137,6 +137,13 @@ async def serve_by_front_ends(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _start(module: str, *descriptors: int) -> Child:
+    try:
+        return Child(module, descriptors)
+    except OSError as error:
+        raise OctavoError(f"No process can be started: {reason_of(error)}.") from None
+
+
 @dataclass(eq=False)
 class _FrontEnd:
     """A front end that lives."""
@@ -223,7 +230,7 @@ class _Processes:
         """
         can_start = False
         while True:
-            child = self._coordinator = Child("octavo.server.coordinator_process")
+            child = self._coordinator = _start("octavo.server.coordinator_process")
             whole = self._setup
             child.tell_message(
                 CoordinatorSetup(
@@ -254,7 +261,7 @@ class _Processes:
         """Starts a front end again and again; returns its exit status when that was wanted."""
         can_start = False
         while True:
-            child = Child("octavo.server.front_end_process", (self._setup.listener,))
+            child = _start("octavo.server.front_end_process", self._setup.listener)
             front_end = self._front_ends[slot] = _FrontEnd(next(self._numbers), child)
             child.tell_message(
                 msgspec.structs.replace(

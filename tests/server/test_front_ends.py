@@ -1,11 +1,14 @@
 """What several front ends refuse; all else about them is in tests/e2e/test_front_ends.py."""
 
+import asyncio
+import socket
+
 import msgspec
 import pytest
 
 from octavo.config import EngineConfig, ServerConfig
-from octavo.errors import ConfigError
-from octavo.server.front_ends import FrontEndSetup, check_front_ends
+from octavo.errors import ConfigError, OctavoError
+from octavo.server.front_ends import FrontEndSetup, check_front_ends, serve_by_front_ends
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,19 @@ def test_what_only_one_would_know(name, value):
     check_front_ends(ServerConfig(**server), engine_config)
     with pytest.raises(ConfigError, match=f"^{name} .* with api_server_count=2"):
         check_front_ends(ServerConfig(**server, api_server_count=2), engine_config)
+
+
+def test_there_is_no_room_for_processes(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = serve_by_front_ends(
+            ServerConfig(api_server_count=2), EngineConfig.from_kwargs(), listener
+        )
+        with pytest.raises(OctavoError, match=r"No process can be started: Resource temp"):
+            asyncio.run(serving)
 
 
 def test_a_process_is_told_all_settings():
