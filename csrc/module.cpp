@@ -14,6 +14,7 @@
 #include "barrier.h"
 #include "dispatch.h"
 #include "inputs.h"
+#include "kv_pages.h"
 #include "philox.h"
 #include "plan.h"
 #include "pool.h"
@@ -151,6 +152,38 @@ NB_MODULE(_native, m) {
     Release release;
     return read_memory(at<void>(data), nbytes, locality);
   });
+
+  const auto kv_pages = [](Address from, Address to, Address sums, Address seeds, int64_t pages,
+                           int64_t chunks, int64_t chunk_nbytes) {
+    if (pages < 0 || chunks < 0 || chunk_nbytes < 0 || chunk_nbytes % 8 != 0)
+      throw nb::value_error("chunks are whole numbers of 8 bytes");
+    return KvPages{at<const uint64_t>(from), at<const uint64_t>(to), at<const uint64_t>(sums),
+                   at<const uint64_t>(seeds), pages, chunks, chunk_nbytes};
+  };
+  m.def("chunk_sum", [](Address data, size_t nbytes, uint64_t seed) {
+    if (nbytes % 8 != 0) throw nb::value_error("chunks are whole numbers of 8 bytes");
+    return chunk_sum(at<const char>(data), nbytes, seed);
+  });
+  m.def(
+      "save_pages",
+      [=](Address from, Address to, Address sums, Address seeds, int64_t pages, int64_t chunks,
+          int64_t chunk_nbytes) {
+        const KvPages p = kv_pages(from, to, sums, seeds, pages, chunks, chunk_nbytes);
+        Release release;
+        save_pages(p);
+      },
+      nb::kw_only(), nb::arg("from_"), nb::arg("to"), nb::arg("sums"), nb::arg("seeds"),
+      nb::arg("pages"), nb::arg("chunks"), nb::arg("chunk_nbytes"));
+  m.def(
+      "load_pages",
+      [=](Address from, Address to, Address sums, Address seeds, int64_t pages, int64_t chunks,
+          int64_t chunk_nbytes, Address bad) {
+        const KvPages p = kv_pages(from, to, sums, seeds, pages, chunks, chunk_nbytes);
+        Release release;
+        load_pages(p, at<uint8_t>(bad));
+      },
+      nb::kw_only(), nb::arg("from_"), nb::arg("to"), nb::arg("sums"), nb::arg("seeds"),
+      nb::arg("pages"), nb::arg("chunks"), nb::arg("chunk_nbytes"), nb::arg("bad"));
 
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<>())

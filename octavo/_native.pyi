@@ -72,6 +72,37 @@ def release_pages(address: int, nbytes: int, /) -> None: ...
 def read_memory(address: int, nbytes: int, locality: int, /) -> int:
     """The exclusive or of the 64-bit numbers there, read by all threads; see csrc/read_memory.h."""
 
+def chunk_sum(data: int, nbytes: int, seed: int, /) -> int:
+    """A checksum of bytes at an address; never 0."""
+
+def save_pages(
+    *, from_: int, to: int, sums: int, seeds: int, pages: int, chunks: int, chunk_nbytes: int
+) -> None:
+    """Copies pages and writes a sum for each of their chunks; see csrc/kv_pages.h.
+
+    Args:
+        from_: uint64 [pages], addresses.
+        to: likewise.
+        sums: likewise, of uint64 [chunks].
+        seeds: uint64 [pages]
+        pages: how many.
+        chunks: in each of them.
+        chunk_nbytes: a multiple of 8.
+    """
+
+def load_pages(
+    *,
+    from_: int,
+    to: int,
+    sums: int,
+    seeds: int,
+    pages: int,
+    chunks: int,
+    chunk_nbytes: int,
+    bad: int,
+) -> None:
+    """Copies pages back; bad, uint8 [pages], is 1 where a sum is another one."""
+
 class GroupError(RuntimeError):
     """A process of a group has failed, or did not come to a barrier in time."""
 

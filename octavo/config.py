@@ -217,6 +217,33 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The first frame of each message."""
 
 
+class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where keys and values go beside the KV cache, and come from. Names are vLLM's."""
+
+    kv_connector: Annotated[str, Meta(min_length=1)]
+    """OffloadingConnector, SharedStorageConnector, or a class of `kv_connector_module_path`."""
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
+    """kv_producer only saves, kv_consumer only loads."""
+    kv_connector_extra_config: dict[str, Any] = {}
+    """What the connector itself is told; see docs/kv_connectors.md."""
+    kv_connector_module_path: Annotated[str, Meta(min_length=1)] | None = None
+    """Module with a connector of one's own, to be imported."""
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose blocks cannot be loaded: it computes them, or fails."""
+    engine_id: Annotated[str, Meta(min_length=1)] | None = None
+    """A name of this engine among others; default: a random one."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether what is computed is saved."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def loads(self) -> bool:
+        """Whether what is known elsewhere is loaded."""
+        return self.kv_role != "kv_producer"
+
+
 class CacheConfig(_Section, frozen=True):
     """The KV cache: what the model keeps of each token, in blocks of equal size."""
 
@@ -249,6 +276,14 @@ class CacheConfig(_Section, frozen=True):
         Meta(
             description="Tells routers what the prefix cache holds, as JSON:"
             ' {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}.'
+        ),
+    ] = None
+    kv_transfer_config: Annotated[
+        KVTransferConfig | None,
+        Meta(
+            description="Saves the KV cache elsewhere, too, and loads it from there, as JSON:"
+            ' {"kv_connector": "OffloadingConnector", "kv_connector_extra_config":'
+            ' {"cpu_bytes_to_use": 4294967296}}.'
         ),
     ] = None
 

@@ -109,6 +109,16 @@ class StepFailedError(RequestError):
         super().__init__(message, None, "step_failed")
 
 
+class KVLoadError(RequestError):
+    """What a KV connector has of the prompt could not be loaded; asked again it may be."""
+
+    status = 503
+    type = "server_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "kv_load_failed")
+
+
 class ScalingError(RequestError):
     """The number of engines cannot be changed so, or not now."""
 

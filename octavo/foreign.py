@@ -286,11 +286,10 @@ FOREIGN: dict[str, Foreign] = {
             sleep_preserve_parameter_names=[],
         ),
         _group(
-            "the KV cache stays on the device here and is not shared with other engines; "
-            "kv_cache_dtype=fp8 halves what it takes",
+            "use kv_transfer_config with OffloadingConnector; kv_cache_dtype=fp8 halves what the "
+            "KV cache takes",
             kv_offloading_size=0,
             kv_offloading_backend="native",
-            kv_transfer_config={},
             kv_cache_dtype_skip_layers=[],
             kv_sharing_fast_prefill=False,
         ),

@@ -304,6 +304,12 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_held_reqs: int = 0
     """Those of the waiting requests that wait for something else than their turn, such as their
     grammar."""
+    external_prefix_cache_queries: int = 0
+    """Tokens looked up with the KV connector, after the prefix cache."""
+    external_prefix_cache_hits: int = 0
+    """Tokens that it had."""
+    num_failed_loads: int = 0
+    """Requests whose blocks could not all be loaded."""
 
     @staticmethod
     def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -373,6 +379,19 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Requests whose rows the worker gives up before this step: finished or preempted."""
     blocks_to_copy: list[tuple[int, int]] = []
     """(source, destination) block ids to copy before this step: copy on write."""
+    kv_connector_metadata: bytes | None = None
+    """What the scheduler's half of a KV connector tells the workers', encoded."""
+
+
+class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What the worker's half of a KV connector has finished."""
+
+    finished_sending: list[str] = []
+    """Requests whose blocks it needs no more."""
+    finished_recving: list[str] = []
+    """Requests whose blocks are loaded, or will not be."""
+    invalid_block_ids: list[int] = []
+    """Blocks of these that hold something else than they should."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True):

@@ -70,6 +70,7 @@ class Request:
         "_block_hasher",
         "all_token_ids",
         "arrival_time",
+        "asked_connector",
         "block_hashes",
         "cache_salt",
         "cache_scope",
@@ -146,6 +147,8 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0
+        self.asked_connector = False
+        """Whether a KV connector was asked what it has, since the request was last preempted."""
         self.first_scheduled_time: float | None = None
         self.num_charged = self.num_prompt_tokens if core_request.output_token_ids else 0
         """Prompt tokens up to which its tenant has been charged; one that goes on was, once."""

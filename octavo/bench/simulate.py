@@ -28,7 +28,6 @@ from octavo.bench.sweep import Probe, Slos, best_probe, find_max_rate, parse_slo
 from octavo.config import EngineConfig
 from octavo.engine.memory_plan import (
     resolve_dtype,
-    resolve_kv_cache_dtype,
     resolve_max_model_len,
     resolve_max_num_batched_tokens,
 )
@@ -45,6 +44,7 @@ from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.platforms.registry import get_platform
 from octavo.recording import is_recording
+from octavo.worker.setup import resolve_kv_cache_dtype
 
 _TRACES = {".csv": "azure", ".jsonl": "mooncake"}
 _CHECKED = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")

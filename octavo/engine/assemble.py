@@ -31,9 +31,13 @@ from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
+from octavo.kv_connector.base import KVConnectorRole
+from octavo.kv_connector.inbox import TransferInbox
+from octavo.kv_connector.registry import get_connector_class, make_connector
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
 from octavo.models.hub import resolve_folders
+from octavo.models.identity import model_hash
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.platforms.base import Platform
@@ -103,6 +107,9 @@ def make_engine_core(
         rank=Rank.of(0, config.device),
     )
     setup = _with_draft(setup)
+    if config.cache.kv_transfer_config is not None:
+        setup = _with_connector(setup, engine_index)
+        config = setup.config
     draft = setup.draft
     platform = platform or get_platform(config.device.device)
     platform.check_settings(config.device)
@@ -139,6 +146,7 @@ def make_engine_core(
             warm_spare=warm_spare,
             limit=memory_limit,
             draft=None if draft is None else draft.spec,
+            kv_connector=_connector_nbytes(config),
         )
         _log_plan(plan, details)
         setup = replace(setup, max_model_len=plan.max_model_len, scratches=estimate.scratches)
@@ -162,6 +170,11 @@ def make_engine_core(
             )
             _log_plan(plan, details)
         executor.initialize_kv_cache(kv_cache)
+        connector = make_connector(config, KVConnectorRole.SCHEDULER, setup.kv_layout)
+        transfers = None
+        if connector is not None:
+            transfers = TransferInbox(setup.rank.world_size)
+            executor.register_transfer_callback(transfers.put)
         watched = observer.logger.isEnabledFor(logging.DEBUG)
         scheduler = Scheduler(
             config.scheduler,
@@ -174,6 +187,7 @@ def make_engine_core(
             num_stages=setup.rank.num_stages,
             clock=clock.now,
             observer=observer.LogObserver() if watched else None,
+            connector=connector,
         )
         if publisher is not None:
             scheduler.kv_cache_manager.pool.events = KVEventLog(
@@ -194,6 +208,7 @@ def make_engine_core(
             enable_sleep_mode=config.model.enable_sleep_mode,
             record=record,
             kv_publisher=publisher,
+            transfers=transfers,
         )
         logger.info("model ready in %.2f s", time.monotonic() - started)
         resident = [resident_memory(pid) for pid in (None, *executor.pids)]
@@ -220,6 +235,42 @@ def _make_kv_publisher(config: EngineConfig, engine_index: int) -> KVEventPublis
 
     rank = parallel.first_engine + engine_index
     return KVEventPublisher(events, rank if parallel.numbered else None)
+
+
+def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
+    """The same with what a KV connector must know of the model and the engine.
+
+    Raises:
+        ConfigError: the connector cannot be used with the other settings.
+    """
+    config, model = setup.config, setup.config.model
+    transfer = config.cache.kv_transfer_config
+    assert transfer is not None
+    get_connector_class(transfer).host_nbytes(transfer)
+    if not config.cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_transfer_config needs enable_prefix_caching: blocks are found by the hashes of the "
+            "prefix cache; set it to true."
+        )
+    if transfer.engine_id is None:
+        number = str(config.parallel.first_engine + engine_index)
+        transfer = msgspec.structs.replace(transfer, engine_id=number)
+    cache = msgspec.structs.replace(config.cache, kv_transfer_config=transfer)
+    load_format = config.load.load_format
+    seed = model.seed if load_format == "dummy" else None
+    found = model_hash(setup.model_path, setup.model_path, load_format)
+    identity = (found, setup.dtype, model.quantization, load_format, seed, setup.max_model_len)
+    return replace(
+        setup,
+        config=msgspec.structs.replace(config, cache=cache),
+        model_identity=" ".join(map(str, identity)),
+    )
+
+
+def _connector_nbytes(config: EngineConfig) -> int:
+    """Bytes of the host's memory that a KV connector takes."""
+    transfer = config.cache.kv_transfer_config
+    return 0 if transfer is None else get_connector_class(transfer).host_nbytes(transfer)
 
 
 def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:

@@ -24,6 +24,7 @@ from octavo.errors import (
 )
 from octavo.executor.base import Executor, StepHandle
 from octavo.kv_cache.hashing import make_block_hasher, prompt_embeds_keys
+from octavo.kv_connector.inbox import TransferInbox
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -96,6 +97,7 @@ class EngineCore:
         engine_index: see `EngineCoreOutputs`.
         enable_sleep_mode: whether `sleep` may give memory back.
         record: is told what was scheduled, before it is computed.
+        transfers: what workers have finished of what the scheduler's KV connector asked for.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class EngineCore:
         enable_sleep_mode: bool = False,
         record: Callable[[Step], None] | None = None,
         kv_publisher: KVEventPublisher | None = None,
+        transfers: TransferInbox | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.transfers = transfers
         self._kv_publisher = kv_publisher
         self.executor = executor
         self.structured_output = structured_output
@@ -206,15 +210,21 @@ class EngineCore:
             or self._outputs
             or self.scheduler.has_requests()
             or (self.structured_output is not None and self.structured_output.has_finished)
+            or (self.transfers is not None and self.transfers.has_finished)
         )
 
     def wait(self, seconds: float) -> None:
-        """Waits for a grammar that is being compiled, where that is all there is to do.
+        """Waits for a grammar that is being compiled, or blocks that are loaded, where there is
+        nothing else to do.
 
         Args:
             seconds: at most that long.
         """
-        if not self.has_work() and self.structured_output is not None:
+        if self.has_work():
+            return
+        if self.transfers is not None and self.scheduler.num_loads:
+            self.transfers.wait(seconds)
+        elif self.structured_output is not None:
             self.structured_output.wait(seconds)
 
     def has_unfinished_requests(self) -> bool:
@@ -228,6 +238,8 @@ class EngineCore:
         """
         if self.structured_output is not None and self.structured_output.has_finished:
             self._take_grammars()
+        if self.transfers is not None and self.transfers.has_finished:
+            self.scheduler.update_connector_output(self.transfers.take())
         took = False
         while True:
             newest = self._in_flight[-1] if self._in_flight else None
@@ -470,7 +482,8 @@ class EngineCore:
         if mode != "wait":
             self._finish_steps()
         self.scheduler.pause(mode)
-        if self._in_flight or self.scheduler.running or self.scheduler.waiting:
+        waiting = self.scheduler.waiting or self.scheduler.num_loads
+        if self._in_flight or self.scheduler.running or waiting:
             return False
         if level:
             was_reset = self.reset_prefix_cache()
@@ -557,5 +570,6 @@ class EngineCore:
         if self.structured_output is not None:
             self.structured_output.shutdown()
         self.executor.shutdown()
+        self.scheduler.shutdown()
         if self._kv_publisher is not None:
             self._kv_publisher.close()

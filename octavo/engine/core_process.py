@@ -106,6 +106,8 @@ def main() -> None:
         )
         if core.structured_output is not None:
             core.structured_output.wake = lambda: inputs.put([])  # an empty abort
+        if core.transfers is not None:
+            core.transfers.wake = lambda: inputs.put([])
         core.executor.register_failure_callback(inputs.put)  # it may be idle
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()

@@ -17,6 +17,7 @@ from octavo.kv_cache.groups import (
 )
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.worker.memory import MemoryBudget
+from octavo.worker.setup import resolve_kv_cache_dtype
 
 # The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
 # as objects.
@@ -58,6 +59,8 @@ class MemoryPlan:
     """A spare process."""
     warm_spare: bool = False
     """Whether there may be one."""
+    kv_connector: int = 0
+    """Memory of a KV connector."""
 
     @property
     def total(self) -> int:
@@ -69,7 +72,7 @@ class MemoryPlan:
     def steady(self) -> int:
         """What is held once the model is loaded and everything has been used, without requests."""
         held = self.runtime + self.weights + self.activations + self.logits + self.rows
-        return held + self.draft + self.kv_cache
+        return held + self.draft + self.kv_cache + self.kv_connector
 
     @property
     def max_concurrency(self) -> float:
@@ -95,6 +98,8 @@ class MemoryPlan:
             lines.insert(
                 -1, f"  draft model  {self.draft / mib:10,.1f} MiB, plus a part of the KV cache"
             )
+        if self.kv_connector:
+            lines.append(f"  KV connector {self.kv_connector / mib:10,.1f} MiB for blocks")
         if self.server:
             lines += [
                 f"  requests     {self.requests / mib:10,.1f} MiB in this process and the server's",
@@ -136,26 +141,6 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     return dtype
 
 
-def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
-    """The type of the KV cache of a model in `dtype`, as `CacheSpec` names it.
-
-    Raises:
-        ConfigError: for a type of 16 or 32 bits that is not the model's.
-    """
-    match config.cache.kv_cache_dtype:
-        case "auto":
-            return dtype
-        case "fp8":
-            return "fp8_e4m3"
-        case ("float32" | "float16" | "bfloat16") as asked if asked != dtype:
-            raise ConfigError(
-                f"kv_cache_dtype={asked} is not supported with a model in {dtype}; use auto, "
-                "fp8_e4m3, fp8_e5m2 or int8."
-            )
-        case asked:
-            return asked
-
-
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """The context length asked for; for -1, the model's, which the plan may shorten.
 
@@ -192,6 +177,7 @@ def make_memory_plan(
     warm_spare: bool | None = False,
     limit: int | None = None,
     draft: ModelSpec | None = None,
+    kv_connector: int = 0,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
     """Plans the memory of an engine: the KV cache gets what is left.
 
@@ -207,6 +193,7 @@ def make_memory_plan(
         limit: bytes that the engine may use; None: its share of what there is. What several engines
             have together (server, requests, spare) counts for each of them in part.
         draft: the model that drafts. What it keeps of a token lies in a block of the same number.
+        kv_connector: bytes of the same memory that a KV connector takes.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
@@ -242,7 +229,7 @@ def make_memory_plan(
         )
     left = limit - budget.runtime - budget.weights - budget.rows - budget.draft
     spare = of_spare if warm_spare else 0
-    left -= server + requests + spare
+    left -= server + requests + spare + kv_connector
     left -= max(budget.activations + budget.logits, budget.loading)
     if left < 0:
         shared = f", among {engines} engines" if engines > 1 else ""
@@ -250,7 +237,7 @@ def make_memory_plan(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB without the KV cache, "
             f"but only {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
             f"{budget.source}{shared}). Use a smaller model or dtype, or lower "
-            "max_num_batched_tokens, max_num_seqs or request_memory_bytes."
+            "max_num_batched_tokens, max_num_seqs, request_memory_bytes or cpu_bytes_to_use."
         )
     max_model_len = resolve_max_model_len(config, spec)
     useful = config.scheduler.max_num_seqs * blocks_for(max_model_len) + 1
@@ -279,6 +266,7 @@ def make_memory_plan(
         requests=requests,
         spare=spare,
         warm_spare=warm_spare,
+        kv_connector=kv_connector,
     )
     return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
 

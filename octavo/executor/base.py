@@ -10,7 +10,12 @@ from typing import Any, Protocol, TypeVar
 
 from octavo.errors import UnsupportedError
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.messages import (
+    GrammarOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from octavo.worker.memory import MemoryBudget
 
 T = TypeVar("T")
@@ -93,6 +98,18 @@ class Executor(ABC):
         Workers in this process do not.
         """
         return
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
+        """Has somebody told, on any thread, what each worker's half of a KV connector finishes.
+
+        Raises:
+            UnsupportedError: this executor's workers have none.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} does not support kv_transfer_config; use "
+            "distributed_executor_backend=uni or mp.",
+            "kv_transfer_config",
+        )
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -47,11 +47,17 @@ from octavo.executor.wire import (
     Sampled,
     StepFailed,
     ToWorker,
+    Transferred,
     WorkerProcessSetup,
 )
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.logs import current_logging
-from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.messages import (
+    GrammarOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from octavo.platforms.base import Platform
 from octavo.worker.memory import MemoryBudget
 from octavo.worker.setup import WorkerSetup
@@ -149,6 +155,10 @@ class MultiprocExecutor(Executor):
     def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
         """See `Executor`."""
         self._group.register(callback)
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
+        """See `Executor`."""
+        self._group.register_transfers(callback)
 
     def shutdown(self) -> None:
         """See `Executor`."""
@@ -315,6 +325,7 @@ class WorkerGroup(ABC):
         self._failure: Exception | None = None
         self._ending = False
         self._callbacks: list[Callable[[Exception], object]] = []
+        self._on_transfer: Callable[[KVConnectorOutput], object] = lambda output: None
         self._steps: dict[int, _Step] = {}
         self._num_steps = 0
         self._calls: dict[int, list[Future[Any]]] = {}
@@ -409,6 +420,10 @@ class WorkerGroup(ABC):
         if failure is not None:
             callback(failure)
 
+    def register_transfers(self, callback: Callable[[KVConnectorOutput], object]) -> None:
+        """See `Executor.register_transfer_callback`."""
+        self._on_transfer = callback
+
     def _take(self, worker: Any, message: FromWorker) -> None:
         """Takes in what a worker says."""
         if self._failure is not None:
@@ -429,6 +444,8 @@ class WorkerGroup(ABC):
                 self._fail(f"{worker} failed in step {number}: {failure}")
             case Ready():
                 worker.ready.set_result(None)
+            case Transferred(output=output):
+                self._on_transfer(output)
             case Died(failure=failure):
                 if worker.ready.done():
                     self._fail(f"{worker} failed: {failure}")

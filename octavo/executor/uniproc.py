@@ -14,7 +14,12 @@ from typing import Any, TypeVar
 
 from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.messages import (
+    GrammarOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from octavo.platforms.base import Platform
 from octavo.worker.memory import MemoryBudget
 from octavo.worker.model_runner import Drafts
@@ -64,6 +69,10 @@ class UniProcExecutor(Executor):
         worker = self._worker
         call = partial(method, worker) if callable(method) else find_method(worker, method)
         return [self._thread.submit(call, *args, **(kwargs or {})).result(timeout)]
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
+        """See `Executor`."""
+        self._worker.register_transfer_callback(callback)
 
     def shutdown(self) -> None:
         """See `Executor`."""

@@ -17,7 +17,12 @@ from octavo.config import EngineConfig
 from octavo.distributed import Rank
 from octavo.errors import OctavoError, make_error
 from octavo.executor.message_queue import QueueHandle
-from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.messages import (
+    GrammarOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from octavo.models.drafts import find_draft
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
@@ -39,6 +44,7 @@ class PlainSetup(msgspec.Struct):
     max_num_batched_tokens: int
     scratches: tuple[Scratch, ...]
     kept_layers: tuple[int, ...]
+    model_identity: str
     draft: PlainSetup | None
 
     @classmethod
@@ -52,6 +58,7 @@ class PlainSetup(msgspec.Struct):
             setup.max_num_batched_tokens,
             setup.scratches,
             setup.kept_layers,
+            setup.model_identity,
             None if setup.draft is None else cls.of(setup.draft),
         )
 
@@ -91,6 +98,7 @@ class PlainSetup(msgspec.Struct):
             max_num_batched_tokens=self.max_num_batched_tokens,
             scratches=self.scratches,
             kept_layers=self.kept_layers,
+            model_identity=self.model_identity,
         )
 
 
@@ -229,6 +237,12 @@ class Returned(msgspec.Struct, array_like=True, tag=4):
     failure: Failure | None = None
 
 
+class Transferred(msgspec.Struct, array_like=True, tag=6):
+    """The worker's half of a KV connector has finished something."""
+
+    output: KVConnectorOutput
+
+
 class Died(msgspec.Struct, array_like=True, tag=5):
     """The worker cannot start or cannot go on, and ends."""
 
@@ -236,4 +250,4 @@ class Died(msgspec.Struct, array_like=True, tag=5):
 
 
 ToWorker = Execute | Sample | Call
-FromWorker = Drafted | Sampled | StepFailed | Ready | Returned | Died
+FromWorker = Drafted | Sampled | StepFailed | Ready | Returned | Died | Transferred

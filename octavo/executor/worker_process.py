@@ -44,6 +44,7 @@ from octavo.executor.wire import (
     Sampled,
     StepFailed,
     ToWorker,
+    Transferred,
     WorkerProcessSetup,
 )
 from octavo.kv_cache.groups import KVCacheConfig
@@ -145,6 +146,8 @@ def serve(
         plain = setup.complete(Rank.of(number, setup.config.device), group)
         found = _import_class(worker_cls)
         worker: Worker = found(plain, get_platform(plain.config.device.device))
+        if setup.config.cache.kv_transfer_config is not None:
+            worker.register_transfer_callback(lambda output: pipe.write(Transferred(output)))
         gc.freeze()  # collections need not look at what is there now
         loaded()
         pipe.write(Ready())

@@ -214,16 +214,13 @@ class BlockPool:
             self.events.note_removed(block.block_hash)
         block.block_hash = None
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all known prefixes; False, with nothing changed, while blocks are in use."""
-        if self.num_used_blocks:
-            return False
+    def forget_all(self) -> None:
+        """Forgets all known prefixes; blocks that somebody holds are just that from now on."""
         for cached in self._cached:
             for block in list(cached.values()):
                 self.uncache(block)
         if self.events is not None:
             self.events.note_cleared()
-        return True
 
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
         """Compares the books with one another and with the references that requests really hold.

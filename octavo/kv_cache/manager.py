@@ -32,10 +32,11 @@ and blocks are handed out again while a step in flight may still write to them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from octavo.kv_cache.block_pool import BlockPool, KVCacheBlock
+from octavo.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, make_manager
 from octavo.request import Request
@@ -62,6 +63,18 @@ class _RequestBlocks:
     """Tokens that the blocks can hold."""
 
 
+@dataclass(slots=True)
+class _LoadedBlocks:
+    """Blocks that a KV connector fills for a request, and those before them."""
+
+    hit: list[list[KVCacheBlock]]
+    new: list[tuple[int, KVCacheBlock, bytes]]
+    """(group, block, hash of what will be in it)."""
+    request: Request
+    start: int
+    """Blocks of tokens before them."""
+
+
 class KVCacheManager:
     """Hands out the blocks of the KV cache.
 
@@ -86,6 +99,7 @@ class KVCacheManager:
         self.num_hits = 0
         """Tokens found for them."""
         self._requests: dict[str, _RequestBlocks] = {}
+        self._loads: dict[str, _LoadedBlocks] = {}
         # Of the step being scheduled:
         self._copies: list[tuple[KVCacheBlock, KVCacheBlock]] = []
         self._made_known: set[int] = set()
@@ -212,6 +226,85 @@ class KVCacheManager:
         self._cache_full_blocks(request, held, end)
         return new_ids
 
+    @property
+    def num_loads(self) -> int:
+        """Requests for which blocks are being loaded."""
+        return len(self._loads)
+
+    def is_loading(self, request_id: str, block_hashes: Iterable[bytes]) -> bool:
+        """Whether one of some blocks is being loaded for a request."""
+        load = self._loads[request_id]
+        return load.start >= 0 and any(h == wanted for wanted in block_hashes for *_, h in load.new)
+
+    def start_load(
+        self, request: Request, hit: KVCacheBlocks, num_tokens: int
+    ) -> list[list[int]] | None:
+        """Reserves the blocks that a KV connector fills, and the known ones before them.
+
+        Nobody can find them before `finish_load`, which makes a known prefix of them. Steps in
+        flight may still write to blocks that are handed out here, so the load begins behind these.
+
+        Args:
+            request: holds no blocks.
+            hit: its known prefix: whole blocks.
+            num_tokens: tokens behind it: whole blocks.
+
+        Returns:
+            For each group the ids of the blocks up to the end, 0 where none is needed, or None with
+            nothing changed if there is not enough room for all of the request's tokens.
+        """
+        start, end = hit.num_tokens, hit.num_tokens + num_tokens
+        position = min(end, request.num_tokens - 1)
+        needed, first_new = 0, []
+        for blocks, manager in zip(hit.blocks, self.managers, strict=True):
+            first = max(start // self.block_size, manager.first_needed_block(position))
+            first_new.append(first)
+            needed += manager.num_blocks_to_admit(end, request.num_tokens) - first
+            needed += sum(block.ref_cnt == 0 for block in blocks)
+        if needed > self.pool.num_free_blocks:
+            return None
+        for blocks in hit.blocks:
+            self.pool.touch(blocks)
+        load = _LoadedBlocks(hit.blocks, [], request, start // self.block_size)
+        ids: list[list[int]] = []
+        for group_id, first in enumerate(first_new):
+            new = self.pool.get_new_blocks(end // self.block_size - first)
+            hashes = request.block_hashes[first : first + len(new)]
+            load.new += [(group_id, b, h) for b, h in zip(new, hashes, strict=True)]
+            before = [block.block_id for block in hit.blocks[group_id]]
+            before += [NULL_BLOCK_ID] * (first - len(before))
+            ids.append(before + [block.block_id for block in new])
+        self._loads[request.request_id] = load
+        return ids
+
+    def finish_load(self, request_id: str, invalid_block_ids: Container[int]) -> bool:
+        """Makes loaded blocks known, but for those that are not right; whether all are.
+
+        They are free from now on: whoever has the prefix takes them.
+        """
+        load = self._loads.pop(request_id)
+        good = True
+        for group_id, block, block_hash in load.new:
+            if block.block_id in invalid_block_ids:
+                good = False
+            elif load.start >= 0 and block_hash not in self.pool.cached_blocks(group_id):
+                self.pool.cache_full_blocks([block], [block_hash], 0, 1, group_id)
+                self._note_loaded(load, group_id, block_hash)
+        for _, block, _ in reversed(load.new):
+            self.pool.free_blocks([block])
+        for blocks in load.hit:
+            self.pool.free_blocks(reversed(blocks))
+        return good
+
+    def _note_loaded(self, load: _LoadedBlocks, group_id: int, block_hash: bytes) -> None:
+        events, size = self.pool.events, self.block_size
+        if events is not None and events.group_id == group_id:
+            request = load.request
+            i = request.block_hashes.index(block_hash, load.start)
+            parent = request.block_hashes[i - 1] if i else None
+            tokens = list(request.all_token_ids[i * size : (i + 1) * size])
+            events.note_stored(block_hash, parent, tokens)
+
     def free(self, request: Request) -> None:
         """Gives back all blocks of a request; its last ones are reused first."""
         held = self._requests.pop(request.request_id, None)
@@ -238,8 +331,16 @@ class KVCacheManager:
         return pairs
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
-        return self.pool.reset_prefix_cache()
+        """Forgets all known prefixes; False, with nothing changed, while requests hold blocks.
+
+        What is being loaded will not be known either.
+        """
+        if self._requests or self._copies:
+            return False
+        for load in self._loads.values():
+            load.start = -1
+        self.pool.forget_all()
+        return True
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Checks the books against the requests that should hold blocks. O(blocks).
@@ -253,6 +354,13 @@ class KVCacheManager:
         ref_counts = [0] * self.config.num_blocks
         for source, _ in self._copies:
             ref_counts[source.block_id] += 1
+        for load in self._loads.values():
+            for block in [*chain.from_iterable(load.hit), *(block for _, block, _ in load.new)]:
+                if block is not self.pool.null_block:
+                    ref_counts[block.block_id] += 1
+            for _, block, _ in load.new:
+                if block.ref_cnt != 1 or block.block_hash is not None:
+                    raise AssertionError(f"{block} is being loaded, and somebody else has it")
         for req_id, held in self._requests.items():
             self._check_request(live[req_id], held, ref_counts)
         self.pool.check_integrity(ref_counts)

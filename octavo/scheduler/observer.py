@@ -18,6 +18,7 @@ class WaitReason(enum.Enum):
     BUDGET = "the step has no tokens left for it"
     BLOCKS = "there are not enough free KV blocks"
     LEADER = "this step computes the end of the prompt that it shares"
+    REMOTE_KVS = "a KV connector loads what it has of it"
     IN_FLIGHT = "it was preempted, and steps in flight sample for it"
 
 

@@ -21,15 +21,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.clock import now
 from octavo.config import SchedulerConfig
 from octavo.errors import ContextLengthError, RequestError
 from octavo.kv_cache.events import AnyKVEvent
 from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
-from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.manager import KVCacheBlocks, KVCacheManager
+from octavo.kv_connector.base import KVConnectorBase
 from octavo.messages import (
     EngineCoreOutput,
     FinishReason,
+    KVConnectorOutput,
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
@@ -97,6 +101,7 @@ class Scheduler:
             parallelism).
         clock: the time in seconds, as requests' `deadline` has it.
         observer: is told why requests wait or are preempted.
+        connector: the scheduler's half of a KV connector.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class Scheduler:
         num_stages: int = 1,
         clock: Callable[[], float] = now,
         observer: SchedulerObserver | None = None,
+        connector: KVConnectorBase | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -140,6 +146,11 @@ class Scheduler:
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that came about outside of a step."""
         self._clock, self._observer = clock, observer
+        self._connector = connector
+        self._loads_kv = connector is not None and connector.transfer_config.loads
+        self._loading: dict[str, list[Request]] = {}
+        """By the request that blocks are being loaded for: all that wait for them."""
+        self._num_external_queries = self._num_external_hits = self._num_failed_loads = 0
         self._next_deadline = math.inf
         """No unfinished request has an earlier one."""
         self._arrivals = Arrivals(config.scheduling_policy)
@@ -278,8 +289,10 @@ class Scheduler:
         if prefills:
             self._share_prefill(step, now, prefills)
         if not step.preempted:
-            while self.waiting and step.budget and self._admit(step, now, preempt=False):
-                pass
+            while self.waiting and step.budget:
+                request = self.waiting.peek()
+                if not (self._admit(step, now, preempt=False) or request.status in _HELD):
+                    break
             if self.waiting and not step.budget:
                 self._note_wait(self.waiting.peek(), WaitReason.BUDGET)
         if step.busy and not step.entries:  # better than nothing
@@ -288,6 +301,10 @@ class Scheduler:
         output.total_num_scheduled_tokens = self.max_num_batched_tokens - step.budget
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+        if self._connector is not None:
+            metadata = self._connector.build_connector_meta(output)
+            if metadata is not None:
+                output.kv_connector_metadata = msgspec.msgpack.encode(metadata)
         if step.entries:
             self._in_flight.append(step)
         return output
@@ -319,6 +336,8 @@ class Scheduler:
         )
         if self._draft_lengths.most:
             self._learn(step, model_runner_output)
+        if self._connector is not None and step.entries:
+            self._connector.step_succeeded()
         any_finished, charge = False, self._tenants.charge
         for request, start, num_sampled in step.entries:
             if request.status > RequestStatus.PREEMPTED:
@@ -391,6 +410,8 @@ class Scheduler:
         if not step.entries:
             # Dropped when an earlier step failed: nothing scheduled since rests on this one.
             return outputs
+        if self._connector is not None:
+            self._connector.steps_failed()
         for request, _, _ in step.entries:
             if not request.status.finished:
                 outputs.append(self._fail(request, message, "StepFailedError"))
@@ -421,6 +442,11 @@ class Scheduler:
             or self._outputs
             or (self._held and self._clock() >= self.next_held_deadline)
         )
+
+    @property
+    def num_loads(self) -> int:
+        """Requests for which a KV connector loads blocks."""
+        return self.kv_cache_manager.num_loads
 
     @property
     def forced_per_request(self) -> int:
@@ -463,7 +489,15 @@ class Scheduler:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens_per_pos=self._num_accepted_tokens_per_pos.copy(),
             num_held_reqs=len(self._held),
+            external_prefix_cache_queries=self._num_external_queries,
+            external_prefix_cache_hits=self._num_external_hits,
+            num_failed_loads=self._num_failed_loads,
         )
+
+    def shutdown(self) -> None:
+        """Lets go of what a KV connector has. May be called twice."""
+        if self._connector is not None:
+            self._connector.shutdown()
 
     def check_integrity(self) -> None:
         """Checks the books of scheduler and KV cache against one another. O(requests + blocks).
@@ -662,6 +696,8 @@ class Scheduler:
         whole = not self.config.enable_chunked_prefill
         while True:
             hit, start = manager.get_computed_blocks(request)
+            if self._loads_kv and self._begin_load(request, hit):
+                return False
             num_new = self._cap(request.num_tokens - start)
             # Only a preempted request can be longer than a whole budget; it is split all the same.
             if whole and step.budget < num_new <= self.max_num_batched_tokens:
@@ -696,8 +732,81 @@ class Scheduler:
                 prompt_embeds=request.prompt_embeds,
             ),
         )
+        if self._connector is not None:
+            assert scheduled.new_block_ids is not None
+            self._connector.update_state_after_alloc(request, scheduled.new_block_ids, 0)
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
+
+    def _begin_load(self, request: Request, hit: KVCacheBlocks) -> bool:
+        """Has a KV connector load what it knows of a request that is about to be started.
+
+        The request is held meanwhile, and comes back to its place in the queue when the blocks are
+        known prefixes, or turn out not to be right. It asks once, and again after a preemption.
+
+        Args:
+            request: the first of those that wait.
+            hit: what the prefix cache has of it.
+
+        Returns:
+            Whether it is held.
+        """
+        size, connector = self.kv_cache_config.block_size, self._connector
+        assert connector is not None
+        if request.asked_connector or request.skip_reading_prefix_cache or hit.num_tokens % size:
+            return False
+        # Others wait for the same blocks: they are loaded once.
+        wanted = request.block_hashes[hit.num_tokens // size :][:1]
+        for owner in self._loading:
+            if self.kv_cache_manager.is_loading(owner, wanted):
+                self._hold_for_load(request, owner)
+                return True
+        if len(self.running) + len(self._loading) >= self.config.max_num_seqs:
+            return False
+        if request.request_id in self._loading:  # of a request that ended with this very id
+            return False
+        count, _ = connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        block_ids = None
+        if count:
+            block_ids = self.kv_cache_manager.start_load(request, hit, count)
+            if block_ids is None:
+                return False  # it would not be started either
+        request.asked_connector = True
+        self._num_external_queries += request.num_tokens - hit.num_tokens
+        self._num_external_hits += count
+        if block_ids is None:
+            return False
+        connector.update_state_after_alloc(request, block_ids, count)
+        self._loading[request.request_id] = []
+        self._hold_for_load(request, request.request_id)
+        return True
+
+    def _hold_for_load(self, request: Request, owner: str) -> None:
+        self._note_wait(request, WaitReason.REMOTE_KVS)
+        self._loading[owner].append(request)
+        self.hold(request.request_id, RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Takes in what all workers' halves of the KV connector have finished."""
+        assert self._connector is not None
+        policy = self._connector.transfer_config.kv_load_failure_policy
+        for req_id in output.finished_recving:
+            good = self.kv_cache_manager.finish_load(req_id, output.invalid_block_ids)
+            self._num_failed_loads += not good
+            owner, *others = self._loading.pop(req_id)
+            for request in (owner, *others):
+                if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    continue  # it has ended meanwhile
+                if good or policy == "recompute" or request is not owner:
+                    self.set_ready(request.request_id)
+                else:
+                    self.fail_request(
+                        req_id,
+                        "The KV cache of its prompt could not be loaded; try again, or set "
+                        "kv_load_failure_policy=recompute in kv_transfer_config.",
+                        "KVLoadError",
+                    )
+        self._connector.update_connector_output(output)
 
     def _cap(self, num_new: int) -> int:
         """Limits the prompt tokens of one request in a step, if the settings do."""
@@ -752,6 +861,7 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_forced = 0
+        request.asked_connector = False
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)

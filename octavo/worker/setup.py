@@ -9,7 +9,9 @@ from pathlib import Path
 from octavo.config import EngineConfig
 from octavo.distributed import ALONE, Rank
 from octavo.dtypes import DTYPE_NBYTES
+from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
+from octavo.kv_connector.layout import KVLayout
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.structured_output.base import MAX_FORCED
 from octavo.worker.group_layout import GroupLayout
@@ -21,6 +23,26 @@ from octavo.worker.step_table import StepSize
 PROMPT_LOGPROBS_ROWS = 64
 FORCED_DRAFTS = 32
 """Most places in a step for drafts of grammars, where there are no others."""
+
+
+def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
+    """The type of the KV cache of a model in `dtype`, as `CacheSpec` names it.
+
+    Raises:
+        ConfigError: for a type of 16 or 32 bits that is not the model's.
+    """
+    match config.cache.kv_cache_dtype:
+        case "auto":
+            return dtype
+        case "fp8":
+            return "fp8_e4m3"
+        case ("float32" | "float16" | "bfloat16") as asked if asked != dtype:
+            raise ConfigError(
+                f"kv_cache_dtype={asked} is not supported with a model in {dtype}; use auto, "
+                "fp8_e4m3, fp8_e5m2 or int8."
+            )
+        case asked:
+            return asked
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,8 @@ class WorkerSetup:
     """Of the model that drafts. Its blocks are those of the target."""
     rank: Rank = ALONE
     """Which of the processes that compute the model together this worker is in."""
+    model_identity: str = ""
+    """See `KVLayout.model`; needed with a KV connector only."""
     group: int | None = None
     """The descriptor of their memory, of `group_nbytes`; inherited."""
 
@@ -64,6 +88,20 @@ class WorkerSetup:
         """Groups of the KV cache as all ranks have them, with the layers of this one."""
         groups = make_kv_cache_groups(self.spec.split(self.rank).caches)
         return groups if self.rank.num_stages == 1 else select_layers(groups, *self.stage_layers)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What this rank keeps of a block of the KV cache."""
+        device = self.config.device
+        return KVLayout(
+            model=self.model_identity,
+            block_size=self.config.cache.block_size,
+            dtype=resolve_kv_cache_dtype(self.config, self.dtype),
+            groups=tuple(self.kv_cache_groups),
+            rank=self.rank.number,
+            world_size=device.tensor_parallel_size * device.pipeline_parallel_size,
+            sums_in_parts=self.rank.reduces,
+        )
 
     @property
     def stages(self) -> list[WorkerSetup]:

@@ -11,11 +11,12 @@ from octavo.device import trim_memory
 from octavo.distributed import group_failure
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.messages import GrammarOutput, SchedulerOutput
+from octavo.messages import GrammarOutput, KVConnectorOutput, SchedulerOutput
 from octavo.platforms.base import Platform
 from octavo.profiler import drain_kernels, span
 from octavo.spec_decode.registry import make_proposer
 from octavo.worker.following import FollowingRunner
+from octavo.worker.kv_transfer import KVTransfers, make_transfers
 from octavo.worker.memory import MemoryBudget
 from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
 from octavo.worker.setup import WorkerSetup
@@ -40,6 +41,8 @@ class Worker:
             more = (make_proposer,) if setup.rank.drafts else ()
             runner = ModelRunner if setup.rank.samples else FollowingRunner
             self._runner: ModelRunner | None = runner(setup, platform, self.device, *more)
+        self._transfers: KVTransfers | None = None
+        self._on_transfer: Callable[[KVConnectorOutput], object] = lambda output: None
         self._step = 0  # number of the current one: the engine core counts alike
 
     @property
@@ -62,6 +65,13 @@ class Worker:
         """See `Executor.initialize_kv_cache`."""
         with torch.inference_mode(), _out_of_memory("allocating the KV cache and capturing steps"):
             self.runner.initialize_kv_cache(kv_cache)
+        self._transfers = make_transfers(
+            self.runner, kv_cache.num_blocks, lambda output: self._on_transfer(output)
+        )
+
+    def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
+        """See `Executor`."""
+        self._on_transfer = callback
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, announce: Callable[[Drafts], None]
@@ -74,7 +84,7 @@ class Worker:
                 requests=len(scheduler_output.scheduled_reqs),
                 tokens=scheduler_output.total_num_scheduled_tokens,
             )
-            with self._breaking():
+            with self._breaking(), self._transferring(scheduler_output):
                 self.runner.execute_model(scheduler_output, announce)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
@@ -132,8 +142,20 @@ class Worker:
                 self.runner.group.memory.break_()
             raise
 
+    @contextlib.contextmanager
+    def _transferring(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
+        """Has the KV connector load and save what a step says."""
+        if self._transfers is None:
+            yield
+        else:
+            with self._transfers.step(scheduler_output):
+                yield
+
     def shutdown(self) -> None:
         """Lets go of the model and the KV cache."""
+        if self._transfers is not None:
+            self._transfers.shutdown()
+            self._transfers = None
         self._runner = None
 
 

@@ -1,0 +1,91 @@
+#include "kv_pages.h"
+
+#include <cstring>
+
+#include "pool.h"
+
+namespace octavo {
+namespace {
+
+typedef uint64_t vec __attribute__((vector_size(16)));
+constexpr size_t kVecs = 8, kStride = kVecs * sizeof(vec);
+constexpr int64_t kPiece = 1 << 18;  // bytes that a thread takes at once
+
+inline uint64_t mix(uint64_t x) {  // the finaliser of SplitMix64: every bit depends on all
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// Copies and sums at the same time. The sums are Fletcher's, of 64 bits in sixteen columns: the
+// second one counts each number as often as there are numbers behind it, so that places matter.
+template <bool Copy>
+uint64_t pass(const char* from, char* to, size_t nbytes, uint64_t seed) {
+  vec first[kVecs] = {}, second[kVecs] = {};
+  size_t i = 0;
+  for (; i + kStride <= nbytes; i += kStride) {
+    for (size_t j = 0; j < kVecs; j++) {
+      vec v;
+      memcpy(&v, from + i + j * sizeof v, sizeof v);
+      if constexpr (Copy) memcpy(to + i + j * sizeof v, &v, sizeof v);
+      first[j] += v;
+      second[j] += first[j];
+    }
+  }
+  uint64_t sum = mix(seed + 0x9e3779b97f4a7c15u * (nbytes + 1));
+  for (; i < nbytes; i += sizeof(uint64_t)) {
+    uint64_t v;
+    memcpy(&v, from + i, sizeof v);
+    if constexpr (Copy) memcpy(to + i, &v, sizeof v);
+    sum = mix(sum ^ v) + v;
+  }
+  for (size_t j = 0; j < kVecs; j++)
+    for (size_t k = 0; k < sizeof(vec) / sizeof(uint64_t); k++)
+      sum = mix(sum ^ first[j][k]) + mix(second[j][k] + sum);
+  return sum ? sum : 1;
+}
+
+struct Job {
+  const KvPages& p;
+  uint8_t* bad;  // null: pages are saved
+};
+
+void run(void* context, int64_t begin, int64_t end) {
+  const Job& job = *static_cast<Job*>(context);
+  const KvPages& p = job.p;
+  for (int64_t page = begin; page < end; page++) {
+    const char* from = reinterpret_cast<const char*>(p.from[page]);
+    char* to = reinterpret_cast<char*>(p.to[page]);
+    uint64_t* sums = reinterpret_cast<uint64_t*>(p.sums[page]);
+    uint8_t wrong = 0;
+    for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
+      const int64_t at = chunk * p.chunk_nbytes;
+      const uint64_t sum =
+          pass<true>(from + at, to + at, size_t(p.chunk_nbytes), p.seeds[page] + uint64_t(chunk));
+      if (!job.bad)
+        sums[chunk] = sum;
+      else
+        wrong |= sums[chunk] != sum;
+    }
+    if (job.bad) job.bad[page] = wrong;
+  }
+}
+
+void run_all(Job job) {
+  const KvPages& p = job.p;
+  const int64_t nbytes = p.chunks * p.chunk_nbytes;
+  const int64_t pages = nbytes < kPiece ? kPiece / (nbytes ? nbytes : 1) : 1;
+  run_parallel(p.pages, pages, p.pages * nbytes > kPiece, run, &job);
+}
+
+}  // namespace
+
+uint64_t chunk_sum(const char* data, size_t nbytes, uint64_t seed) {
+  return pass<false>(data, nullptr, nbytes, seed);
+}
+
+void save_pages(const KvPages& p) { run_all({p, nullptr}); }
+
+void load_pages(const KvPages& p, uint8_t* bad) { run_all({p, bad}); }
+
+}  // namespace octavo

@@ -1,0 +1,67 @@
+"""What workers have finished, on its way to the scheduler."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from octavo.messages import KVConnectorOutput
+
+
+class TransferInbox:
+    """Takes in what each rank says, and gives what all of them have said.
+
+    Args:
+        world_size: ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._condition = threading.Condition()
+        self._sent: dict[str, int] = {}
+        self._received: dict[str, int] = {}
+        """How many ranks have finished with a request."""
+        self._invalid: dict[str, set[int]] = {}
+        """What ranks said together with a request that not all have finished with."""
+        self._output = KVConnectorOutput()
+        self.wake: Callable[[], object] = lambda: None
+        """Called, on any thread, when there is something new."""
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `take` has something."""
+        return bool(self._output.finished_sending or self._output.finished_recving)
+
+    def put(self, output: KVConnectorOutput) -> None:
+        """A rank has finished something. From any thread."""
+        with self._condition:
+            for req_id in output.finished_sending:
+                self._count(req_id, self._sent, self._output.finished_sending)
+            for req_id in output.finished_recving:
+                self._invalid.setdefault(req_id, set()).update(output.invalid_block_ids)
+                if self._count(req_id, self._received, self._output.finished_recving):
+                    self._output.invalid_block_ids += self._invalid.pop(req_id)
+            if not self.has_finished:
+                return
+            self._condition.notify_all()
+        self.wake()
+
+    def _count(self, req_id: str, counts: dict[str, int], done: list[str]) -> bool:
+        """One rank more; whether these are all."""
+        count = counts.pop(req_id, 0) + 1
+        if count < self._world_size:
+            counts[req_id] = count
+            return False
+        done.append(req_id)
+        return True
+
+    def take(self) -> KVConnectorOutput:
+        """What all ranks have finished since the last call."""
+        with self._condition:
+            output, self._output = self._output, KVConnectorOutput()
+        return output
+
+    def wait(self, seconds: float) -> None:
+        """Waits until `take` has something."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.has_finished, seconds)

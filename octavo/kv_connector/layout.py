@@ -1,0 +1,84 @@
+"""What a block of the KV cache is made of, for who keeps blocks elsewhere. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import octavo
+from octavo import _native
+from octavo.kv_cache.groups import KVCacheGroup, make_manager
+from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
+from octavo.models.cache import AttentionCache
+
+SUM_NBYTES = 8
+_LINE = 64
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What a block holds on one rank, and all that its bytes depend on.
+
+    A block of a group has a page for each layer's keys and one for its values, and a page a chunk
+    for each head: that is what checksums are of. An image of a block is its pages in the order of
+    the layers, then the checksums.
+    """
+
+    model: str
+    """Which model it is, and in which form (`model_hash`, dtype, quantization ...)."""
+    block_size: int
+    dtype: str
+    """Of the KV cache, as `CacheSpec` names it."""
+    groups: tuple[KVCacheGroup, ...]
+    """With the layers and heads of this rank."""
+    rank: int = 0
+    world_size: int = 1
+    """How many processes have a part of each block."""
+    sums_in_parts: bool = False
+    """Whether ranks sum up parts of a number (tensor_parallel_mode=reduce)."""
+
+    @cached_property
+    def identity(self) -> bytes:
+        """32 bytes that differ where a block of the same tokens might hold other bytes.
+
+        How processes divide the model is not in it, unless its numbers depend on that.
+        """
+        divided = self.world_size if self.sums_in_parts else 0
+        parts = (octavo.__version__, _VERSION, _native.isa(), self.model, self.block_size)
+        text = "\0".join(map(str, (*parts, self.dtype, divided)))
+        return hashlib.sha256(b"octavo-kv-layout:" + text.encode()).digest()
+
+    @cached_property
+    def managers(self) -> list[SingleTypeKVCacheManager]:
+        """Each group's rules."""
+        return [make_manager(group.cache, self.block_size) for group in self.groups]
+
+    @cached_property
+    def page_nbytes(self) -> int:
+        """Bytes of all heads' keys, or values, of a block in a layer: as many in all groups."""
+        return self.groups[0].cache.block_nbytes(self.block_size, self.dtype) // 2
+
+    @cached_property
+    def num_chunks(self) -> list[int]:
+        """Of each group: chunks of a page, one for each head."""
+        caches = [group.cache for group in self.groups]
+        assert all(isinstance(cache, AttentionCache) for cache in caches)
+        return [cache.num_kv_heads for cache in caches if isinstance(cache, AttentionCache)]
+
+    @cached_property
+    def num_pages(self) -> list[int]:
+        """Of each group: pages of a block."""
+        return [2 * len(group.layer_indices) for group in self.groups]
+
+    @cached_property
+    def sums_offset(self) -> int:
+        """Where in an image the checksums are: behind the pages of the largest group."""
+        return max(self.num_pages) * self.page_nbytes
+
+    @cached_property
+    def image_nbytes(self) -> int:
+        """Bytes that have room for an image of a block of any group: whole cache lines."""
+        sums = max(n * chunks for n, chunks in zip(self.num_pages, self.num_chunks, strict=True))
+        return -(-(self.sums_offset + sums * SUM_NBYTES) // _LINE) * _LINE

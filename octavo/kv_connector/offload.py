@@ -1,0 +1,558 @@
+"""`OffloadingConnector`: blocks are kept in the host's memory, and in a file, after the KV cache.
+
+What a step computes is copied when it has been; a file gets it from there, on a thread of its own.
+Both are looked through for each request that is started. What is in the file comes by way of the
+memory, where it is kept again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.config import EngineConfig, KVTransferConfig
+from octavo.errors import ConfigError
+from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
+from octavo.kv_connector.image_cache import EVICTION_POLICIES, ImageCache, Key
+from octavo.kv_connector.image_file import ImageFile, read_records
+from octavo.kv_connector.layout import KVLayout
+from octavo.kv_connector.pages import BlockImage, KVCaches
+from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
+from octavo.messages import KVConnectorOutput, SchedulerOutput
+from octavo.request import Request
+
+logger = logging.getLogger(__name__)
+
+_NO_SLOT = -1
+
+
+class OffloadingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`; the first three as vLLM calls them."""
+
+    cpu_bytes_to_use: int = 0
+    """Memory for blocks, of all workers together."""
+    eviction_policy: str = "lru"
+    """Which block goes first: lru, or arc, by which those that were asked for again stay longer."""
+    file_path: str | None = None
+    """Folder of the file; None: there is none."""
+    file_bytes_to_use: int = 0
+    """Its size, of all workers together."""
+
+    @classmethod
+    def of(cls, config: KVTransferConfig) -> OffloadingSettings:
+        """Reads them.
+
+        Raises:
+            ConfigError: one is wrong.
+        """
+        where = "kv_transfer_config: kv_connector_extra_config"
+        try:
+            found = msgspec.convert(config.kv_connector_extra_config, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if found.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigError(
+                f"{where}: eviction_policy={found.eviction_policy!r} is not one of "
+                f"{', '.join(EVICTION_POLICIES)}."
+            )
+        if found.cpu_bytes_to_use <= 0:
+            raise ConfigError(
+                f"{where}: cpu_bytes_to_use={found.cpu_bytes_to_use} has no room for a block; set "
+                "it to the bytes that blocks may take in memory."
+            )
+        if (found.file_path is None) != (found.file_bytes_to_use <= 0):
+            raise ConfigError(
+                f"{where}: file_path={found.file_path!r} and file_bytes_to_use="
+                f"{found.file_bytes_to_use} go together: a folder, and how large the file may be."
+            )
+        return found
+
+    def num_slots(self, layout: KVLayout) -> tuple[int, int]:
+        """Places in memory and in the file.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        nbytes = layout.image_nbytes * layout.world_size
+        sizes = {"cpu_bytes_to_use": self.cpu_bytes_to_use}
+        if self.file_path is not None:
+            sizes["file_bytes_to_use"] = self.file_bytes_to_use
+        for name, size in sizes.items():
+            if size < nbytes:
+                raise ConfigError(
+                    f"kv_transfer_config: {name}={size} has no room for a block, which takes "
+                    f"{nbytes} bytes; raise it."
+                )
+        return self.cpu_bytes_to_use // nbytes, self.file_bytes_to_use // nbytes
+
+
+class Save(msgspec.Struct, array_like=True):
+    """A block to be copied behind the step."""
+
+    group_id: int
+    block_id: int
+    slot: int
+    block_hash: bytes
+    file_slot: int
+    """Where it goes from there; -1: nowhere."""
+    number: int
+    """See `ImageFile.write`."""
+
+
+class Load(msgspec.Struct, array_like=True):
+    """A block to be copied to the KV cache."""
+
+    group_id: int
+    block_id: int
+    slot: int
+    block_hash: bytes
+    file_slot: int
+    """Where it is read from before; -1: it is in memory."""
+
+
+class OffloadingMetadata(KVConnectorMetadata, array_like=True):
+    """What workers do with a step."""
+
+    epoch: int = 0
+    """One more each time that steps have failed."""
+    saves: list[Save] = msgspec.field(default_factory=list)
+    loads: dict[str, list[Load]] = msgspec.field(default_factory=dict)
+
+
+class OffloadingConnector(KVConnectorBase):
+    """See the module."""
+
+    metadata_type = OffloadingMetadata
+
+    def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
+        super().__init__(config, role, layout)
+        settings = OffloadingSettings.of(self.transfer_config)
+        self._half: _Scheduler | _Worker
+        if role is KVConnectorRole.SCHEDULER:
+            self._half = _Scheduler(self.transfer_config, settings, layout)
+        else:
+            self._half = _Worker(self.transfer_config, settings, layout, self._notify)
+
+    def _notify(self) -> None:
+        self.notify()
+
+    @classmethod
+    def host_nbytes(cls, config: KVTransferConfig) -> int:
+        """See `KVConnectorBase`."""
+        return OffloadingSettings.of(config).cpu_bytes_to_use
+
+    @property
+    def _scheduler(self) -> _Scheduler:
+        assert isinstance(self._half, _Scheduler)
+        return self._half
+
+    @property
+    def _worker(self) -> _Worker:
+        assert isinstance(self._half, _Worker)
+        return self._half
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See `KVConnectorBase`."""
+        return self._scheduler.match(request, num_computed_tokens), True
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: list[list[int]], num_external_tokens: int
+    ) -> None:
+        """See `KVConnectorBase`."""
+        self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata | None:
+        """See `KVConnectorBase`."""
+        return self._scheduler.build(scheduler_output)
+
+    def step_succeeded(self) -> None:
+        """See `KVConnectorBase`."""
+        self._scheduler.step_succeeded()
+
+    def steps_failed(self) -> None:
+        """See `KVConnectorBase`."""
+        self._scheduler.steps_failed()
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `KVConnectorBase`."""
+        self._scheduler.finished(output)
+
+    def reset_cache(self) -> None:
+        """See `KVConnectorBase`."""
+        self._scheduler.reset()
+
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.kv_caches = kv_caches
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorBase`."""
+        assert isinstance(metadata, OffloadingMetadata)
+        self._worker.begin(metadata)
+
+    def wait_for_save(self) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.save()
+
+    def step_failed(self) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.step_failed()
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """See `KVConnectorBase`."""
+        return set(), self._worker.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `KVConnectorBase`."""
+        return self._worker.take_damaged()
+
+    def shutdown(self) -> None:
+        """See `KVConnectorBase`."""
+        if isinstance(self._half, _Worker):
+            self._half.shutdown()
+
+
+class _Known:
+    """The hashes of a group that can be loaded."""
+
+    def __init__(self, half: _Scheduler, group_id: int) -> None:
+        self._half, self._group_id = half, group_id
+
+    def __contains__(self, block_hash: object) -> bool:
+        assert isinstance(block_hash, bytes)
+        return self._half.has((self._group_id, block_hash))
+
+
+class _Scheduler:
+    """Knows what is where, on all ranks alike."""
+
+    def __init__(
+        self, config: KVTransferConfig, settings: OffloadingSettings, layout: KVLayout
+    ) -> None:
+        self._config, self._layout = config, layout
+        num_slots, num_file_slots = settings.num_slots(layout)
+        policy = EVICTION_POLICIES[settings.eviction_policy]
+        self._memory = policy(num_slots)
+        self._file: ImageCache | None = None
+        self._next_number = 1
+        if settings.file_path is not None:
+            self._file = policy(num_file_slots)
+            self._restore(self._file, file_of(config, settings, layout))
+        self._known = [_Known(self, group_id) for group_id in range(len(layout.groups))]
+        self._tracker = BlockTracker(layout)
+        self._epoch = 0
+        self._saving: deque[list[Save]] = deque()
+        """Of each step in flight, what it saves."""
+        self._unsure: set[Key] = set()
+        """All of these together."""
+        self._new_loads: dict[str, list[Load]] = {}
+        """To be told to the workers."""
+        self._loads: dict[str, list[Load]] = {}
+
+    def _restore(self, file: ImageCache, path: Path) -> None:
+        """Takes in what the file of rank 0 has; whether others have it, too, is seen later."""
+        found = sorted(read_records(path, self._layout))
+        for number, slot, group_id, block_hash in found:
+            self._next_number = number + 1
+            if slot < file.num_slots and (group_id, block_hash) not in file:
+                file.restore((group_id, block_hash), slot)
+        if found:
+            logger.info("KV blocks of an earlier run", extra={"file": path, "blocks": len(found)})
+
+    def has(self, key: Key) -> bool:
+        """Whether a block can be loaded."""
+        if key in self._unsure:
+            return False
+        return key in self._memory or (self._file is not None and key in self._file)
+
+    def match(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens that can be loaded."""
+        size = self._layout.block_size
+        end = longest_match(self._layout, request, num_computed_tokens, self._known)
+        return end * size - num_computed_tokens
+
+    def allocated(self, request: Request, block_ids: list[list[int]], num_tokens: int) -> None:
+        """Has blocks loaded, or follows a request that is started."""
+        if num_tokens == 0:
+            self._tracker.start(request, block_ids)
+            return
+        loads: list[Load] = []
+        for group_id, ids in enumerate(block_ids):
+            for i in range(len(ids) - num_tokens // self._layout.block_size, len(ids)):
+                if ids[i] != NULL_BLOCK_ID:
+                    loads.append(self._load(group_id, ids[i], request.block_hashes[i]))
+        self._new_loads[request.request_id] = self._loads[request.request_id] = loads
+
+    def _load(self, group_id: int, block_id: int, block_hash: bytes) -> Load:
+        """How a block is loaded; what it is read from, or by way of, stays until it has been."""
+        key, slot, file_slot = (group_id, block_hash), _NO_SLOT, _NO_SLOT
+        if self._file is not None and key in self._file:
+            self._file.touch(key)
+        if key in self._memory:
+            self._memory.touch(key)
+            self._memory.pin(key)
+            slot = self._memory.slot(key)
+        else:
+            assert self._file is not None
+            self._file.pin(key)
+            file_slot = self._file.slot(key)
+            found = self._memory.insert(key, pin=True)
+            slot = _NO_SLOT if found is None else found
+        return Load(group_id, block_id, slot, block_hash, file_slot)
+
+    def build(self, step: SchedulerOutput) -> OffloadingMetadata | None:
+        """What a step saves, and what is loaded beside it."""
+        saves: list[Save] = []
+        for block in self._tracker.full_blocks(step):
+            if self._config.saves and block.request.cache_scope is None:
+                save = self._save(block)
+                if save is not None:
+                    saves.append(save)
+        if step.scheduled_reqs:
+            self._saving.append(saves)
+            self._unsure.update((save.group_id, save.block_hash) for save in saves)
+        loads, self._new_loads = self._new_loads, {}
+        return OffloadingMetadata(self._epoch, saves, loads) if saves or loads else None
+
+    def _save(self, block: FullBlock) -> Save | None:
+        """Finds places for a block; None if it is there already, or all are pinned."""
+        key, file_slot = (block.group_id, block.block_hash), None
+        if self._file is not None and key in self._file:
+            self._file.touch(key)
+        if key in self._memory:
+            self._memory.touch(key)
+            return None
+        slot = self._memory.insert(key, pin=True)
+        if slot is None:
+            return None
+        number = 0
+        if self._file is not None and key not in self._file:
+            file_slot = self._file.insert(key, pin=True)
+            number, self._next_number = self._next_number, self._next_number + 1
+        if file_slot is None:
+            file_slot = _NO_SLOT
+        return Save(block.group_id, block.block_id, slot, block.block_hash, file_slot, number)
+
+    def step_succeeded(self) -> None:
+        """What the oldest step has saved can be loaded."""
+        for save in self._saving.popleft():
+            self._settle(save)
+
+    def steps_failed(self) -> None:
+        """Nothing that steps in flight save is there, or will be."""
+        self._epoch += 1
+        for saves in self._saving:
+            for save in saves:
+                self._settle(save)
+                self._forget((save.group_id, save.block_hash))
+        self._saving.clear()
+
+    def _settle(self, save: Save) -> None:
+        key = save.group_id, save.block_hash
+        self._unsure.remove(key)
+        self._memory.unpin(key)
+        if save.file_slot != _NO_SLOT:
+            assert self._file is not None
+            self._file.unpin(key)
+
+    def finished(self, output: KVConnectorOutput) -> None:
+        """Lets go of what was loaded; forgets what was damaged."""
+        damaged = set(output.invalid_block_ids)
+        for req_id in output.finished_recving:
+            loads = self._loads.pop(req_id)
+            for load in loads:
+                key = load.group_id, load.block_hash
+                if load.slot != _NO_SLOT:
+                    self._memory.unpin(key)
+                if load.file_slot != _NO_SLOT:
+                    assert self._file is not None
+                    self._file.unpin(key)
+                if load.block_id in damaged:
+                    self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        for cache in (self._memory, self._file):
+            if cache is not None and key in cache and not cache.pinned(key):
+                cache.remove(key)
+
+    def reset(self) -> None:
+        """Forgets all that nothing is being copied from or to."""
+        self._memory.clear()
+        if self._file is not None:
+            self._file.clear()
+
+
+class _Worker:
+    """Has the memory and the file of one rank, and copies."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        settings: OffloadingSettings,
+        layout: KVLayout,
+        notify: Callable[[], object],
+    ) -> None:
+        from octavo.kernels.memory import map_memory  # imports torch
+
+        self.kv_caches: KVCaches | None = None
+        self._size, self._notify = layout.image_nbytes, notify
+        num_slots, num_file_slots = settings.num_slots(layout)
+        self._file: ImageFile | None = None
+        if settings.file_path is not None:
+            path = file_of(config, settings, layout)
+            self._file = ImageFile(path, layout, num_file_slots)
+        self._memory = map_memory(num_slots * self._size).numpy()
+        self._staging = np.zeros(self._size, np.uint8)
+        """For what is loaded while there is no place in memory."""
+        self._metadata = OffloadingMetadata()
+        self._failed_epoch = -1
+        self._warned = ""
+        self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
+        self._spiller = ThreadPoolExecutor(1, "octavo-kv-spills")
+        self._spills: dict[int, Future[None]] = {}
+        """By the places in memory that are read."""
+        self._file_spills: dict[int, Future[None]] = {}
+        """The same by those in the file that are written."""
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._finished: set[str] = set()
+        self._damaged: set[int] = set()
+
+    def begin(self, metadata: OffloadingMetadata) -> None:
+        """Begins to load."""
+        self._metadata = metadata
+        for req_id, loads in metadata.loads.items():
+            self._loader.submit(self._load, req_id, loads)
+
+    def step_failed(self) -> None:
+        """What is saved before the scheduler knows of it rests on what was not computed."""
+        self._failed_epoch = self._metadata.epoch
+
+    def save(self) -> None:
+        """Copies what the step has computed."""
+        metadata, self._metadata = self._metadata, OffloadingMetadata(self._metadata.epoch)
+        if not metadata.saves or metadata.epoch <= self._failed_epoch:
+            return
+        assert self.kv_caches is not None
+        for save in metadata.saves:
+            _wait(self._spills.pop(save.slot, None))
+        self.kv_caches.save(
+            [
+                BlockImage(s.group_id, s.block_id, self._address(s.slot), s.block_hash)
+                for s in metadata.saves
+            ]
+        )
+        for save in metadata.saves:
+            if save.file_slot != _NO_SLOT:
+                spill = self._spiller.submit(self._spill, save)
+                self._spills[save.slot] = self._file_spills[save.file_slot] = spill
+
+    def _spill(self, save: Save) -> None:
+        assert self._file is not None
+        image = self._image(save.slot)
+        try:
+            self._file.write(save.file_slot, image, save.number, save.group_id, save.block_hash)
+        except OSError as error:
+            self._warn(f"KV blocks cannot be written ({error.strerror or error})")
+
+    def _load(self, req_id: str, loads: list[Load]) -> None:
+        damaged = {load.block_id for load in loads}
+        try:
+            damaged = self._copy(loads)
+        except Exception:
+            logger.exception("KV blocks could not be loaded")
+        with self._lock:
+            self._finished.add(req_id)
+            self._damaged |= damaged
+        self._notify()
+
+    def _copy(self, loads: list[Load]) -> set[int]:
+        """Copies blocks; returns those that are damaged."""
+        assert self.kv_caches is not None
+        damaged: set[int] = set()
+        there: list[BlockImage] = []
+        for load in loads:
+            if load.file_slot != _NO_SLOT and not self._read(load):
+                damaged.add(load.block_id)
+            elif load.slot != _NO_SLOT:
+                address = self._address(load.slot)
+                there.append(BlockImage(load.group_id, load.block_id, address, load.block_hash))
+            else:
+                address = self._staging.ctypes.data
+                image = BlockImage(load.group_id, load.block_id, address, load.block_hash)
+                damaged |= self.kv_caches.load([image])
+        return damaged | self.kv_caches.load(there)
+
+    def _read(self, load: Load) -> bool:
+        """Reads an image from the file."""
+        assert self._file is not None
+        _wait(self._file_spills.pop(load.file_slot, None))
+        image = _bytes_of(self._staging)
+        if load.slot != _NO_SLOT:
+            _wait(self._spills.get(load.slot))
+            image = self._image(load.slot)
+        try:
+            self._file.read(load.file_slot, image)
+        except OSError as error:
+            self._warn(f"KV blocks cannot be read ({error.strerror or error})")
+            image[:] = bytes(len(image))  # nothing that was there before
+            return False
+        return True
+
+    def _warn(self, text: str) -> None:
+        """Says it once, and again when it is another one."""
+        if text != self._warned:
+            self._warned = text
+            logger.warning("%s: they will be computed", text)
+
+    def _address(self, slot: int) -> int:
+        return int(self._memory.ctypes.data) + slot * self._size
+
+    def _image(self, slot: int) -> memoryview:
+        return _bytes_of(self._memory)[slot * self._size : (slot + 1) * self._size]
+
+    def take_finished(self) -> set[str]:
+        """Requests whose loading has ended."""
+        with self._lock:
+            finished, self._finished = self._finished, set()
+        return finished
+
+    def take_damaged(self) -> set[int]:
+        """Blocks of theirs that are not right."""
+        with self._lock:
+            damaged, self._damaged = self._damaged, set()
+        return damaged
+
+    def shutdown(self) -> None:
+        """Writes what is still to be written."""
+        self._loader.shutdown(cancel_futures=True)
+        self._spiller.shutdown()
+        if self._file is not None:
+            self._file.close()
+
+
+def file_of(config: KVTransferConfig, settings: OffloadingSettings, layout: KVLayout) -> Path:
+    """The file of a rank."""
+    assert settings.file_path is not None
+    name = f"{layout.identity.hex()[:16]}-{config.engine_id}-{layout.rank}of{layout.world_size}"
+    return Path(settings.file_path).expanduser() / f"{name}.kv"
+
+
+def _bytes_of(array: NDArray[np.uint8]) -> memoryview:
+    return memoryview(array)  # type: ignore[arg-type]
+
+
+def _wait(future: Future[None] | None) -> None:
+    if future is not None:
+        future.result()

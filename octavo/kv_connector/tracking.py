@@ -1,0 +1,106 @@
+"""Which blocks live requests have, and which of them a step fills: for schedulers' halves."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_connector.layout import KVLayout
+from octavo.messages import SchedulerOutput
+from octavo.request import Request
+
+
+class FullBlock(NamedTuple):
+    """A block all of whose tokens are known, and computed once the step is done."""
+
+    request: Request
+    group_id: int
+    block_id: int
+    block_hash: bytes
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    block_ids: list[list[int]]
+    num_seen: int
+    """Blocks of tokens that were full before."""
+
+
+class BlockTracker:
+    """Follows the requests that run.
+
+    Args:
+        layout: what a block is made of.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._live: dict[str, _Live] = {}
+
+    def start(self, request: Request, block_ids: list[list[int]]) -> None:
+        """A request is started, in the step that is being scheduled."""
+        copies = [list(ids) for ids in block_ids]
+        self._live[request.request_id] = _Live(request, copies, 0)
+
+    def full_blocks(self, step: SchedulerOutput) -> Iterator[FullBlock]:
+        """The blocks that a step fills, or whose last tokens have become known since."""
+        size = self._layout.block_size
+        new = {scheduled.req_id for scheduled in step.scheduled_reqs if scheduled.new is not None}
+        for req_id in step.finished_req_ids:
+            if req_id not in new:  # another one may have its id
+                self._live.pop(req_id, None)
+        for scheduled in step.scheduled_reqs:
+            live = self._live[scheduled.req_id]
+            request = live.request
+            if scheduled.new is not None:
+                live.num_seen = scheduled.new.num_computed_tokens // size
+            elif scheduled.new_block_ids is not None:
+                for ids, more in zip(live.block_ids, scheduled.new_block_ids, strict=True):
+                    ids += more
+            end = min(len(request.block_hashes), request.num_computed_tokens // size)
+            if end <= live.num_seen:
+                continue
+            # What no position of the step sees may have been given back already.
+            start = request.num_computed_tokens - scheduled.num_tokens
+            lowest = max(0, start - request.num_spec_in_flight)
+            for group_id, manager in enumerate(self._layout.managers):
+                first = max(live.num_seen, manager.first_needed_block(lowest))
+                for i in range(first, min(end, manager.num_full_blocks(end * size))):
+                    block_id = live.block_ids[group_id][i]
+                    if block_id != NULL_BLOCK_ID:
+                        yield FullBlock(request, group_id, block_id, request.block_hashes[i])
+            live.num_seen = end
+
+
+def longest_match(
+    layout: KVLayout,
+    request: Request,
+    num_computed_tokens: int,
+    known: Sequence[Container[bytes]],
+) -> int:
+    """Whole blocks of a request's tokens that the prefix cache and somewhere else have together.
+
+    Args:
+        layout: what a block is made of.
+        request: holds no blocks.
+        num_computed_tokens: what the prefix cache has: whole blocks, and what is needed of them.
+        known: for each KV-cache group the hashes of blocks that are elsewhere.
+    """
+    hashes, size = request.block_hashes, layout.block_size
+    begin, end = num_computed_tokens // size, len(hashes)
+    agreed = False
+    while end > begin and not agreed:
+        before = end
+        for group_id, manager in enumerate(layout.managers):
+            while end > begin:
+                first = manager.first_needed_block(min(end * size, request.num_tokens - 1))
+                places = range(end - 1, max(first, begin) - 1, -1)
+                missing = next((i for i in places if hashes[i] not in known[group_id]), None)
+                if missing is None:
+                    break
+                end = missing
+        agreed = end == before
+    return max(begin, end)

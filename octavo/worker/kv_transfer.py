@@ -1,0 +1,94 @@
+"""The worker's half of a KV connector beside the steps that a worker runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.kv_connector.base import KVConnectorBase, KVConnectorRole
+from octavo.kv_connector.pages import KVCaches
+from octavo.kv_connector.registry import make_connector
+from octavo.messages import KVConnectorOutput, SchedulerOutput
+from octavo.worker.model_runner import ModelRunner
+
+
+class KVTransfers:
+    """Tells a connector about each step, and others what it has finished.
+
+    Args:
+        connector: the worker's half.
+        num_layers: layers that this rank keeps something of.
+        report: is given what has been finished, on any thread.
+    """
+
+    def __init__(
+        self,
+        connector: KVConnectorBase,
+        num_layers: int,
+        report: Callable[[KVConnectorOutput], object],
+    ) -> None:
+        self._connector, self._num_layers, self._report = connector, num_layers, report
+        self._decoder = msgspec.msgpack.Decoder(connector.metadata_type)
+        self._nothing = connector.metadata_type()
+        self._lock = threading.Lock()
+        connector.notify = self._tell
+
+    @contextlib.contextmanager
+    def step(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
+        """Loads before a step, and saves behind it."""
+        connector, encoded = self._connector, scheduler_output.kv_connector_metadata
+        connector.start_load_kv(self._nothing if encoded is None else self._decoder.decode(encoded))
+        for layer in range(self._num_layers):
+            connector.wait_for_layer_load(layer)
+        try:
+            yield
+        except BaseException:
+            connector.step_failed()
+            raise
+        for layer in range(self._num_layers):
+            connector.save_kv_layer(layer)
+        connector.wait_for_save()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._lock:  # a request's blocks go with it
+            sent, received = self._connector.get_finished()
+            invalid = self._connector.get_block_ids_with_load_errors()
+        if sent or received:
+            self._report(KVConnectorOutput(sorted(sent), sorted(received), sorted(invalid)))
+
+    def shutdown(self) -> None:
+        """Ends the connector."""
+        self._connector.shutdown()
+
+
+def make_transfers(
+    runner: ModelRunner, num_blocks: int, report: Callable[[KVConnectorOutput], object]
+) -> KVTransfers | None:
+    """What the settings ask for; None: they ask for nothing.
+
+    Args:
+        runner: has its KV cache.
+        num_blocks: of it.
+        report: see `KVTransfers`.
+
+    Raises:
+        ConfigError: the connector cannot be made.
+    """
+    setup = runner.setup
+    layout = setup.kv_layout
+    connector = make_connector(setup.config, KVConnectorRole.WORKER, layout)
+    if connector is None:
+        return None
+    if runner.backend.name != "cpu":
+        raise ConfigError(
+            f"kv_transfer_config is not supported with attention_backend={runner.backend.name}; "
+            "use device=cpu with attention_backend=cpu."
+        )
+    tensors = [tensor.data_ptr() for tensor in runner.state.kv_tensors]
+    connector.register_kv_caches(KVCaches(layout, tensors, num_blocks))
+    return KVTransfers(connector, len(setup.part.caches), report)
