@@ -166,6 +166,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     answers: dict[int, list[int]] | None = None
     """With n > 1, of a request that goes on: those of its answers that are still to be made, by
     their index, with their `output_token_ids`. None: all, from the start."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector is told of it."""
 
     @property
     def known_token_ids(self) -> list[int]:
@@ -275,6 +277,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     first_scheduled_time: float | None = None
     """When the request was part of a step for the first time."""
     num_preemptions: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    """With the last token: what the KV connector tells whoever goes on elsewhere."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):

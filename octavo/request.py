@@ -81,6 +81,7 @@ class Request:
         "error_kind",
         "first_scheduled_time",
         "first_token_deadline",
+        "kv_transfer_params",
         "leader",
         "max_tokens",
         "num_cached_tokens",
@@ -128,6 +129,7 @@ class Request:
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
         self.prompt_embeds = core_request.prompt_embeds
+        self.kv_transfer_params = core_request.kv_transfer_params
         self.max_tokens = params.max_tokens
         self.stop_token_ids = params.all_stop_token_ids
 

@@ -175,6 +175,8 @@ def make_engine_core(
         if connector is not None:
             transfers = TransferInbox(setup.rank.world_size)
             executor.register_transfer_callback(transfers.put)
+            found = executor.collective_rpc("kv_handshake_metadata")
+            connector.set_xfer_handshake_metadata(found)
         watched = observer.logger.isEnabledFor(logging.DEBUG)
         scheduler = Scheduler(
             config.scheduler,

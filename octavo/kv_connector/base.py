@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.config import EngineConfig, KVTransferConfig
+from octavo.errors import RequestError
 from octavo.kv_connector.layout import KVLayout
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
@@ -73,6 +74,23 @@ class KVConnectorBase(ABC):
 
     # The scheduler's half. All of it is called on one thread.
 
+    def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
+        """Is given what each rank's `get_handshake_metadata` returned, before any request."""
+        return
+
+    def check_request(self, request: Request) -> None:
+        """Looks at a request that comes.
+
+        Raises:
+            RequestError: its `kv_transfer_params` are wrong.
+        """
+        if request.kv_transfer_params is not None:
+            raise RequestError(
+                f"kv_transfer_params: this server's {type(self).__name__} takes none; leave them "
+                "out, or start it with another kv_connector.",
+                "kv_transfer_params",
+            )
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -118,6 +136,10 @@ class KVConnectorBase(ABC):
         """Takes in what all workers have finished."""
         return
 
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """A request has its last token: the `kv_transfer_params` of whoever goes on with it."""
+        return None
+
     def reset_cache(self) -> None:
         """Forgets all that was saved."""
         return
@@ -127,6 +149,10 @@ class KVConnectorBase(ABC):
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """The KV cache of this rank is there."""
         return
+
+    def get_handshake_metadata(self) -> Any:
+        """What the scheduler's half must know of this rank, as plain values."""
+        return None
 
     @abstractmethod
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:

@@ -135,12 +135,19 @@ class OffloadingConnector(KVConnectorBase):
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
         super().__init__(config, role, layout)
-        settings = OffloadingSettings.of(self.transfer_config)
-        self._half: _Scheduler | _Worker
+        self._half: OffloadingScheduler | OffloadingWorker
         if role is KVConnectorRole.SCHEDULER:
-            self._half = _Scheduler(self.transfer_config, settings, layout)
+            self._half = self._make_scheduler()
         else:
-            self._half = _Worker(self.transfer_config, settings, layout, self._notify)
+            self._half = self._make_worker()
+
+    def _make_scheduler(self) -> OffloadingScheduler:
+        settings = OffloadingSettings.of(self.transfer_config)
+        return OffloadingScheduler(self.transfer_config, settings, self.layout)
+
+    def _make_worker(self) -> OffloadingWorker:
+        settings = OffloadingSettings.of(self.transfer_config)
+        return OffloadingWorker(self.transfer_config, settings, self.layout, self._notify)
 
     def _notify(self) -> None:
         self.notify()
@@ -151,13 +158,13 @@ class OffloadingConnector(KVConnectorBase):
         return OffloadingSettings.of(config).cpu_bytes_to_use
 
     @property
-    def _scheduler(self) -> _Scheduler:
-        assert isinstance(self._half, _Scheduler)
+    def _scheduler(self) -> OffloadingScheduler:
+        assert isinstance(self._half, OffloadingScheduler)
         return self._half
 
     @property
-    def _worker(self) -> _Worker:
-        assert isinstance(self._half, _Worker)
+    def _worker(self) -> OffloadingWorker:
+        assert isinstance(self._half, OffloadingWorker)
         return self._half
 
     def get_num_new_matched_tokens(
@@ -219,14 +226,14 @@ class OffloadingConnector(KVConnectorBase):
 
     def shutdown(self) -> None:
         """See `KVConnectorBase`."""
-        if isinstance(self._half, _Worker):
+        if isinstance(self._half, OffloadingWorker):
             self._half.shutdown()
 
 
 class _Known:
     """The hashes of a group that can be loaded."""
 
-    def __init__(self, half: _Scheduler, group_id: int) -> None:
+    def __init__(self, half: OffloadingScheduler, group_id: int) -> None:
         self._half, self._group_id = half, group_id
 
     def __contains__(self, block_hash: object) -> bool:
@@ -234,7 +241,7 @@ class _Known:
         return self._half.has((self._group_id, block_hash))
 
 
-class _Scheduler:
+class OffloadingScheduler:
     """Knows what is where, on all ranks alike."""
 
     def __init__(
@@ -393,7 +400,7 @@ class _Scheduler:
             self._file.clear()
 
 
-class _Worker:
+class OffloadingWorker:
     """Has the memory and the file of one rank, and copies."""
 
     def __init__(

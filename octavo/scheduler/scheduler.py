@@ -173,6 +173,7 @@ class Scheduler:
         if request.request_id in self.requests:
             raise RequestError(f"Request id {request.request_id!r} is in use.", "request_id")
         self._check_fits(request)
+        self._check_transfer(request)
         # The context is one more limit on the output; from here on there is only one.
         request.max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         request.queue_key = self._arrivals.next_key(request)
@@ -375,7 +376,10 @@ class Scheduler:
                 )
             if not tokens and new_prompt_logprobs is None:
                 continue
+            transfer_params = None
             if finished is not None:
+                if self._connector is not None:
+                    transfer_params = self._connector.request_finished(request)
                 self._finish(request, finished)
                 any_finished = True
             outputs.append(
@@ -389,6 +393,7 @@ class Scheduler:
                     num_cached_tokens=request.num_cached_tokens,
                     first_scheduled_time=request.first_scheduled_time,
                     num_preemptions=request.num_preemptions,
+                    kv_transfer_params=transfer_params,
                 )
             )
         if any_finished:
@@ -569,6 +574,17 @@ class Scheduler:
                 f"The prompt of {prompt} tokens and up to {request.max_tokens} more need {needed} "
                 f"KV-cache blocks, but there are {usable}. Shorten the prompt or lower max_tokens.",
                 "max_tokens",
+            )
+
+    def _check_transfer(self, request: Request) -> None:
+        """Refuses what a KV connector cannot do for a request."""
+        if self._connector is not None:
+            self._connector.check_request(request)
+        elif request.kv_transfer_params is not None:
+            raise RequestError(
+                "kv_transfer_params: this server has no KV connector; leave them out, or start it "
+                "with --kv-transfer-config.",
+                "kv_transfer_params",
             )
 
     def _find_busy(self) -> frozenset[Request]:

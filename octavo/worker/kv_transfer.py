@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -60,6 +61,10 @@ class KVTransfers:
             invalid = self._connector.get_block_ids_with_load_errors()
         if sent or received:
             self._report(KVConnectorOutput(sorted(sent), sorted(received), sorted(invalid)))
+
+    def handshake_metadata(self) -> Any:
+        """See `KVConnectorBase.get_handshake_metadata`."""
+        return self._connector.get_handshake_metadata()
 
     def shutdown(self) -> None:
         """Ends the connector."""

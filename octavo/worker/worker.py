@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -72,6 +73,10 @@ class Worker:
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
         """See `Executor`."""
         self._on_transfer = callback
+
+    def kv_handshake_metadata(self) -> Any:
+        """What the scheduler's half of a KV connector must know of this rank."""
+        return None if self._transfers is None else self._transfers.handshake_metadata()
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, announce: Callable[[Drafts], None]
