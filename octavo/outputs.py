@@ -203,7 +203,8 @@ class RequestOutput:
     """Prompt tokens that the prefix cache had."""
     num_cache_creation_tokens: None = None
     prompt_token_id_logprobs: None = field(default=None, kw_only=True)
-    kv_transfer_params: None = field(default=None, kw_only=True)
+    kv_transfer_params: dict[str, Any] | None = field(default=None, kw_only=True)
+    """What the KV connector tells whoever goes on with the prompt elsewhere."""
     ec_transfer_params: None = field(default=None, kw_only=True)
 
 

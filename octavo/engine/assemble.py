@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -175,7 +175,7 @@ def make_engine_core(
         if connector is not None:
             transfers = TransferInbox(setup.rank.world_size)
             executor.register_transfer_callback(transfers.put)
-            found = executor.collective_rpc("kv_handshake_metadata")
+            found: list[Any] = executor.collective_rpc("kv_handshake_metadata")
             connector.set_xfer_handshake_metadata(found)
         watched = observer.logger.isEnabledFor(logging.DEBUG)
         scheduler = Scheduler(

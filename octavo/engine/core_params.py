@@ -14,6 +14,9 @@ from octavo.sampling_params import (
     StructuredOutputsParams,
 )
 
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+"""Key of `SamplingParams.extra_args` that is for the KV connector, as in vLLM."""
+
 
 def make_core_params(
     params: SamplingParams,
@@ -67,7 +70,8 @@ def make_core_params(
         ),
         bad_words=_pack(bad_words_token_ids) if bad_words_token_ids else None,
         grammar=None if wanted is None else _grammar_spec(wanted, grammar_backend),
-        extra_args=params.extra_args or None,
+        extra_args={k: v for k, v in (params.extra_args or {}).items() if k != KV_TRANSFER_PARAMS}
+        or None,
     )
 
 

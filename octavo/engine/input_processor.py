@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from octavo.config import ModelConfig
-from octavo.engine.core_params import make_core_params
+from octavo.engine.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.engine.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.messages import EngineCoreRequest, PromptEmbeds
@@ -181,6 +181,7 @@ class InputProcessor:
             prompt_embeds=embeds,
             first_token_deadline=first_token_deadline,
             tenant=tenant,
+            kv_transfer_params=_transfer_params(params),
         )
         return request, text
 
@@ -418,3 +419,23 @@ def _join_salts(scope: str | None, salt: str | None) -> str | None:
         return None
     scope = scope or ""
     return f"{len(scope)}:{scope}{salt or ''}"
+
+
+def _transfer_params(params: SamplingParams) -> dict[str, Any] | None:
+    """What a request tells the KV connector.
+
+    Raises:
+        RequestError: it is no dict, or there are several answers.
+    """
+    found = (params.extra_args or {}).get(KV_TRANSFER_PARAMS)
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise RequestError("kv_transfer_params does not map names to values.", KV_TRANSFER_PARAMS)
+    if params.n != 1:
+        raise RequestError(
+            f"kv_transfer_params goes with one answer, and n={params.n} are asked for; leave n "
+            "out.",
+            "n",
+        )
+    return found

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -89,6 +89,7 @@ class _Group:
     output_kind: RequestOutputKind
     queue: RequestOutputCollector | None
     prompt_logprobs: FlatLogprobs | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
     live: dict[str, _RequestState] = field(default_factory=dict)
     """Unfinished answers by core request id."""
@@ -137,6 +138,7 @@ class _Group:
             self.finished,
             times,
             num_cached_tokens=self.num_cached_tokens,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
 
@@ -411,6 +413,8 @@ class OutputProcessor:
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
             rows = output.new_prompt_logprobs
             state.prompt_logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)
+        if output.kv_transfer_params is not None:
+            group.kv_transfer_params = output.kv_transfer_params
         reason = output.finish_reason
         stop_text: str | None = None
         num_new = 0
@@ -543,6 +547,7 @@ def _merge_deltas(held: RequestOutput, new: RequestOutput) -> None:
         held.prompt_logprobs = new.prompt_logprobs
     held.finished = new.finished
     held.num_cached_tokens = new.num_cached_tokens
+    held.kv_transfer_params = new.kv_transfer_params
     held.metrics = new.metrics
 
 

@@ -25,7 +25,7 @@ from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVCon
 from octavo.kv_connector.image_cache import EVICTION_POLICIES, ImageCache, Key
 from octavo.kv_connector.image_file import ImageFile, read_records
 from octavo.kv_connector.layout import KVLayout
-from octavo.kv_connector.pages import BlockImage, KVCaches
+from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
@@ -321,7 +321,7 @@ class OffloadingScheduler:
     def build(self, step: SchedulerOutput) -> OffloadingMetadata | None:
         """What a step saves, and what is loaded beside it."""
         saves: list[Save] = []
-        for block in self._tracker.full_blocks(step):
+        for block in self._tracker.full_blocks(step, self._saves_all):
             if self._config.saves and block.request.cache_scope is None:
                 save = self._save(block)
                 if save is not None:
@@ -331,6 +331,10 @@ class OffloadingScheduler:
             self._unsure.update((save.group_id, save.block_hash) for save in saves)
         loads, self._new_loads = self._new_loads, {}
         return OffloadingMetadata(self._epoch, saves, loads) if saves or loads else None
+
+    def _saves_all(self, request: Request) -> bool:
+        """Whether what the prefix cache has of a request is saved, too, not only what it fills."""
+        return False
 
     def _save(self, block: FullBlock) -> Save | None:
         """Finds places for a block; None if it is there already, or all are pinned."""
@@ -409,6 +413,7 @@ class OffloadingWorker:
         settings: OffloadingSettings,
         layout: KVLayout,
         notify: Callable[[], object],
+        memory: Bytes | None = None,
     ) -> None:
         from octavo.kernels.memory import map_memory  # imports torch
 
@@ -419,7 +424,9 @@ class OffloadingWorker:
         if settings.file_path is not None:
             path = file_of(config, settings, layout)
             self._file = ImageFile(path, layout, num_file_slots)
-        self._memory = map_memory(num_slots * self._size).numpy()
+        if memory is None:
+            memory = map_memory(num_slots * self._size).numpy()
+        self._memory = memory
         self._staging = np.zeros(self._size, np.uint8)
         """For what is loaded while there is no place in memory."""
         self._metadata = OffloadingMetadata()

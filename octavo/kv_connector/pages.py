@@ -12,6 +12,7 @@ from octavo import _native
 from octavo.kv_connector.layout import SUM_NBYTES, KVLayout
 
 Addresses = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # so that the seeds of pages lie far apart
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,8 +45,15 @@ class BlockTracker:
         copies = [list(ids) for ids in block_ids]
         self._live[request.request_id] = _Live(request, copies, 0)
 
-    def full_blocks(self, step: SchedulerOutput) -> Iterator[FullBlock]:
-        """The blocks that a step fills, or whose last tokens have become known since."""
+    def full_blocks(
+        self, step: SchedulerOutput, whole: Callable[[Request], bool] = lambda request: False
+    ) -> Iterator[FullBlock]:
+        """The blocks that a step fills, or whose last tokens have become known since.
+
+        Args:
+            step: as it has been scheduled.
+            whole: of which requests that it starts the blocks that were known are told, too.
+        """
         size = self._layout.block_size
         new = {scheduled.req_id for scheduled in step.scheduled_reqs if scheduled.new is not None}
         for req_id in step.finished_req_ids:
@@ -56,7 +63,8 @@ class BlockTracker:
             live = self._live[scheduled.req_id]
             request = live.request
             if scheduled.new is not None:
-                live.num_seen = scheduled.new.num_computed_tokens // size
+                known = scheduled.new.num_computed_tokens // size
+                live.num_seen = 0 if whole(request) else known
             elif scheduled.new_block_ids is not None:
                 for ids, more in zip(live.block_ids, scheduled.new_block_ids, strict=True):
                     ids += more

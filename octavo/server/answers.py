@@ -169,6 +169,7 @@ class CompletionAnswer(Envelope):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CompletionChunkChoice(Answer):
@@ -237,6 +238,7 @@ class ChatAnswer(Envelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    kv_transfer_params: dict[str, Any] | None = None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
 

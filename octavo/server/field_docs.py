@@ -44,6 +44,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
         "cache_salt": "Only requests with the same salt share the prefix cache.",
         "vllm_xargs": "Arguments for logits processors of plug-ins.",
+        "kv_transfer_params": "With --kv-transfer-config: what another server has computed of the "
+        "prompt, or that another one will go on with it.",
         "add_special_tokens": "Let the tokenizer add its special tokens to the prompt; default: "
         "true for a text, false for a chat, whose template writes them.",
         "return_tokens_as_token_ids": "Show tokens in logprobs by their ids: token_id:N.",

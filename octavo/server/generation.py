@@ -195,7 +195,11 @@ class Generation(ABC, Generic[B]):
         choices = (c for i, output in enumerate(in_order) for c in self.choices(i, output))
 
         def others() -> dict[str, object]:
-            return {"usage": self.usage.to_dict(), **self.extras(in_order)}
+            fields: dict[str, object] = {"usage": self.usage.to_dict(), **self.extras(in_order)}
+            params = [output.kv_transfer_params for output in in_order]
+            if params[0] is not None:  # there is one prompt then
+                fields["kv_transfer_params"] = params[0]
+            return fields
 
         candidates = [_num_candidates(output) for output in in_order]
         if sum(candidates) > _MANY_CANDIDATES:
@@ -255,6 +259,12 @@ class Generation(ABC, Generic[B]):
                 prompts, params, add_special_tokens = await self.prepare(engine)
             except RequestError as error:
                 raise self._blamed(error) from None
+            if self.body.kv_transfer_params is not None and len(prompts) > 1:
+                raise RequestError(
+                    f"kv_transfer_params goes with one prompt, and there are {len(prompts)}; send "
+                    "each by itself.",
+                    "kv_transfer_params",
+                )
             if params.priority and engine.config.scheduler.scheduling_policy != "priority":
                 self.context.ignored_fields.append("priority")
                 self.state.warn_of_priority()

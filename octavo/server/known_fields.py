@@ -43,7 +43,7 @@ GENERATION: Unsupported = {
     **_all(
         _NOTHING,
         "guided_whitespace_pattern logits_processors "
-        "kv_transfer_params ec_transfer_params mm_payload extra_args repetition_detection "
+        "ec_transfer_params mm_payload extra_args repetition_detection "
         "prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids "
         "output_kind",
     ),

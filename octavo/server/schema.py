@@ -319,6 +319,7 @@ class GenerationBody(StructuredOutputsBody):
     priority: Int | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
+    kv_transfer_params: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -418,6 +419,11 @@ class GenerationBody(StructuredOutputsBody):
         """
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | overrides
         given["extra_args"] = self.vllm_xargs
+        if self.kv_transfer_params is not None:
+            given["extra_args"] = {
+                **(self.vllm_xargs or {}),
+                "kv_transfer_params": self.kv_transfer_params,
+            }
         given["structured_outputs"] = self.structured_outputs_params()
         kwargs: dict[str, Any] = {
             **defaults,
@@ -461,7 +467,7 @@ _SAMPLING_FIELDS = (
 # What a beam search cannot do, and the values of it that ask for nothing.
 _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(_SAMPLING_FIELDS, (None,)),
-    **dict.fromkeys(("best_of", "logprobs", "vllm_xargs"), (None,)),
+    **dict.fromkeys(("best_of", "logprobs", "vllm_xargs", "kv_transfer_params"), (None,)),
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0.0)),
     **dict.fromkeys(("min_tokens", "priority"), (None, 0)),

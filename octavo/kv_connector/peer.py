@@ -1,0 +1,325 @@
+"""How one engine gets at the images that another one keeps: shared memory, or TCP.
+
+Each rank that keeps images listens at a port, for who has the key: CurveZMQ under a key pair that
+is made from it; the handshake needs its public half, which is never sent. On the same host the
+other engine opens the memory itself, by the keeper's process and descriptor; the system lets the
+same user only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from zmq.utils import z85
+
+from octavo.errors import ConfigError
+from octavo.kv_connector.layout import KVLayout
+from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches
+
+logger = logging.getLogger(__name__)
+
+_HEADER = mmap.PAGESIZE
+_NONCE_NBYTES = 16
+_GET, _HAVE = b"g", b"h"
+_NUMBER = struct.Struct("<Q")
+# Blocks in a message, messages on their way at a time, and how long one may take before it is asked
+# for again: the connection may have been made anew meanwhile.
+_BATCH, _IN_FLIGHT, _AGAIN_SECONDS = 4, 4, 2.0
+_POLL_MILLISECONDS = 100
+_LINGER = 1000
+"""Milliseconds."""
+_MAX_REQUEST = 2**16
+_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1034, 2, 4
+
+Block = tuple[int, int, int, bytes]
+"""(group, block, place at the peer, hash)"""
+
+
+class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank's images are."""
+
+    host: str
+    port: int
+    machine: str
+    """Which one it is, since it was booted last; with the next three."""
+    pid: int
+    descriptor: int
+    nonce: str
+    """What the memory begins with, in hex."""
+
+
+class SharedImages:
+    """Memory for images that other processes of the same user can open.
+
+    It has no name in the system, and is gone with the last process that has it.
+
+    Args:
+        nbytes: of all images.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if sys.platform != "linux":
+            raise ConfigError("P2PConnector works on Linux only.")
+        self.nonce = secrets.token_bytes(_NONCE_NBYTES)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.descriptor = os.memfd_create("octavo-kv", flags)
+        os.ftruncate(self.descriptor, _HEADER + nbytes)
+        # So that who maps it need not fear that it ends before its end.
+        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+        memory = mmap.mmap(self.descriptor, _HEADER + nbytes)
+        memory[:_NONCE_NBYTES] = self.nonce
+        self.images: Bytes = np.frombuffer(memory, np.uint8)[_HEADER:]
+
+    def close(self) -> None:
+        """Lets go of the descriptor; nobody can open it any more. May be called twice."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class PeerServer:
+    """Sends images to who asks for them, on a thread of its own.
+
+    Args:
+        host: name or address to listen on.
+        port: of TCP; 0: any that is free.
+        secret: see `cluster_secret`.
+        layout: of the images.
+        shared: where they are.
+        on_have: is told of each request whose blocks have been fetched.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        layout: KVLayout,
+        shared: SharedImages,
+        on_have: Callable[[str], object],
+    ) -> None:
+        self._images, self._size, self._on_have = shared.images, layout.image_nbytes, on_have
+        self._context = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.ROUTER)
+        socket.curve_server = True
+        socket.curve_secretkey = z85.encode(secret)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
+        socket.setsockopt(zmq.LINGER, 0)
+        # One that asks and does not read gets nothing more; the others wait for none.
+        socket.setsockopt(zmq.SNDHWM, 2 * _IN_FLIGHT)
+        socket.setsockopt(zmq.IPV6, 1)
+        where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        try:
+            socket.bind(f"{where}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"kv_transfer_config: host={host!r}, port={port}: cannot listen there "
+                f"({error.strerror}); choose an address of this machine and a free port."
+            ) from None
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = PeerAddress(
+            host=host,
+            port=int(endpoint.decode().rpartition(":")[2].rstrip("\0")),
+            machine=_this_machine(),
+            pid=os.getpid(),
+            descriptor=shared.descriptor,
+            nonce=shared.nonce.hex(),
+        )
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="octavo-kv-peers", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            if not self._socket.poll(_POLL_MILLISECONDS):
+                continue
+            peer, *frames = self._socket.recv_multipart()
+            try:
+                self._answer(peer, frames)
+            except (ValueError, msgspec.MsgspecError, struct.error) as error:
+                logger.warning("a peer asks for KV blocks in words unknown here: %s", error)
+            except zmq.ZMQError:
+                pass  # it is gone, or does not read: it asks again
+
+    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+        match frames:
+            case [kind, text] if kind == _HAVE:
+                self._on_have(text.decode())
+                self._socket.send_multipart([peer, _HAVE], zmq.DONTWAIT)
+            case [kind, number, packed] if kind == _GET:
+                _NUMBER.unpack(number)
+                slots = msgspec.msgpack.decode(packed, type=list[int])
+                if len(slots) > _BATCH:
+                    raise ValueError(f"{len(slots)} blocks at once")
+                images = [self._image(slot) for slot in slots]
+                self._socket.send_multipart([peer, number, *images], zmq.DONTWAIT)
+            case _:
+                raise ValueError(f"{len(frames)} parts")
+
+    def _image(self, slot: int) -> bytes:
+        begin = slot * self._size
+        if slot < 0 or begin + self._size > len(self._images):
+            raise ValueError(f"there is no place {slot}")
+        return self._images[begin : begin + self._size].tobytes()
+
+    def close(self) -> None:
+        """Ends the thread. May be called twice."""
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+class PeerClient:
+    """Fetches images from peers.
+
+    Args:
+        secret: see `cluster_secret`.
+        kv_caches: where they go.
+        timeout: seconds for the blocks of a request.
+    """
+
+    def __init__(self, secret: bytes, kv_caches: KVCaches, timeout: float) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._secret, self._kv_caches, self._timeout = secret, kv_caches, timeout
+        self._size = kv_caches.layout.image_nbytes
+
+    def fetch(self, peer: PeerAddress, blocks: Sequence[Block]) -> set[int]:
+        """Copies blocks to the KV cache; returns those that are not what they should be.
+
+        Raises:
+            OSError: the peer is not to be reached, or too slow.
+        """
+        memory = _open(peer)
+        if memory is None:
+            return self._receive(peer, blocks)
+        with contextlib.closing(memory):
+            images = np.frombuffer(memory, np.uint8)[_HEADER:]
+            try:
+                return self._copy(images, blocks)
+            finally:
+                del images  # it must not outlive the mapping
+
+    def _copy(self, images: Bytes, blocks: Sequence[Block]) -> set[int]:
+        start = int(images.ctypes.data)
+        if any(not 0 <= slot < len(images) // self._size for _, _, slot, _ in blocks):
+            raise OSError("it has no such blocks")
+        return self._kv_caches.load(
+            [
+                BlockImage(group_id, block_id, start + slot * self._size, block_hash)
+                for group_id, block_id, slot, block_hash in blocks
+            ]
+        )
+
+    def _receive(self, peer: PeerAddress, blocks: Sequence[Block]) -> set[int]:
+        """Over TCP; what does not come is asked for again."""
+        batches = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
+        waiting, asked = list(range(len(batches)))[::-1], dict[int, float]()
+        damaged: set[int] = set()
+        end = time.monotonic() + self._timeout
+        with self._connect(peer) as socket:
+            while waiting or asked:
+                now = time.monotonic()
+                if now >= end:
+                    raise OSError(f"they have not come within {self._timeout:g} s")
+                for number in [n for n, since in asked.items() if now - since > _AGAIN_SECONDS]:
+                    del asked[number]
+                    waiting.append(number)
+                while waiting and len(asked) < _IN_FLIGHT:
+                    number = waiting.pop()
+                    asked[number] = now
+                    slots = [slot for _, _, slot, _ in batches[number]]
+                    packed = msgspec.msgpack.encode(slots)
+                    socket.send_multipart([_GET, _NUMBER.pack(number), packed])
+                if not socket.poll(_POLL_MILLISECONDS):
+                    continue
+                head, *images = socket.recv_multipart()
+                number = _NUMBER.unpack(head)[0] if len(head) == _NUMBER.size else -1
+                if asked.pop(number, None) is None:
+                    continue  # it has come before
+                batch = batches[number]
+                if [len(image) for image in images] != [self._size] * len(batch):
+                    raise OSError("it sends blocks of another size")
+                arrays = [np.frombuffer(image, np.uint8) for image in images]
+                damaged |= self._kv_caches.load(
+                    [
+                        BlockImage(group_id, block_id, int(array.ctypes.data), block_hash)
+                        for (group_id, block_id, _, block_hash), array in zip(
+                            batch, arrays, strict=True
+                        )
+                    ]
+                )
+        return damaged
+
+    def tell(self, peer: PeerAddress, request_id: str) -> None:
+        """Tells a peer that it need not keep a request's blocks any more."""
+        with self._connect(peer) as socket:
+            socket.send_multipart([_HAVE, request_id.encode()])
+            socket.poll(_LINGER)
+
+    def _connect(self, peer: PeerAddress) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        key = z85.encode(self._secret)
+        socket.curve_secretkey, socket.curve_publickey = key, zmq.curve_public(key)
+        socket.curve_serverkey = zmq.curve_public(key)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._size)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        where = f"[{peer.host}]" if ":" in peer.host else peer.host
+        socket.connect(f"tcp://{where}:{peer.port}")
+        return socket
+
+    def close(self) -> None:
+        """Lets go of all connections."""
+        self._context.destroy(linger=0)
+
+
+def _open(peer: PeerAddress) -> mmap.mmap | None:
+    """A peer's memory, if it is on this machine, runs, and may be read."""
+    if peer.machine != _this_machine():
+        return None
+    path = f"/proc/{peer.pid}/fd/{peer.descriptor}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None  # another container, perhaps
+    try:
+        # Only what can never be shortened: reading behind a file's end would end the process.
+        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+        if not seals & _F_SEAL_SHRINK:
+            return None
+        memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+    if memory[:_NONCE_NBYTES].hex() != peer.nonce:
+        memory.close()
+        return None
+    return memory
+
+
+def _this_machine() -> str:
+    """Names this machine, since it was booted last."""
+    text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
