@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 import octavo
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheGroup, make_manager
@@ -15,6 +17,20 @@ from octavo.models.cache import AttentionCache
 SUM_NBYTES = 8
 _LINE = 64
 _VERSION = 1
+
+
+class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What of a model's blocks the images of a rank have, and where in them it is."""
+
+    layers: list[list[int]]
+    """Of each group: its layers, by their numbers in the model."""
+    first_head: int
+    num_heads: list[int]
+    """Of each group."""
+    chunk_nbytes: list[int]
+    """Of each group: bytes of a head's keys, or values, of a block."""
+    sums_offset: int
+    image_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,10 @@ class KVLayout:
     """Of the KV cache, as `CacheSpec` names it."""
     groups: tuple[KVCacheGroup, ...]
     """With the layers and heads of this rank."""
+    first_layer: int = 0
+    """The number of the groups' layer 0 in the model."""
+    first_head: int = 0
+    """The number of this rank's first head of keys."""
     rank: int = 0
     world_size: int = 1
     """How many processes have a part of each block."""
@@ -49,6 +69,18 @@ class KVLayout:
         parts = (octavo.__version__, _VERSION, _native.isa(), self.model, self.block_size)
         text = "\0".join(map(str, (*parts, self.dtype, divided)))
         return hashlib.sha256(b"octavo-kv-layout:" + text.encode()).digest()
+
+    @cached_property
+    def part(self) -> KVPart:
+        """What images made here have."""
+        return KVPart(
+            layers=[[self.first_layer + i for i in group.layer_indices] for group in self.groups],
+            first_head=self.first_head,
+            num_heads=self.num_chunks,
+            chunk_nbytes=[self.page_nbytes // chunks for chunks in self.num_chunks],
+            sums_offset=self.sums_offset,
+            image_nbytes=self.image_nbytes,
+        )
 
     @cached_property
     def managers(self) -> list[SingleTypeKVCacheManager]:

@@ -34,6 +34,7 @@ from octavo.kv_connector.offload import (
     OffloadingSettings,
     OffloadingWorker,
 )
+from octavo.kv_connector.pages import KVCaches
 from octavo.kv_connector.peer import PeerAddress, PeerClient, PeerServer, SharedImages
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
@@ -73,6 +74,8 @@ class P2PMetadata(OffloadingMetadata):
     """What workers do with a step."""
 
     fetches: dict[str, Fetch] = msgspec.field(default_factory=dict)
+    fetched: list[tuple[str, list[PeerAddress]]] = msgspec.field(default_factory=list)
+    """What all ranks have: to be told to those who keep it."""
 
 
 class _Handed(msgspec.Struct):
@@ -162,6 +165,11 @@ class P2PConnector(OffloadingConnector):
         """See `KVConnectorBase`."""
         return self._p2p.hand_over(request)
 
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """See `KVConnectorBase`."""
+        assert isinstance(self._half, P2PWorker)
+        self._half.register(kv_caches)
+
     def get_handshake_metadata(self) -> Any:
         """See `KVConnectorBase`."""
         assert isinstance(self._half, P2PWorker)
@@ -187,6 +195,9 @@ class P2PScheduler(OffloadingScheduler):
         self._handed: dict[str, _Handed] = {}
         """In the order in which they were handed over."""
         self._fetches: dict[str, Fetch] = {}
+        """To be told to the workers."""
+        self._fetching: dict[str, Fetch] = {}
+        self._fetched: list[Fetch] = []
         self._offers: dict[str, _Offer] = {}
         """Of requests that are asked about, or loaded."""
 
@@ -275,9 +286,7 @@ class P2PScheduler(OffloadingScheduler):
 
     def _match_offer(self, request: Request, offer: _Offer, num_computed_tokens: int) -> int:
         layout = self._layout
-        if offer.remote_layout != layout.identity.hex() or len(offer.remote_peers) != len(
-            self.peers
-        ):
+        if offer.remote_layout != layout.identity.hex():
             logger.warning(
                 "engine %s computes another model, or otherwise: its KV blocks are computed again",
                 offer.remote_engine_id,
@@ -311,10 +320,9 @@ class P2PScheduler(OffloadingScheduler):
             for i in range(len(ids) - num_tokens // self._layout.block_size, len(ids))
             if ids[i] != NULL_BLOCK_ID
         ]
+        fetch = Fetch(offer.remote_request_id, offer.remote_peers, blocks)
         self._loads[request.request_id] = []
-        self._fetches[request.request_id] = Fetch(
-            offer.remote_request_id, offer.remote_peers, blocks
-        )
+        self._fetches[request.request_id] = self._fetching[request.request_id] = fetch
 
     def build(self, step: SchedulerOutput) -> P2PMetadata | None:
         """What a step saves, and what is loaded and fetched beside it."""
@@ -322,15 +330,20 @@ class P2PScheduler(OffloadingScheduler):
             self._expire()
         found = super().build(step)
         fetches, self._fetches = self._fetches, {}
-        if found is None and not fetches:
+        fetched, self._fetched = self._fetched, []
+        if found is None and not fetches and not fetched:
             return None
         found = found or OffloadingMetadata(self._epoch)
-        return P2PMetadata(found.epoch, found.saves, found.loads, fetches)
+        told = [(fetch.request_id, fetch.peers) for fetch in fetched]
+        return P2PMetadata(found.epoch, found.saves, found.loads, fetches, told)
 
     def finished(self, output: KVConnectorOutput) -> None:
         """Lets go of what was fetched by others, or loaded here."""
         for request_id in output.finished_sending:
             self._end_handing(request_id)
+        for request_id in output.finished_recving:
+            if request_id in self._fetching:
+                self._fetched.append(self._fetching.pop(request_id))
         super().finished(output)
 
 
@@ -358,6 +371,11 @@ class P2PWorker(OffloadingWorker):
         )
         self.address = self._server.address
 
+    def register(self, kv_caches: KVCaches) -> None:
+        """The KV cache of this rank is there."""
+        self.kv_caches = kv_caches
+        self._client = PeerClient(self._secret, kv_caches, self._timeout)
+
     def _peer_has(self, request_id: str) -> None:
         """A peer has fetched what was kept for it."""
         with self._lock:
@@ -376,23 +394,27 @@ class P2PWorker(OffloadingWorker):
         assert isinstance(metadata, P2PMetadata)
         for req_id, wanted in metadata.fetches.items():
             self._fetchers.submit(self._fetch, req_id, wanted)
+        if self._layout.rank == 0:
+            for request_id, peers in metadata.fetched:
+                self._fetchers.submit(self._tell, request_id, peers)
+
+    def _tell(self, request_id: str, peers: list[PeerAddress]) -> None:
+        assert self._client is not None
+        for peer in peers:
+            self._client.tell(peer, request_id)
 
     def _fetch(self, req_id: str, wanted: Fetch) -> None:
-        assert self.kv_caches is not None
         damaged = {block_id for _, block_id, _, _ in wanted.blocks}
-        peer = wanted.peers[self._layout.rank]
-        with self._lock:
-            if self._client is None:
-                self._client = PeerClient(self._secret, self.kv_caches, self._timeout)
         try:
-            damaged = self._client.fetch(peer, wanted.blocks)
+            assert self._client is not None
+            damaged = self._client.fetch(wanted.peers, wanted.blocks)
         except Exception as error:
-            logger.warning("KV blocks cannot be fetched from %s: %s", peer.host, error)
+            hosts = ", ".join(sorted({peer.host for peer in wanted.peers}))
+            logger.warning("KV blocks cannot be fetched from %s: %s", hosts, error)
         with self._lock:
             self._finished.add(req_id)
             self._damaged |= damaged
         self._notify()
-        self._client.tell(peer, wanted.request_id)
 
     def shutdown(self) -> None:
         """Fetches nothing more, and lets nobody fetch."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.kv_connector.layout import SUM_NBYTES, KVLayout
+from octavo.kv_connector.layout import SUM_NBYTES, KVLayout, KVPart
 
 Addresses = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
@@ -45,65 +46,90 @@ class KVCaches:
     def save(self, images: Sequence[BlockImage]) -> None:
         """Copies blocks to their images, checksums included."""
         for group_id, some in _by_group(images).items():
-            pages, places, sums, seeds = self._addresses(group_id, some)
+            pages = self._pages(group_id, some, self.layout.part)
             _native.save_pages(
-                from_=pages.ctypes.data,
-                to=places.ctypes.data,
-                sums=sums.ctypes.data,
-                seeds=seeds.ctypes.data,
-                **self._sizes(group_id, len(pages)),
+                from_=pages.here.ctypes.data, to=pages.there.ctypes.data, **pages.others()
             )
 
-    def load(self, images: Sequence[BlockImage]) -> set[int]:
-        """Copies images to their blocks; returns those blocks whose images are damaged."""
+    def load(self, images: Sequence[BlockImage], part: KVPart | None = None) -> set[int]:
+        """Copies images to their blocks; returns those blocks whose images are damaged.
+
+        Args:
+            images: of the blocks.
+            part: what the images have of a block; None: what this rank has. What they do not have
+                stays as it is.
+        """
         damaged: set[int] = set()
         for group_id, some in _by_group(images).items():
-            pages, places, sums, seeds = self._addresses(group_id, some)
-            bad = np.zeros(len(pages), np.uint8)
+            pages = self._pages(group_id, some, part or self.layout.part)
+            bad = np.zeros(len(pages.here), np.uint8)
             _native.load_pages(
-                from_=places.ctypes.data,
-                to=pages.ctypes.data,
-                sums=sums.ctypes.data,
-                seeds=seeds.ctypes.data,
+                from_=pages.there.ctypes.data,
+                to=pages.here.ctypes.data,
                 bad=bad.ctypes.data,
-                **self._sizes(group_id, len(pages)),
+                **pages.others(),
             )
             of_block = bad.reshape(len(some), -1).any(axis=1)
             damaged.update(some[i].block_id for i in np.flatnonzero(of_block))
         return damaged
 
-    def _sizes(self, group_id: int, pages: int) -> dict[str, int]:
-        layout = self.layout
-        chunks = layout.num_chunks[group_id]
-        return {
-            "pages": pages,
-            "chunks": chunks,
-            "chunk_nbytes": layout.page_nbytes // chunks,
-        }
-
-    def _addresses(
-        self, group_id: int, images: Sequence[BlockImage]
-    ) -> tuple[Addresses, Addresses, Addresses, Addresses]:
-        """Of each page of each block: its address, that in the image, of its sums; its seed."""
-        layout = self.layout
-        num_pages, chunks = layout.num_pages[group_id], layout.num_chunks[group_id]
-        size = layout.page_nbytes
-        blocks = np.array([image.block_id for image in images], np.uint64)
+    def _pages(self, group_id: int, images: Sequence[BlockImage], part: KVPart) -> _Pages:
+        """The pages of blocks that are in images: layer by layer the keys, then the values."""
+        own, size = self.layout.part, self.layout.page_nbytes
+        blocks = np.array([image.block_id for image in images], np.uint64)[:, None]
         assert blocks.size == 0 or int(blocks.max()) < self.num_blocks
-        starts = np.array([image.address for image in images], np.uint64)
+        starts = np.array([image.address for image in images], np.uint64)[:, None]
         hashes = np.array(
             [int.from_bytes(image.block_hash[:8], "little") for image in images], np.uint64
+        )[:, None]
+        layers = [layer for layer in own.layers[group_id] if layer in part.layers[group_id]]
+        chunk, heads = own.chunk_nbytes[group_id], part.num_heads[group_id]
+        begin = max(own.first_head, part.first_head)
+        end = min(own.first_head + own.num_heads[group_id], part.first_head + heads)
+        sides = np.tile(np.arange(2, dtype=np.uint64), len(layers))
+        tensors = np.array([own.layers[group_id].index(layer) for layer in layers], np.int64)
+        here = self.tensors[tensors].repeat(2) + sides * size + (begin - own.first_head) * chunk
+        places = np.array([part.layers[group_id].index(layer) for layer in layers], np.uint64)
+        numbers = (2 * places).repeat(2) + sides
+        first = begin - part.first_head
+        sums = part.sums_offset + (numbers * heads + first) * SUM_NBYTES
+        seeds = (2 * np.array(layers, np.uint64)).repeat(2) + sides + 1
+        return _Pages(
+            here=_flat(here + blocks * (2 * size)),
+            there=_flat(starts + (numbers * heads + first) * chunk),
+            sums=_flat(starts + sums),
+            seeds=_flat(hashes + seeds * _SPREAD + begin),
+            chunks=max(0, end - begin),
+            chunk_nbytes=chunk,
         )
-        number = np.arange(num_pages, dtype=np.uint64)
-        # Layer by layer the block's keys, then its values: as they lie in a tensor.
-        of_layer = self.tensors[: num_pages // 2].repeat(2) + number % 2 * size
-        pages = blocks[:, None] * (2 * size) + of_layer
-        places = starts[:, None] + number * size
-        sums = starts[:, None] + layout.sums_offset + number * (chunks * SUM_NBYTES)
-        seeds = hashes[:, None] + (number + layout.rank * 2**32 + 1) * _SPREAD
-        flat = (np.ascontiguousarray(a, np.uint64).reshape(-1) for a in (pages, places, sums))
-        pages, places, sums = flat
-        return pages, places, sums, np.ascontiguousarray(seeds, np.uint64).reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Addresses of pages, block by block, and what else copying them takes."""
+
+    here: Addresses
+    """In the KV cache."""
+    there: Addresses
+    """In images."""
+    sums: Addresses
+    seeds: Addresses
+    chunks: int
+    chunk_nbytes: int
+
+    def others(self) -> dict[str, int]:
+        """The arguments of the native functions beside the two addresses."""
+        return {
+            "sums": self.sums.ctypes.data,
+            "seeds": self.seeds.ctypes.data,
+            "pages": len(self.here),
+            "chunks": self.chunks,
+            "chunk_nbytes": self.chunk_nbytes,
+        }
+
+
+def _flat(array: Addresses) -> Addresses:
+    return np.ascontiguousarray(array, np.uint64).reshape(-1)
 
 
 def _by_group(images: Sequence[BlockImage]) -> dict[int, list[BlockImage]]:

@@ -29,7 +29,7 @@ import zmq
 from zmq.utils import z85
 
 from octavo.errors import ConfigError
-from octavo.kv_connector.layout import KVLayout
+from octavo.kv_connector.layout import KVLayout, KVPart
 from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     descriptor: int
     nonce: str
     """What the memory begins with, in hex."""
+    part: KVPart
+    """What the images have of a block."""
 
 
 class SharedImages:
@@ -145,6 +147,7 @@ class PeerServer:
             pid=os.getpid(),
             descriptor=shared.descriptor,
             nonce=shared.nonce.hex(),
+            part=layout.part,
         )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="octavo-kv-peers", daemon=True)
@@ -202,33 +205,50 @@ class PeerClient:
     def __init__(self, secret: bytes, kv_caches: KVCaches, timeout: float) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._secret, self._kv_caches, self._timeout = secret, kv_caches, timeout
-        self._size = kv_caches.layout.image_nbytes
+        self._own = kv_caches.layout.part
 
-    def fetch(self, peer: PeerAddress, blocks: Sequence[Block]) -> set[int]:
+    def fetch(self, peers: Sequence[PeerAddress], blocks: Sequence[Block]) -> set[int]:
         """Copies blocks to the KV cache; returns those that are not what they should be.
 
+        Args:
+            peers: the ranks that have them; each a part, perhaps divided otherwise than here.
+            blocks: what is wanted.
+
         Raises:
-            OSError: the peer is not to be reached, or too slow.
+            OSError: a peer is not to be reached, or too slow, or they do not have all.
         """
+        missing = _cells(self._own)
+        damaged: set[int] = set()
+        for peer in peers:
+            found = _cells(peer.part) & missing
+            if found:
+                damaged |= self._fetch_part(peer, blocks)
+                missing -= found
+        if missing:
+            raise OSError("it has not all layers and heads")
+        return damaged
+
+    def _fetch_part(self, peer: PeerAddress, blocks: Sequence[Block]) -> set[int]:
         memory = _open(peer)
         if memory is None:
             return self._receive(peer, blocks)
         with contextlib.closing(memory):
             images = np.frombuffer(memory, np.uint8)[_HEADER:]
             try:
-                return self._copy(images, blocks)
+                return self._copy(images, peer.part, blocks)
             finally:
                 del images  # it must not outlive the mapping
 
-    def _copy(self, images: Bytes, blocks: Sequence[Block]) -> set[int]:
-        start = int(images.ctypes.data)
-        if any(not 0 <= slot < len(images) // self._size for _, _, slot, _ in blocks):
+    def _copy(self, images: Bytes, part: KVPart, blocks: Sequence[Block]) -> set[int]:
+        start, size = int(images.ctypes.data), part.image_nbytes
+        if any(not 0 <= slot < len(images) // size for _, _, slot, _ in blocks):
             raise OSError("it has no such blocks")
         return self._kv_caches.load(
             [
-                BlockImage(group_id, block_id, start + slot * self._size, block_hash)
+                BlockImage(group_id, block_id, start + slot * size, block_hash)
                 for group_id, block_id, slot, block_hash in blocks
-            ]
+            ],
+            part,
         )
 
     def _receive(self, peer: PeerAddress, blocks: Sequence[Block]) -> set[int]:
@@ -258,7 +278,7 @@ class PeerClient:
                 if asked.pop(number, None) is None:
                     continue  # it has come before
                 batch = batches[number]
-                if [len(image) for image in images] != [self._size] * len(batch):
+                if [len(image) for image in images] != [peer.part.image_nbytes] * len(batch):
                     raise OSError("it sends blocks of another size")
                 arrays = [np.frombuffer(image, np.uint8) for image in images]
                 damaged |= self._kv_caches.load(
@@ -267,7 +287,8 @@ class PeerClient:
                         for (group_id, block_id, _, block_hash), array in zip(
                             batch, arrays, strict=True
                         )
-                    ]
+                    ],
+                    peer.part,
                 )
         return damaged
 
@@ -282,7 +303,7 @@ class PeerClient:
         key = z85.encode(self._secret)
         socket.curve_secretkey, socket.curve_publickey = key, zmq.curve_public(key)
         socket.curve_serverkey = zmq.curve_public(key)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * self._size)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * peer.part.image_nbytes)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         where = f"[{peer.host}]" if ":" in peer.host else peer.host
@@ -292,6 +313,16 @@ class PeerClient:
     def close(self) -> None:
         """Lets go of all connections."""
         self._context.destroy(linger=0)
+
+
+def _cells(part: KVPart) -> set[tuple[int, int, int]]:
+    """(group, layer, head) of all that a part has."""
+    return {
+        (group_id, layer, part.first_head + head)
+        for group_id, layers in enumerate(part.layers)
+        for layer in layers
+        for head in range(part.num_heads[group_id])
+    }
 
 
 def _open(peer: PeerAddress) -> mmap.mmap | None:

@@ -92,12 +92,17 @@ class WorkerSetup:
     @property
     def kv_layout(self) -> KVLayout:
         """What this rank keeps of a block of the KV cache."""
-        device = self.config.device
+        device, part = self.config.device, self.spec.split(self.rank)
+        mixers = [layer.mixer for layer in part.layers if layer.mixer.cache() is not None]
+        first_heads = {getattr(mixer, "first_kv_head", 0) for mixer in mixers}
+        assert len(first_heads) == 1, "heads are divided alike in all layers"
         return KVLayout(
             model=self.model_identity,
             block_size=self.config.cache.block_size,
             dtype=resolve_kv_cache_dtype(self.config, self.dtype),
             groups=tuple(self.kv_cache_groups),
+            first_layer=self.stage_layers[0] if self.rank.num_stages > 1 else 0,
+            first_head=first_heads.pop(),
             rank=self.rank.number,
             world_size=device.tensor_parallel_size * device.pipeline_parallel_size,
             sums_in_parts=self.rank.reduces,

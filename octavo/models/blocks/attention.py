@@ -60,6 +60,8 @@ class AttentionSpec:
     """Queries, keys and values are cut to [-clip, clip] (MPT)."""
     first_head: int = 0
     """Of the query heads, where other ranks have others."""
+    first_kv_head: int = 0
+    """Of the heads of keys and values, likewise."""
     qk_proj: tuple[LinearSpec, LinearSpec] | None = None
     """A rank's queries and keys, where norms are over those of all ranks; `qkv_proj` has its
     values only then."""
@@ -94,6 +96,7 @@ class AttentionSpec:
             num_kv_heads=kv_heads,
             positions=positions,
             first_head=first,
+            first_kv_head=first_kv,
             qk_proj=qk_proj,
         )
 
