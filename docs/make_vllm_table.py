@@ -70,13 +70,14 @@ write `octavo` where it imports from `vllm`; modules inside of that become (what
 """
 
 
-_NO_OFFLOADING = "the KV cache stays on the device here and is not shared with other engines"
+_NO_OFFLOADING = (
+    "external_prefix_cache_hits, kv_failed_loads and kv_expired_reqs tell of KV connectors"
+)
 ABSENT_METRICS = {
     "corrupted_requests": "a request whose logits are not finite fails: request_success counts it "
     'as finished_reason="error"',
     "diffusion_": "no diffusion model can be loaded here",
     "estimated_": "octavo bench latency says how near the machine's limits a step is",
-    "external_prefix_cache_": _NO_OFFLOADING,
     "hf3fs_": _NO_OFFLOADING,
     "hisparse_": _NO_OFFLOADING,
     "kv_block_": "with kv_cache_metrics only, which is refused",

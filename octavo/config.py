@@ -310,6 +310,14 @@ class SchedulerConfig(_Section, frozen=True):
     long_prefill_token_threshold: Annotated[
         int, Meta(description="Maximum prompt tokens of one request per step; 0: no limit.", ge=0)
     ] = 0
+    preemption_mode: Annotated[
+        Literal["auto", "swap", "recompute"],
+        Meta(
+            description="How a preempted request gets its KV cache back, with kv_transfer_config:"
+            " swap: from the connector; recompute: by computing it; auto: whichever took less time"
+            " so far."
+        ),
+    ] = "auto"
     async_scheduling: Annotated[
         bool, Meta(description="Schedule the next step while the current one is being computed.")
     ] = True

@@ -314,6 +314,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Tokens that it had."""
     num_failed_loads: int = 0
     """Requests whose blocks could not all be loaded."""
+    num_expired_transfers: int = 0
+    """Requests whose blocks nobody has fetched in time."""
 
     @staticmethod
     def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:

@@ -104,6 +104,19 @@ class EngineMetrics:
         )
         self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self._preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
+        self._external_queries = self._counter(
+            "external_prefix_cache_queries",
+            "Tokens looked up with the KV connector, after the prefix cache.",
+        )
+        self._external_hits = self._counter(
+            "external_prefix_cache_hits", "Tokens that the KV connector had."
+        )
+        self._failed_loads = self._counter(
+            "kv_failed_loads", "Requests whose KV blocks could not all be loaded."
+        )
+        self._expired_transfers = self._counter(
+            "kv_expired_reqs", "Requests whose KV blocks nobody has fetched in time."
+        )
         self._drafts = self._counter("spec_decode_num_drafts", "Times that tokens were drafted.")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
@@ -271,6 +284,12 @@ class EngineMetrics:
         self._prefix_hits.inc(hits)
         self._hits_on_device.inc(hits)
         self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        self._external_queries.inc(
+            stats.external_prefix_cache_queries - last.external_prefix_cache_queries
+        )
+        self._external_hits.inc(stats.external_prefix_cache_hits - last.external_prefix_cache_hits)
+        self._failed_loads.inc(stats.num_failed_loads - last.num_failed_loads)
+        self._expired_transfers.inc(stats.num_expired_transfers - last.num_expired_transfers)
         if stats.num_drafts > last.num_drafts:
             self._record_drafts(stats, last)
 

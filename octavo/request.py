@@ -70,7 +70,6 @@ class Request:
         "_block_hasher",
         "all_token_ids",
         "arrival_time",
-        "asked_connector",
         "block_hashes",
         "cache_salt",
         "cache_scope",
@@ -87,6 +86,7 @@ class Request:
         "num_cached_tokens",
         "num_charged",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_forced",
         "num_output_placeholders",
         "num_preemptions",
@@ -149,8 +149,9 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0
-        self.asked_connector = False
-        """Whether a KV connector was asked what it has, since the request was last preempted."""
+        self.num_external_tokens: int | None = None
+        """Tokens that a KV connector had of it, beside the prefix cache; None: it was not asked
+        since the request was last preempted."""
         self.first_scheduled_time: float | None = None
         self.num_charged = self.num_prompt_tokens if core_request.output_token_ids else 0
         """Prompt tokens up to which its tenant has been charged; one that goes on was, once."""

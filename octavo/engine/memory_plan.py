@@ -232,12 +232,13 @@ def make_memory_plan(
     left -= server + requests + spare + kv_connector
     left -= max(budget.activations + budget.logits, budget.loading)
     if left < 0:
+        least = "what kv_transfer_config gets" if kv_connector else "request_memory_bytes"
         shared = f", among {engines} engines" if engines > 1 else ""
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB without the KV cache, "
             f"but only {limit / 2**20:,.0f} MiB may be used ({cache.gpu_memory_utilization:.0%} of "
             f"{budget.source}{shared}). Use a smaller model or dtype, or lower "
-            "max_num_batched_tokens, max_num_seqs, request_memory_bytes or cpu_bytes_to_use."
+            f"max_num_batched_tokens, max_num_seqs or {least}."
         )
     max_model_len = resolve_max_model_len(config, spec)
     useful = config.scheduler.max_num_seqs * blocks_for(max_model_len) + 1

@@ -439,7 +439,8 @@ class KVCacheManager:
         looked_up = request.block_hashes and not request.skip_reading_prefix_cache
         if looked_up and not request.num_preemptions:
             self.num_queries += request.num_tokens
-            self.num_hits += start
+            # What a connector has loaded for it is counted by itself.
+            self.num_hits += max(0, start - (request.num_external_tokens or 0))
         return held
 
     def _release_unneeded(self, held: _RequestBlocks, start: int) -> None:

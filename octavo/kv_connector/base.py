@@ -74,6 +74,11 @@ class KVConnectorBase(ABC):
 
     # The scheduler's half. All of it is called on one thread.
 
+    @property
+    def num_expired(self) -> int:
+        """Requests whose blocks were kept for somebody who did not come."""
+        return 0
+
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
         """Is given what each rank's `get_handshake_metadata` returned, before any request."""
         return

@@ -153,6 +153,11 @@ class P2PConnector(OffloadingConnector):
         assert isinstance(self._half, P2PScheduler)
         return self._half
 
+    @property
+    def num_expired(self) -> int:
+        """See `KVConnectorBase`."""
+        return self._p2p.num_expired
+
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
         """See `KVConnectorBase`."""
         self._p2p.peers = [msgspec.convert(it, PeerAddress) for it in metadata]

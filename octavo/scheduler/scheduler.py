@@ -43,6 +43,7 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.request import QueueKey, Request, RequestStatus
+from octavo.scheduler.costs import PrefillCosts
 from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
 from octavo.scheduler.observer import SchedulerObserver, WaitReason
 from octavo.scheduler.queue import Arrivals, WaitingQueue
@@ -148,6 +149,7 @@ class Scheduler:
         self._clock, self._observer = clock, observer
         self._connector = connector
         self._loads_kv = connector is not None and connector.transfer_config.loads
+        self._costs = PrefillCosts()
         self._loading: dict[str, list[Request]] = {}
         """By the request that blocks are being loaded for: all that wait for them."""
         self._num_external_queries = self._num_external_hits = self._num_failed_loads = 0
@@ -339,6 +341,12 @@ class Scheduler:
             self._learn(step, model_runner_output)
         if self._connector is not None and step.entries:
             self._connector.step_succeeded()
+            self._costs.step_ended(
+                scheduler_output.total_num_scheduled_tokens,
+                len(step.entries),
+                step.scheduled_at,
+                self._clock(),
+            )
         any_finished, charge = False, self._tenants.charge
         for request, start, num_sampled in step.entries:
             if request.status > RequestStatus.PREEMPTED:
@@ -497,6 +505,7 @@ class Scheduler:
             external_prefix_cache_queries=self._num_external_queries,
             external_prefix_cache_hits=self._num_external_hits,
             num_failed_loads=self._num_failed_loads,
+            num_expired_transfers=0 if self._connector is None else self._connector.num_expired,
         )
 
     def shutdown(self) -> None:
@@ -769,7 +778,11 @@ class Scheduler:
         """
         size, connector = self.kv_cache_config.block_size, self._connector
         assert connector is not None
-        if request.asked_connector or request.skip_reading_prefix_cache or hit.num_tokens % size:
+        if (
+            request.num_external_tokens is not None
+            or request.skip_reading_prefix_cache
+            or hit.num_tokens % size
+        ):
             return False
         # Others wait for the same blocks: they are loaded once.
         wanted = request.block_hashes[hit.num_tokens // size :][:1]
@@ -787,13 +800,14 @@ class Scheduler:
             block_ids = self.kv_cache_manager.start_load(request, hit, count)
             if block_ids is None:
                 return False  # it would not be started either
-        request.asked_connector = True
+        request.num_external_tokens = count
         self._num_external_queries += request.num_tokens - hit.num_tokens
         self._num_external_hits += count
         if block_ids is None:
             return False
         connector.update_state_after_alloc(request, block_ids, count)
         self._loading[request.request_id] = []
+        self._costs.load_began(request.request_id, count, self._clock())
         self._hold_for_load(request, request.request_id)
         return True
 
@@ -808,6 +822,7 @@ class Scheduler:
         policy = self._connector.transfer_config.kv_load_failure_policy
         for req_id in output.finished_recving:
             good = self.kv_cache_manager.finish_load(req_id, output.invalid_block_ids)
+            self._costs.load_ended(req_id, self._clock())
             self._num_failed_loads += not good
             owner, *others = self._loading.pop(req_id)
             for request in (owner, *others):
@@ -823,6 +838,12 @@ class Scheduler:
                         "KVLoadError",
                     )
         self._connector.update_connector_output(output)
+
+    @property
+    def _swaps(self) -> bool:
+        """Whether blocks that a preempted request gives up are loaded again, not computed."""
+        mode = self.config.preemption_mode
+        return mode == "swap" or (mode == "auto" and not self._costs.computing_is_cheaper)
 
     def _cap(self, num_new: int) -> int:
         """Limits the prompt tokens of one request in a step, if the settings do."""
@@ -877,7 +898,7 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_forced = 0
-        request.asked_connector = False
+        request.num_external_tokens = None if self._swaps else 0
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)
