@@ -13,6 +13,7 @@ The tree::
     |   |-- NotFoundError                   unknown model or resource
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
+    |   |-- KVLoadError                     a KV connector could not load what it has of the prompt
     |   |-- ScalingError                    the number of engines cannot be changed so, or now
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
     |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds

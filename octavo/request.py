@@ -150,8 +150,8 @@ class Request:
         """Prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0
         self.num_external_tokens: int | None = None
-        """Tokens that a KV connector had of it, beside the prefix cache; None: it was not asked
-        since the request was last preempted."""
+        """Tokens that a KV connector has loaded for it, since it was last preempted; None: it may
+        be asked."""
         self.first_scheduled_time: float | None = None
         self.num_charged = self.num_prompt_tokens if core_request.output_token_ids else 0
         """Prompt tokens up to which its tenant has been charged; one that goes on was, once."""

@@ -19,6 +19,7 @@ from octavo.config import SchedulerConfig
 from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
+from octavo.kv_connector.base import KVConnectorBase
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -422,10 +423,12 @@ class FakeEngine:
         num_stages: int = 1,
         fail: Iterable[str] = (),
         observer: SchedulerObserver | None = None,
+        make_connector: Callable[[KVCacheConfig], KVConnectorBase] | None = None,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
         self.kv_config = KVCacheConfig(num_blocks, block_size, groups)
+        self.on_step: Callable[[SchedulerOutput], object] = lambda work: None
         self.now = 0.0
         config.setdefault("max_num_seqs", 8)
         self.scheduler = Scheduler(
@@ -439,6 +442,7 @@ class FakeEngine:
             num_stages=num_stages,
             clock=lambda: self.now,
             observer=observer,
+            connector=None if make_connector is None else make_connector(self.kv_config),
         )
         self.executor = FakeWorker(self.kv_config, num_drafts, fail)
         self.hasher = make_block_hasher(block_size) if caching else None
@@ -495,6 +499,7 @@ class FakeEngine:
         assert work.total_num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
         self.scheduler.check_integrity()
         self.in_flight.append((work, self.executor.execute(work)))
+        self.on_step(work)
         assert set(self.executor.rows) == {r.request_id for r in self.scheduler.running}
         self.steps.append(work)
         return work

@@ -11,6 +11,7 @@ from octavo import cli
 from octavo.config import (
     EngineConfig,
     KVEventsConfig,
+    KVTransferConfig,
     ServerConfig,
     SpeculativeConfig,
     config_fields,
@@ -61,6 +62,8 @@ def example(field):
         return ["2M"], 2 * 2**20
     if field.name == "kv_events_config":
         return ['{"enable_kv_cache_events": true}'], KVEventsConfig(enable_kv_cache_events=True)
+    if field.name == "kv_transfer_config":
+        return ['{"kv_connector": "A"}'], KVTransferConfig(kv_connector="A")
     if field.name == "speculative_config":
         return ['{"method": "suffix"}'], SpeculativeConfig(method="suffix")
     if field.name == "gpu_memory_utilization":

@@ -135,6 +135,14 @@ BAD = {
         {"publisher": "kafka"},
         {"buffer_steps": 0},
     ],
+    "kv_transfer_config": [
+        *("OffloadingConnector", 5, {}),
+        {"kv_connector": ""},
+        {"kv_connector": "OffloadingConnector", "kv_role": "producer"},
+        {"kv_connector": "OffloadingConnector", "kv_load_failure_policy": "ignore"},
+        {"kv_connector": "OffloadingConnector", "kv_rank": 0},
+    ],
+    "preemption_mode": ["swop", None, 1],
     "speculative_config": [
         *(5, "ngram", "{", [], {}, {"method": "magic"}, {"method": "ngram", "mode": 1}),
         *({"method": "ngram", "num_speculative_tokens": k} for k in (0, 33, 1000, 1.5)),

@@ -9,7 +9,6 @@ from functools import cached_property
 import msgspec
 
 import octavo
-from octavo import _native
 from octavo.kv_cache.groups import KVCacheGroup, make_manager
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.models.cache import AttentionCache
@@ -65,6 +64,8 @@ class KVLayout:
 
         How processes divide the model is not in it, unless its numbers depend on that.
         """
+        from octavo import _native  # plans are made without it
+
         divided = self.world_size if self.sums_in_parts else 0
         parts = (octavo.__version__, _VERSION, _native.isa(), self.model, self.block_size)
         text = "\0".join(map(str, (*parts, self.dtype, divided)))

@@ -758,6 +758,8 @@ class Scheduler:
             ),
         )
         if self._connector is not None:
+            if self._loads_kv and request.num_external_tokens is None:
+                self._num_external_queries += request.num_tokens - start
             assert scheduled.new_block_ids is not None
             self._connector.update_state_after_alloc(request, scheduled.new_block_ids, 0)
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
@@ -767,7 +769,7 @@ class Scheduler:
         """Has a KV connector load what it knows of a request that is about to be started.
 
         The request is held meanwhile, and comes back to its place in the queue when the blocks are
-        known prefixes, or turn out not to be right. It asks once, and again after a preemption.
+        known prefixes, or turn out not to be right. That is done once, and again after a preemption.
 
         Args:
             request: the first of those that wait.
@@ -795,16 +797,14 @@ class Scheduler:
         if request.request_id in self._loading:  # of a request that ended with this very id
             return False
         count, _ = connector.get_num_new_matched_tokens(request, hit.num_tokens)
-        block_ids = None
-        if count:
-            block_ids = self.kv_cache_manager.start_load(request, hit, count)
-            if block_ids is None:
-                return False  # it would not be started either
+        if not count:
+            return False
+        block_ids = self.kv_cache_manager.start_load(request, hit, count)
+        if block_ids is None:
+            return False  # it would not be started either
         request.num_external_tokens = count
         self._num_external_queries += request.num_tokens - hit.num_tokens
         self._num_external_hits += count
-        if block_ids is None:
-            return False
         connector.update_state_after_alloc(request, block_ids, count)
         self._loading[request.request_id] = []
         self._costs.load_began(request.request_id, count, self._clock())

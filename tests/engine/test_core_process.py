@@ -502,6 +502,7 @@ from tests.engine.plans import make_plan
 class Core:
     executor = SimpleNamespace(pids=[7], register_failure_callback=lambda callback: None)
     structured_output = None
+    transfers = None
     def has_work(self):
         return False
     def check_integrity(self):

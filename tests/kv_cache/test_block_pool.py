@@ -125,15 +125,14 @@ class TestBlockPool:
         pool.free_blocks(blocks)
         assert pool.cached_blocks(0).get(b"a") is None
 
-    def test_reset(self):
+    def test_what_is_forgotten_stays_with_who_has_it(self):
         pool = BlockPool(3, 1)
         blocks = pool.get_new_blocks(1)
         pool.cache_full_blocks(blocks, [b"a"], 0, 1, 0)
-        assert not pool.reset_prefix_cache()
-        assert pool.cached_blocks(0).get(b"a") is blocks[0]
-        pool.free_blocks(blocks)
-        assert pool.reset_prefix_cache()
+        pool.forget_all()
         assert pool.cached_blocks(0).get(b"a") is None
+        pool.check_integrity([1 if b is blocks[0] else 0 for b in pool.blocks])
+        pool.free_blocks(blocks)
         pool.check_integrity([0] * 3)
 
 
@@ -242,10 +241,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        idle = not +self.refs
-        assert self.pool.reset_prefix_cache() == idle
-        if idle:
-            self.known = {}
+        self.pool.forget_all()
+        self.known = {}
 
     @invariant()
     def agrees(self):

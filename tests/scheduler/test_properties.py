@@ -12,6 +12,7 @@ from octavo.request import Request, RequestStatus
 from tests.fakes import VOCAB, FakeEngine, expected_output, pages
 from tests.params import unpack_logprobs
 from tests.state_cache import StateCache
+from tests.transfers import FakeTransfers, make_connector
 
 MAX_MODEL_LEN = 64
 
@@ -27,6 +28,7 @@ def engines(draw, **fixed):
     state = draw(states)
     layers = draw(windows | st.just(())) if state else draw(windows)
     caches = pages(*layers) + state
+    caches = fixed.get("caches", caches)
     num_groups = len(make_kv_cache_groups(caches))
     options = {
         "caches": caches,
@@ -40,12 +42,27 @@ def engines(draw, **fixed):
         "num_stages": draw(st.sampled_from([1, 1, 2, 3])),
         "caching": draw(st.booleans()),
         # A state cannot go back behind a draft that was wrong.
-        "num_drafts": 0 if state else draw(st.sampled_from([0, 0, 3])),
+        "num_drafts": 0 if state and "caches" not in fixed else draw(st.sampled_from([0, 0, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
         "fail": ("r3",) if draw(st.booleans()) else (),
     }
     return FakeEngine(**(options | fixed))
+
+
+@st.composite
+def engines_with_connector(draw):
+    slots, file_slots = draw(st.sampled_from([1, 4, 20, 200])), draw(st.sampled_from([0, 3, 50]))
+    policy = draw(st.sampled_from(["lru", "arc"]))
+    return draw(
+        engines(
+            caching=True,
+            caches=pages(*draw(windows)),
+            num_drafts=draw(st.sampled_from([0, 0, 3])),
+            preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
+            make_connector=lambda kv: make_connector(kv, slots, file_slots, eviction_policy=policy),
+        )
+    )
 
 
 @dataclasses.dataclass
@@ -248,6 +265,68 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs is not None]
             assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == prompt[1:]
 
+
+class ConnectorMachine(SchedulerMachine):
+    """The same with blocks that are kept elsewhere, loaded late, in part, or not at all."""
+
+    @initialize(engine=engines_with_connector())
+    def start(self, engine):
+        super().start(engine)
+        self.transfers = FakeTransfers(engine.executor)
+        engine.on_step = self.transfers.step
+
+    def deliver_all(self):
+        for name in list(self.transfers.pending):
+            self.scheduler.update_connector_output(self.transfers.deliver(name))
+
+    @precondition(lambda self: self.transfers.pending)
+    @rule(data=st.data(), damaged=st.sampled_from([0, 0, 0, 1, 3]))
+    def blocks_arrive(self, data, damaged):
+        name = data.draw(st.sampled_from(sorted(self.transfers.pending)))
+        self.scheduler.update_connector_output(self.transfers.deliver(name, damaged))
+        self.scheduler.check_integrity()
+
+    @precondition(lambda self: self.waiting_for_nothing())
+    @rule(data=st.data())
+    def be_ready(self, data):
+        self.scheduler.set_ready(data.draw(st.sampled_from(self.waiting_for_nothing())))
+
+    def waiting_for_nothing(self):
+        remote = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return sorted(i for i, r in self.scheduler._held.items() if r.status != remote)
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count):
+        for _ in range(count):
+            self.engine.step()
+            self.deliver_all()
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        self.scheduler.resume()
+        for name in self.waiting_for_nothing():
+            self.scheduler.set_ready(name)
+        for _ in range(2000):
+            if not (self.scheduler.requests or self.engine.in_flight or self.transfers.pending):
+                break
+            self.engine.step()
+            self.deliver_all()
+        super().teardown()
+        connector = self.scheduler._connector._half
+        assert not connector._memory._pins
+        assert not connector._unsure
+        assert not connector._loads
+        assert connector._file is None or not connector._file._pins
+
+
+TestConnectorMachine = ConnectorMachine.TestCase
+TestConnectorMachine.settings = settings(
+    max_examples=80,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(

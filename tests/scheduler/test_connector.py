@@ -1,0 +1,227 @@
+"""What the scheduler does with a KV connector, step by step."""
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.messages import FinishReason
+from octavo.request import RequestStatus
+from octavo.scheduler.costs import PrefillCosts
+from tests.fakes import FakeEngine, expected_output, pages
+from tests.transfers import FakeTransfers, make_connector
+
+PROMPT = list(range(30))
+PAGES = pages(None)
+
+
+def make_engine(slots=50, file_slots=0, *, caches=PAGES, connector=None, **options):
+    engine = FakeEngine(
+        caches=caches,
+        make_connector=lambda kv: make_connector(kv, slots, file_slots, **(connector or {})),
+        **options,
+    )
+    transfers = FakeTransfers(engine.executor)
+    engine.on_step = transfers.step
+    return engine, transfers
+
+
+def forget(engine):
+    assert engine.scheduler.reset_prefix_cache()
+    engine.executor.memory.clear()
+
+
+def run(engine, transfers, damaged=0):
+    for _ in range(100):
+        if not engine.scheduler.requests:
+            break
+        engine.step()
+        for name in list(transfers.pending):
+            engine.scheduler.update_connector_output(transfers.deliver(name, damaged))
+    engine.run()
+
+
+def alone(request):
+    return expected_output(request.sampling_params, request.all_token_ids[:30], 128)
+
+
+@pytest.mark.parametrize("file_slots", [0, 50])
+@pytest.mark.parametrize("caches", [pages(None), pages(11), pages(None, 9)], ids=str)
+def test_what_was_computed_is_loaded(caches, file_slots):
+    engine, transfers = make_engine(6 if file_slots else 50, file_slots, caches=caches)
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    again = engine.add("b", PROMPT)
+    run(engine, transfers)
+    assert engine.tokens("b") == alone(again)
+    assert again.num_cached_tokens == 24
+    stats = engine.scheduler.make_stats()
+    assert stats.external_prefix_cache_queries == 60
+    assert stats.external_prefix_cache_hits == 24
+    assert stats.prefix_cache_hits == 0
+    assert stats.num_failed_loads == 0
+    assert transfers.num_loaded
+
+
+def test_others_go_on_while_one_waits():
+    engine, transfers = make_engine()
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    waiting = engine.add("b", PROMPT)
+    engine.add("c", [7] * 20)
+    engine.step()
+    assert waiting.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert [r.req_id for r in engine.steps[-1].scheduled_reqs] == ["c"]
+    for _ in range(20):
+        engine.step()
+    assert engine.finish_reason("c") == FinishReason.LENGTH
+    assert not engine.scheduler.has_requests()  # nothing to do before the blocks are there
+    engine.scheduler.update_connector_output(transfers.deliver("b"))
+    engine.run()
+    assert engine.tokens("b") == alone(waiting)
+
+
+def test_the_same_blocks_are_loaded_once():
+    engine, transfers = make_engine()
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    requests = [engine.add(name, PROMPT) for name in "bcd"]
+    engine.step()
+    assert list(transfers.pending) == ["b"]
+    assert all(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in requests)
+    run(engine, transfers)
+    assert [engine.tokens(name) for name in "bcd"] == [alone(r) for r in requests]
+    assert transfers.num_loaded == 3
+
+
+@pytest.mark.parametrize("damaged", [1, 2, 99])
+def test_damaged_blocks_are_computed_and_forgotten(damaged):
+    engine, transfers = make_engine()
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    request = engine.add("b", PROMPT)
+    run(engine, transfers, damaged)
+    assert engine.tokens("b") == alone(request)
+    assert request.num_cached_tokens == max(0, 24 - 8 * damaged)
+    assert engine.scheduler.make_stats().num_failed_loads == 1
+    forget(engine)
+    third = engine.add("c", PROMPT)  # what was computed again was saved again
+    run(engine, transfers)
+    assert third.num_cached_tokens == 24
+
+
+def test_a_load_that_fails_may_fail_its_request():
+    engine, transfers = make_engine(connector={"kv_load_failure_policy": "fail"})
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    engine.add("b", PROMPT)
+    follower = engine.add("c", PROMPT)
+    engine.step()
+    engine.scheduler.update_connector_output(transfers.deliver("b", 1))
+    run(engine, transfers)
+    assert engine.outputs["b"][-1].error_kind == "KVLoadError"
+    assert engine.tokens("c") == alone(follower)
+
+
+def test_blocks_of_an_aborted_request_come_back_when_nothing_writes_to_them_any_more():
+    engine, transfers = make_engine()
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    engine.add("b", PROMPT)
+    engine.step()
+    engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    assert engine.scheduler.kv_cache_manager.num_used_blocks == 3
+    engine.scheduler.check_integrity()
+    # Another one with its id does not wait for these; it computes.
+    again = engine.add("b", PROMPT)
+    engine.step()
+    assert again.status == RequestStatus.WAITING_FOR_REMOTE_KVS  # for the blocks of the first
+    engine.scheduler.update_connector_output(transfers.deliver("b"))
+    engine.run()
+    assert engine.tokens("b") == alone(again)
+    assert engine.scheduler.kv_cache_manager.num_used_blocks == 0
+
+
+def test_a_step_that_fails_saves_nothing():
+    engine, transfers = make_engine(depth=2)
+    engine.add("a", PROMPT)
+    engine.schedule()
+    engine.schedule()
+    work, _ = engine.in_flight.popleft()
+    engine.scheduler.fail_step(work, "the step failed")
+    engine.executor.memory.clear()
+    while engine.in_flight:
+        engine.update()
+    request = engine.add("b", PROMPT)
+    run(engine, transfers)
+    assert request.num_cached_tokens == 0
+    assert engine.tokens("b") == alone(request)
+
+
+def test_roles():
+    engine, transfers = make_engine(connector={"kv_role": "kv_producer"})
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    assert transfers.slots
+    forget(engine)
+    assert not engine.add("b", PROMPT).num_cached_tokens
+    run(engine, transfers)
+    assert not transfers.num_loaded
+    engine, transfers = make_engine(connector={"kv_role": "kv_consumer"})
+    engine.add("a", PROMPT)
+    run(engine, transfers)
+    assert not transfers.slots
+
+
+def test_private_prompts_stay_private():
+    engine, transfers = make_engine()
+    engine.add("a", PROMPT, salt="mine")
+    run(engine, transfers)
+    forget(engine)
+    other, mine = engine.add("b", PROMPT, salt="yours"), engine.add("c", PROMPT, salt="mine")
+    run(engine, transfers)
+    assert (other.num_cached_tokens, mine.num_cached_tokens) == (0, 24)
+
+
+@pytest.mark.parametrize(("mode", "loaded"), [("swap", True), ("recompute", False)])
+def test_preempted_requests_are_loaded_or_computed(mode, loaded):
+    engine, transfers = make_engine(num_blocks=12, preemption_mode=mode, max_model_len=80)
+    requests = [engine.add(name, [*PROMPT[:20], i], max_tokens=40) for i, name in enumerate("ab")]
+    run(engine, transfers)
+    assert engine.scheduler.make_stats().num_preemptions
+    assert bool(transfers.num_loaded) == loaded
+    for name, request in zip("ab", requests, strict=True):
+        prompt = request.all_token_ids[:21]
+        assert engine.tokens(name) == expected_output(request.sampling_params, prompt, 80)
+
+
+def test_transfer_params_without_who_takes_them():
+    with pytest.raises(RequestError, match="kv_transfer_params: this server has no KV connector"):
+        check(FakeEngine())
+    with pytest.raises(RequestError, match="OffloadingConnector takes none"):
+        check(make_engine()[0])
+
+
+def check(engine):
+    request = engine.add("a", PROMPT)
+    request.kv_transfer_params = {"do_remote_decode": True}
+    engine.scheduler._check_transfer(request)
+
+
+def test_costs():
+    costs = PrefillCosts()
+    assert not costs.computing_is_cheaper
+    costs.load_began("a", 100, 1.0)
+    costs.load_ended("a", 2.0)
+    assert not costs.computing_is_cheaper
+    costs.step_ended(8, 8, 0.0, 0.001)  # a decode step tells nothing
+    assert not costs.computing_is_cheaper
+    costs.step_ended(100, 1, 0.0, 0.5)
+    assert costs.computing_is_cheaper
+    for _ in range(10):
+        costs.step_ended(100, 1, 0.0, 5.0)
+    assert not costs.computing_is_cheaper

@@ -1,0 +1,91 @@
+"""The worker's half of an `OffloadingConnector` on the fake worker's memory, as late as can be."""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.config import CacheConfig, EngineConfig, KVTransferConfig
+from octavo.kv_cache.groups import KVCacheConfig
+from octavo.kv_connector.base import KVConnectorRole
+from octavo.kv_connector.layout import KVLayout
+from octavo.kv_connector.offload import Load, OffloadingConnector, OffloadingMetadata, Save
+from octavo.messages import KVConnectorOutput, SchedulerOutput
+from tests.fakes import FakeWorker
+
+Content = list[int | None]
+
+
+def make_layout(kv: KVCacheConfig, **more: object) -> KVLayout:
+    return KVLayout("model", kv.block_size, "float32", tuple(kv.groups), **more)
+
+
+def make_connector(
+    kv: KVCacheConfig, slots: int, file_slots: int = 0, **config: object
+) -> OffloadingConnector:
+    """The scheduler's half, with places for so many blocks."""
+    layout = make_layout(kv)
+    extra: dict[str, object] = {"cpu_bytes_to_use": slots * layout.image_nbytes}
+    extra["eviction_policy"] = config.pop("eviction_policy", "lru")
+    if file_slots:
+        extra |= {"file_path": "/nowhere", "file_bytes_to_use": file_slots * layout.image_nbytes}
+    transfer = KVTransferConfig(
+        kv_connector="OffloadingConnector", engine_id="0", kv_connector_extra_config=extra, **config
+    )
+    settings = EngineConfig(cache=CacheConfig(kv_transfer_config=transfer))
+    return OffloadingConnector(settings, KVConnectorRole.SCHEDULER, layout)
+
+
+class FakeTransfers:
+    """Saves at once, and loads when it is told to: places and blocks must still be right then.
+
+    Args:
+        worker: its memory.
+    """
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.memory = worker.memory
+        self.block_size = worker.config.block_size
+        self.slots: dict[int, tuple[bytes, Content]] = {}
+        self.file: dict[int, tuple[bytes, Content]] = {}
+        self.pending: dict[str, list[Load]] = {}
+        self.num_loaded = self.num_damaged = 0
+
+    def step(self, work: SchedulerOutput) -> None:
+        """A step has been computed that came with this metadata."""
+        if work.kv_connector_metadata is None:
+            return
+        metadata = msgspec.msgpack.decode(work.kv_connector_metadata, type=OffloadingMetadata)
+        for req_id, loads in metadata.loads.items():
+            assert req_id not in self.pending
+            self.pending[req_id] = loads
+        written = {load.slot for loads in self.pending.values() for load in loads}
+        for save in metadata.saves:
+            assert save.slot not in written, "a load is to read or write there"
+            self._save(save)
+
+    def _save(self, save: Save) -> None:
+        content = self.memory[save.block_id].copy()
+        assert None not in content
+        self.slots[save.slot] = save.block_hash, content
+        if save.file_slot >= 0:
+            self.file[save.file_slot] = save.block_hash, content
+
+    def deliver(self, req_id: str, damaged: int = 0) -> KVConnectorOutput:
+        """The blocks of a request arrive; so many of the last ones do not."""
+        loads = self.pending.pop(req_id)
+        invalid = [load.block_id for load in loads[len(loads) - min(damaged, len(loads)) :]]
+        for load in loads:
+            if load.file_slot >= 0:
+                found = self.file[load.file_slot]
+                if load.slot >= 0:
+                    self.slots[load.slot] = found
+            else:
+                found = self.slots[load.slot]
+            block_hash, content = found
+            assert block_hash == load.block_hash, "something else is there by now"
+            if load.block_id in invalid:
+                content = [-1] * self.block_size
+            self.memory[load.block_id] = content.copy()
+        self.num_loaded += len(loads) - len(invalid)
+        self.num_damaged += len(invalid)
+        return KVConnectorOutput(finished_recving=[req_id], invalid_block_ids=invalid)
