@@ -11,17 +11,20 @@ typedef uint64_t vec __attribute__((vector_size(16)));
 constexpr size_t kVecs = 8, kStride = kVecs * sizeof(vec);
 constexpr int64_t kPiece = 1 << 18;  // bytes that a thread takes at once
 
+constexpr uint64_t kSpread = 0x9e3779b97f4a7c15u, kLow = 0xffffffffu;
+
 inline uint64_t mix(uint64_t x) {  // the finaliser of SplitMix64: every bit depends on all
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
 
-// Copies and sums at the same time. The sums are Fletcher's, of 64 bits in sixteen columns: the
-// second one counts each number as often as there are numbers behind it, so that places matter.
+// Copies and sums at the same time, in sixteen columns of 64 bits. A plain sum changes with every
+// number; in the other one a number's halves are multiplied, changed by a key of their place, so that
+// what makes up for a change elsewhere is not to be expected (as in XXH3).
 template <bool Copy>
 uint64_t pass(const char* from, char* to, size_t nbytes, uint64_t seed) {
-  vec first[kVecs] = {}, second[kVecs] = {};
+  vec first[kVecs] = {}, second[kVecs] = {}, key = {kSpread, 3 * kSpread};
   size_t i = 0;
   for (; i + kStride <= nbytes; i += kStride) {
     for (size_t j = 0; j < kVecs; j++) {
@@ -29,10 +32,12 @@ uint64_t pass(const char* from, char* to, size_t nbytes, uint64_t seed) {
       memcpy(&v, from + i + j * sizeof v, sizeof v);
       if constexpr (Copy) memcpy(to + i + j * sizeof v, &v, sizeof v);
       first[j] += v;
-      second[j] += first[j];
+      const vec x = v ^ key;
+      second[j] += (x & kLow) * (x >> 32);
+      key += kSpread;
     }
   }
-  uint64_t sum = mix(seed + 0x9e3779b97f4a7c15u * (nbytes + 1));
+  uint64_t sum = mix(seed + kSpread * (nbytes + 1));
   for (; i < nbytes; i += sizeof(uint64_t)) {
     uint64_t v;
     memcpy(&v, from + i, sizeof v);

@@ -316,6 +316,8 @@ class P2PScheduler(OffloadingScheduler):
     def allocated(self, request: Request, block_ids: list[list[int]], num_tokens: int) -> None:
         """Has blocks fetched or loaded, or follows a request that is started."""
         offer = self._offers.pop(request.request_id, None)
+        if num_tokens == 0 and request.num_external_tokens is None:
+            self._decline(request)
         if offer is None or num_tokens == 0:
             super().allocated(request, block_ids, num_tokens)
             return
@@ -328,6 +330,12 @@ class P2PScheduler(OffloadingScheduler):
         fetch = Fetch(offer.remote_request_id, offer.remote_peers, blocks)
         self._loads[request.request_id] = []
         self._fetches[request.request_id] = self._fetching[request.request_id] = fetch
+
+    def _decline(self, request: Request) -> None:
+        """Has a peer told that nothing of what it keeps is wanted: all of it was here."""
+        offer = read_offer(request)
+        if offer is not None and offer.do_remote_prefill:
+            self._fetched.append(Fetch(offer.remote_request_id, offer.remote_peers, []))
 
     def build(self, step: SchedulerOutput) -> P2PMetadata | None:
         """What a step saves, and what is loaded and fetched beside it."""

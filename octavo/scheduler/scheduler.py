@@ -769,7 +769,8 @@ class Scheduler:
         """Has a KV connector load what it knows of a request that is about to be started.
 
         The request is held meanwhile, and comes back to its place in the queue when the blocks are
-        known prefixes, or turn out not to be right. That is done once, and again after a preemption.
+        known prefixes, or turn out not to be right. That is done once, and again after a
+        preemption.
 
         Args:
             request: the first of those that wait.

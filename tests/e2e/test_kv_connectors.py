@@ -1,0 +1,207 @@
+"""Real engines: tokens and logprobs are the same bits, wherever keys and values come from."""
+
+import time
+
+import msgspec
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.config import BUILTIN_DRAFT_MODEL
+from octavo.errors import ConfigError
+
+TEXT = "Once upon a time there was a little dog who liked to run in the park with his friend. "
+PROMPTS = [TEXT * 4 + f"Then number {i} came, and" for i in range(3)]
+PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+SIZE = {"max_model_len": 256, "num_gpu_blocks_override": 60}
+PREFILL = msgspec.structs.replace(
+    PARAMS, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}}
+)
+
+
+def offloading(**extra):
+    extra = {"cpu_bytes_to_use": 2**26} | extra
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+
+
+def p2p(**config):
+    extra = {"cpu_bytes_to_use": 2**26} | config.pop("extra", {})
+    return {"kv_connector": "P2PConnector", "kv_connector_extra_config": extra} | config
+
+
+def bits(outputs):
+    return [
+        (
+            output.outputs[0].token_ids,
+            [{i: p.logprob for i, p in row.items()} for row in output.outputs[0].logprobs],
+        )
+        for output in outputs
+    ]
+
+
+def generate(llm, prompts=PROMPTS, params=PARAMS):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def cached(outputs):
+    return [output.num_cached_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What an engine without a connector answers, by its settings."""
+    known = {}
+
+    def answers(**settings):
+        key = str(sorted(settings.items()))
+        if key not in known:
+            known[key] = bits(generate(LLM(**SIZE, **settings)))
+        return known[key]
+
+    return answers
+
+
+@pytest.fixture(autouse=True)
+def own_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+KINDS = [
+    {},
+    {"dtype": "float32"},
+    {"kv_cache_dtype": "int8"},
+    {"kv_cache_dtype": "fp8"},
+    {
+        "async_scheduling": False,
+        "enforce_eager": True,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 8,
+    },
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    {"speculative_config": {"model": BUILTIN_DRAFT_MODEL, "num_speculative_tokens": 3}},
+]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_every_tier(settings, plain, tmp_path):
+    want = plain(**{k: settings[k] for k in ("dtype", "kv_cache_dtype") if k in settings})
+    config = offloading(file_path=str(tmp_path / "kv"), file_bytes_to_use=2**26)
+    llm = LLM(**SIZE, **settings, kv_transfer_config=config)
+    assert bits(generate(llm)) == want
+    llm.reset_prefix_cache()
+    outputs = generate(llm)
+    assert bits(outputs) == want
+    assert min(cached(outputs)) >= 64
+    llm.llm_engine.shutdown()
+    llm = LLM(**SIZE, **settings, kv_transfer_config=config)  # and after a restart
+    outputs = generate(llm)
+    assert bits(outputs) == want
+    assert min(cached(outputs)) >= 64
+    stats = llm.llm_engine.stats()
+    assert stats.num_failed_loads == 0
+    assert stats.external_prefix_cache_hits >= 64
+    assert stats.num_used_blocks == 0
+    llm.llm_engine.shutdown()
+
+
+def test_a_damaged_file_changes_no_answer(plain, tmp_path):
+    config = offloading(file_path=str(tmp_path / "kv"), file_bytes_to_use=2**24)
+    llm = LLM(**SIZE, kv_transfer_config=config)
+    generate(llm)
+    llm.llm_engine.shutdown()
+    (file,) = (tmp_path / "kv").iterdir()
+    data = bytearray(file.read_bytes())
+    for at in range(100_000, len(data), 50_001):
+        data[at] ^= 4
+    file.write_bytes(data)
+    llm = LLM(**SIZE, kv_transfer_config=config)
+    assert bits(generate(llm)) == plain()
+    assert llm.llm_engine.stats().num_failed_loads
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "dtype"),
+    [
+        ({}, {}, "bfloat16"),
+        ({}, {"tensor_parallel_size": 2}, "float32"),
+        ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_prefill_here_and_decode_there(first, second, dtype, plain):
+    one = LLM(**SIZE, **first, dtype=dtype, kv_transfer_config=p2p(kv_role="kv_producer"))
+    two = LLM(**SIZE, **second, dtype=dtype, kv_transfer_config=p2p(kv_role="kv_consumer"))
+    handed = [output.kv_transfer_params for output in generate(one, params=PREFILL)]
+    assert all(params["do_remote_prefill"] for params in handed)
+    outputs = [go_on(two, prompt, params) for prompt, params in zip(PROMPTS, handed, strict=True)]
+    assert bits(outputs) == plain(dtype=dtype)
+    assert min(cached(outputs)) >= 64
+    assert two.llm_engine.stats().num_failed_loads == 0
+    scheduler = one.llm_engine.client.core.scheduler._connector._half
+    end = time.monotonic() + 10
+    while scheduler._handed:  # until the other one's word has come
+        assert time.monotonic() < end
+        one.llm_engine.client.core.step()
+        time.sleep(0.01)
+    assert not scheduler._memory._pins
+    one.llm_engine.shutdown()
+    outputs = [go_on(two, prompt, params) for prompt, params in zip(PROMPTS, handed, strict=True)]
+    assert bits(outputs) == plain(dtype=dtype)
+    two.llm_engine.shutdown()
+
+
+def go_on(llm, prompt, transfer_params):
+    params = msgspec.structs.replace(PARAMS, extra_args={"kv_transfer_params": transfer_params})
+    return generate(llm, [prompt], params)[0]
+
+
+def test_over_tcp_and_without_a_peer(plain, monkeypatch):
+    from octavo.kv_connector import peer
+
+    monkeypatch.setattr(peer, "_open", lambda peer: None)
+    one = LLM(**SIZE, kv_transfer_config=p2p(extra={"release_timeout": 0.2}))
+    two = LLM(**SIZE, kv_transfer_config=p2p(extra={"load_timeout": 0.5}))
+    (output,) = generate(one, PROMPTS[:1], PREFILL)
+    handed = output.kv_transfer_params
+    answer = go_on(two, PROMPTS[0], handed)
+    assert bits([answer]) == plain()[:1]
+    assert answer.num_cached_tokens >= 64
+    # Another prompt with its parameters: nothing of the first one's is taken for it.
+    assert bits([go_on(two, PROMPTS[1], handed)]) == plain()[1:2]
+    for wrong in (handed | {"remote_port": 1}, handed | {"signature": ""}, {"do_remote": True}):
+        answer = go_on(two, PROMPTS[0], wrong).outputs[0]
+        assert answer.finish_reason == "error"
+        assert "kv_transfer_params" in str(answer.stop_reason)
+    (output,) = generate(one, PROMPTS[2:], PREFILL)
+    time.sleep(0.3)
+    generate(one, ["x"], SamplingParams(max_tokens=1))
+    assert one.llm_engine.stats().num_expired_transfers >= 1
+    one.llm_engine.shutdown()
+    two.reset_prefix_cache()
+    assert bits([go_on(two, PROMPTS[2], output.kv_transfer_params)]) == plain()[2:]
+    assert two.llm_engine.stats().num_failed_loads >= 1
+    two.llm_engine.shutdown()
+
+
+def test_what_it_takes():
+    def refused(**settings):
+        with pytest.raises(ConfigError) as caught:
+            LLM(**SIZE, **settings)
+        return str(caught.value)
+
+    assert "enable_prefix_caching" in refused(
+        kv_transfer_config=offloading(), enable_prefix_caching=False
+    )
+    assert "is not one of Offloading" in refused(kv_transfer_config={"kv_connector": "Other"})
+    assert "cpu_bytes_to_use=5 has no room" in refused(
+        kv_transfer_config=offloading(cpu_bytes_to_use=5)
+    )
+    assert "go together" in refused(kv_transfer_config=offloading(file_path="/tmp/x"))
+    assert "eviction_policy='mru'" in refused(kv_transfer_config=offloading(eviction_policy="mru"))
+    assert "unknown field `size`" in refused(kv_transfer_config=offloading(size=1))
+    assert "has no Mine" in refused(
+        kv_transfer_config={"kv_connector": "Mine", "kv_connector_module_path": "json"}
+    )
+    assert "attention_backend=cpu" in refused(
+        kv_transfer_config=offloading(), attention_backend="reference"
+    )
