@@ -385,6 +385,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Requests whose rows the worker gives up before this step: finished or preempted."""
     blocks_to_copy: list[tuple[int, int]] = []
     """(source, destination) block ids to copy before this step: copy on write."""
+    loaded_block_ids: list[int] = []
+    """Blocks that a KV connector fills from now on: what a drafter knows of them is no longer so."""
     kv_connector_metadata: bytes | None = None
     """What the scheduler's half of a KV connector tells the workers', encoded."""
 

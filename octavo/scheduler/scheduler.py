@@ -150,6 +150,8 @@ class Scheduler:
         self._connector = connector
         self._loads_kv = connector is not None and connector.transfer_config.loads
         self._costs = PrefillCosts()
+        self._loaded_block_ids: list[int] = []
+        """See `SchedulerOutput`: of the next step."""
         self._loading: dict[str, list[Request]] = {}
         """By the request that blocks are being loaded for: all that wait for them."""
         self._num_external_queries = self._num_external_hits = self._num_failed_loads = 0
@@ -305,6 +307,7 @@ class Scheduler:
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
         if self._connector is not None:
+            output.loaded_block_ids, self._loaded_block_ids = self._loaded_block_ids, []
             metadata = self._connector.build_connector_meta(output)
             if metadata is not None:
                 output.kv_connector_metadata = msgspec.msgpack.encode(metadata)
@@ -806,6 +809,7 @@ class Scheduler:
         request.num_external_tokens = count
         self._num_external_queries += request.num_tokens - hit.num_tokens
         self._num_external_hits += count
+        self._loaded_block_ids += [i for ids in block_ids for i in ids[hit.num_tokens // size :]]
         connector.update_state_after_alloc(request, block_ids, count)
         self._loading[request.request_id] = []
         self._costs.load_began(request.request_id, count, self._clock())

@@ -78,6 +78,9 @@ class Proposer(ABC):
     def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """Copies what it keeps in KV blocks, as the target does before a step."""
 
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+        """The target's KV of these blocks comes from elsewhere now: nothing was computed here."""
+
     def observe(self, inputs: StepInputs, result: StepResult) -> None:  # noqa: B027
         """Looks at a step that has been sampled.
 

@@ -47,6 +47,10 @@ class DraftModelProposer(Proposer):
         src, dst = np.array(src_dst_pairs).T
         self._filled[dst] = self._filled[src]
 
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:
+        """See `Proposer`."""
+        self._filled[np.array(block_ids)] = 0
+
     def observe(self, inputs: StepInputs, result: StepResult) -> None:
         """See `Proposer`: behind a draft that was wrong, all is."""
         rows, batch = inputs.rows, self.target.batch

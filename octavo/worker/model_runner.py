@@ -605,6 +605,8 @@ class ModelRunner:
             self.backend.copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
             if state.proposer is not None:
                 state.proposer.copy_blocks(scheduler_output.blocks_to_copy)
+        if scheduler_output.loaded_block_ids and state.proposer is not None:
+            state.proposer.forget_blocks(scheduler_output.loaded_block_ids)
         for request in scheduler_output.scheduled_reqs:
             if request.new is not None:
                 self._add_row(request.req_id, request.new)

@@ -103,6 +103,21 @@ def test_every_tier(settings, plain, tmp_path):
     llm.llm_engine.shutdown()
 
 
+def test_draft_models_compute_what_was_loaded_for_the_target():
+    draft = {"model": BUILTIN_DRAFT_MODEL, "num_speculative_tokens": 3}
+    llm = LLM(**SIZE, speculative_config=draft, kv_transfer_config=offloading())
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    accepted = []
+    for text in (PROMPTS[0], "x y z " * 30, PROMPTS[0]):
+        before = sum(llm.llm_engine.stats().num_accepted_tokens_per_pos)
+        generate(llm, [text], params)
+        accepted.append(sum(llm.llm_engine.stats().num_accepted_tokens_per_pos) - before)
+        llm.reset_prefix_cache()
+    assert llm.llm_engine.stats().external_prefix_cache_hits
+    assert accepted[2] == accepted[0] > 5
+    llm.llm_engine.shutdown()
+
+
 def test_a_damaged_file_changes_no_answer(plain, tmp_path):
     config = offloading(file_path=str(tmp_path / "kv"), file_bytes_to_use=2**24)
     llm = LLM(**SIZE, kv_transfer_config=config)
