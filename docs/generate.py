@@ -19,6 +19,7 @@ from octavo.config import (
     ConfigField,
     EngineConfig,
     KVEventsConfig,
+    KVTransferConfig,
     ServerConfig,
     SpeculativeConfig,
     section_fields,
@@ -68,6 +69,9 @@ def settings() -> str:
         "### kv_events_config",
         "Likewise; see [caching](scaling.md#kv-events).",
         _table(("Key", "Meaning"), _attributes(KVEventsConfig)),
+        "### kv_transfer_config",
+        "Likewise; see [KV connectors](kv_connectors.md).",
+        _table(("Key", "Meaning"), _attributes(KVTransferConfig)),
         "## Server",
         ServerConfig.__doc__ or "",
         _table(

@@ -386,7 +386,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     blocks_to_copy: list[tuple[int, int]] = []
     """(source, destination) block ids to copy before this step: copy on write."""
     loaded_block_ids: list[int] = []
-    """Blocks that a KV connector fills from now on: what a drafter knows of them is no longer so."""
+    """Blocks that a KV connector fills from now on: what a drafter has of them is another's."""
     kv_connector_metadata: bytes | None = None
     """What the scheduler's half of a KV connector tells the workers', encoded."""
 

@@ -1,0 +1,169 @@
+"""What keys and values cost that come from elsewhere: against computing them, and on throughput.
+
+    python benchmarks/kv_tiers.py --model DIR [--lengths 1024 8192] [--repeat 7]
+
+For each prompt length it prints the median time to the first token (ms) where the prompt is
+computed, known to the prefix cache, loaded from memory, from the file after a restart (the file in
+the page cache), and fetched from another engine over shared memory and over TCP; how many times
+faster than computing each is; and how fast the bytes came (GB/s: the bytes of the loaded blocks by
+the time beyond a hit) beside a plain copy of as many bytes. Then prompts per second with and
+without saving every prompt, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from octavo import LLM, SamplingParams
+from octavo.kv_connector import peer
+
+ONE = SamplingParams(max_tokens=1, temperature=0)
+REMOTE = msgspec.structs.replace(ONE, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+_seeds = iter(range(10**6))
+
+
+def make_prompt(length: int) -> dict[str, list[int]]:
+    rng = random.Random(next(_seeds))
+    return {"prompt_token_ids": [rng.randrange(5, 1000) for _ in range(length)]}
+
+
+def ask(llm: LLM, prompt: object, params: SamplingParams = ONE) -> tuple[float, object]:
+    """Seconds to the first token, and the output."""
+    start = time.perf_counter()
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    return time.perf_counter() - start, output
+
+
+def median(measure: Callable[[], float], repeat: int) -> float:
+    measure()
+    return statistics.median(measure() for _ in range(repeat))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--memory", type=int, default=2**30)
+    args = parser.parse_args()
+    longest = max(args.lengths)
+    settings = {
+        "model": args.model,
+        "skip_tokenizer_init": True,
+        "max_model_len": longest + 64,
+        "kv_cache_memory_bytes": args.memory,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for length in args.lengths:
+            tiers(settings, length, args.repeat, args.memory, folder)
+        saving(settings, args.repeat, args.memory, folder)
+
+
+def connector(name: str, memory: int, folder: str | None = None, **config: object) -> dict:
+    extra: dict[str, object] = {"cpu_bytes_to_use": memory}
+    if folder is not None:
+        extra |= {"file_path": folder, "file_bytes_to_use": memory}
+    return {"kv_connector": name, "kv_connector_extra_config": extra} | config
+
+
+def tiers(settings: dict, length: int, repeat: int, memory: int, folder: str) -> None:
+    times: dict[str, float] = {}
+    folder = str(Path(folder) / str(length))
+    config = connector("OffloadingConnector", memory, folder)
+    llm = LLM(**settings, kv_transfer_config=config)
+    prompts = [make_prompt(length) for _ in range(repeat + 1)]
+    times["computed"] = statistics.median([ask(llm, prompt)[0] for prompt in prompts][1:])
+    hit = prompts[-1]
+    times["prefix cache"] = median(lambda: ask(llm, hit)[0], repeat)
+
+    def from_memory() -> float:
+        llm.reset_prefix_cache()
+        return ask(llm, hit)[0]
+
+    times["memory"] = median(from_memory, repeat)
+    layout = llm.llm_engine.client.core.scheduler._connector.layout
+    nbytes = length // layout.block_size * sum(layout.num_pages) * layout.page_nbytes
+    llm.llm_engine.shutdown()
+    found = []
+    llm = LLM(**settings, kv_transfer_config=config)
+    ask(llm, make_prompt(64))
+    for prompt in prompts[1:]:
+        seconds, output = ask(llm, prompt)
+        assert output.num_cached_tokens >= length - 16, "the file has lost it"
+        found.append(seconds)
+    times["file, after a restart"] = statistics.median(found)
+    llm.llm_engine.shutdown()
+    one = LLM(**settings, kv_transfer_config=connector("P2PConnector", memory))
+    two = LLM(**settings, kv_transfer_config=connector("P2PConnector", 2**24))
+    offer = ask(one, hit, REMOTE)[1].kv_transfer_params
+    go_on = msgspec.structs.replace(ONE, extra_args={"kv_transfer_params": offer})
+
+    def from_peer() -> float:
+        two.reset_prefix_cache()
+        seconds, output = ask(two, hit, go_on)
+        assert output.num_cached_tokens >= length - 16, "it was not fetched"
+        return seconds
+
+    times["another engine, shared memory"] = median(from_peer, repeat)
+    opened, peer._open = peer._open, lambda peer: None
+    times["another engine, TCP"] = median(from_peer, repeat)
+    peer._open = opened
+    one.llm_engine.shutdown()
+    two.llm_engine.shutdown()
+    source = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    target = np.zeros_like(source)
+
+    def copy() -> float:
+        start = time.perf_counter()
+        np.copyto(target, source)
+        return time.perf_counter() - start
+
+    plain = nbytes / median(copy, 2 * repeat + 1) / 1e9
+    print(f"{length} tokens, {nbytes / 2**20:.1f} MiB, plain copy {plain:.1f} GB/s")
+    for name, seconds in times.items():
+        text = f"  {name:32} {1000 * seconds:8.1f} ms {times['computed'] / seconds:6.1f}x"
+        beyond = seconds - times["prefix cache"]
+        if name not in ("computed", "prefix cache"):
+            text += f" {nbytes / beyond / 1e9:6.1f} GB/s"
+        print(text, flush=True)
+
+
+def saving(settings: dict, repeat: int, memory: int, folder: str) -> None:
+    plain = LLM(**settings)
+    saved = {
+        "memory": LLM(**settings, kv_transfer_config=connector("OffloadingConnector", memory // 4)),
+        "memory and file": LLM(
+            **settings,
+            kv_transfer_config=connector("OffloadingConnector", memory // 4, folder + "/s"),
+        ),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in saved}
+    for i in range(repeat + 1):
+        for name, llm in saved.items():
+            prompts = [make_prompt(500) for _ in range(16)]
+            params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+            times = []
+            for engine in (plain, llm) if i % 2 else (llm, plain):
+                start = time.perf_counter()
+                engine.generate(prompts, params, use_tqdm=False)
+                times.append(time.perf_counter() - start)
+            first, second = times if i % 2 else times[::-1]
+            if i:
+                ratios[name].append(first / second)
+    for name, found in ratios.items():
+        print(f"throughput, every prompt saved to {name}: {statistics.median(found):.3f}")
+
+
+if __name__ == "__main__":
+    main()
