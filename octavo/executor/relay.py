@@ -174,7 +174,9 @@ class Relay:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads and the connections: the other hosts break their memories."""
+        """Ends the threads and the connections: the other hosts break their memories. May be called twice."""
+        if self._context.closed:
+            return
         self._failed.acquire(blocking=False)
         self._ended.set()
         for thread in self._threads:
@@ -244,7 +246,7 @@ class Relay:
         while not self._ended.is_set():
             if self._memory.broken:
                 raise EngineDeadError("a process of the group on this host failed")
-            ready = dict(poller.poll(1000 * _LOOK_SECONDS))
+            ready = dict(poller.poll(int(1000 * _LOOK_SECONDS)))
             for monitor, number in monitors.items():
                 if monitor in ready:
                     raise EngineDeadError(f"the connection to {self._name(number)} broke")
@@ -277,7 +279,7 @@ class _Link:
 
     def wait_for_handshake(self, end: float) -> bool:
         """Whether the other one has answered, by that time."""
-        while (left := end - time.monotonic()) > 0 and self.monitor.poll(1000 * left):
+        while (left := end - time.monotonic()) > 0 and self.monitor.poll(int(1000 * left)):
             message = zmq.utils.monitor.recv_monitor_message(self.monitor)
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 return True
