@@ -174,7 +174,10 @@ class Relay:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads and the connections: the other hosts break their memories. May be called twice."""
+        """Ends the threads and the connections: the other hosts break their memories.
+
+        May be called twice.
+        """
         if self._context.closed:
             return
         self._failed.acquire(blocking=False)

@@ -189,9 +189,9 @@ def test_a_process_that_fails_breaks_the_group_on_all_hosts(hosts):
 
 def test_strangers_break_nothing(hosts):
     first, second = hosts
-    host, port = first.relay.address.removeprefix("tcp://").split(":")
+    port = first.relay.address.rpartition(":")[2]
     for _ in range(3):
-        with socket.create_connection((host, int(port))) as stranger:
+        with socket.create_connection(("127.0.0.1", int(port))) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(200))
     context = zmq.Context()
     push = context.socket(zmq.PUSH)
@@ -215,7 +215,7 @@ def test_another_key_reaches_nobody(monkeypatch):
     with made(make_key(), make_key()) as hosts:
         errors = connect(hosts)
         assert len(errors) == 2
-        assert all("cannot be reached at tcp://127.0.0.1" in error for error in errors)
+        assert all("cannot be reached at tcp://" in error for error in errors)
 
 
 def test_streams_lead_from_who_writes_to_who_reads():
