@@ -5,14 +5,15 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
 import zmq
 
-from octavo import _native
+from octavo import LLM, SamplingParams, _native
+from octavo.config import BUILTIN_MODEL
 from octavo.distributed import GroupMemory, Rank
 from octavo.errors import EngineDeadError
 from octavo.executor import relay as of_relay
@@ -21,6 +22,7 @@ from octavo.worker.group import _Channel
 from octavo.worker.group_layout import GroupLayout
 from octavo.worker.news import News
 from octavo.worker.step_table import StepSize
+from tests.ranks import RanksExecutor, use_ranks
 
 ANY = "tcp://127.0.0.1:*"
 HIDDEN = 12
@@ -227,3 +229,60 @@ def test_streams_lead_from_who_writes_to_who_reads():
     assert Stream(1, 0, layout.handed(1, 1) + 128) in streams
     ends = {stream.target for stream in find_streams(layout, [0, 1, 2]) if stream.source == 2}
     assert ends == {0, 1}, "the tokens go to all, what was taken to the one before"
+
+
+class HostsExecutor(RanksExecutor):
+    """Each stage has a memory of its own, as on a host of its own."""
+
+    def open_memories(self, setup):
+        stages = setup.rank.num_stages
+        hosts, key = range(stages), make_key()
+        streams = find_streams(setup.group_layout, hosts)
+        descriptors = [GroupMemory.create(setup.group_nbytes, stages) for _ in hosts]
+        self.failures, self.relays = [], []
+        for host, descriptor in enumerate(descriptors):
+            rank = replace(setup.rank, stage=host)
+            memory = GroupMemory(descriptor, setup.group_nbytes, rank)
+            self.relays.append(Relay(memory, streams, host, key, ANY, self.failures.append))
+        addresses = {host: (f"h{host}", relay.address) for host, relay in enumerate(self.relays)}
+        threads = [
+            threading.Thread(
+                target=relay.connect, args=[{k: v for k, v in addresses.items() if k != host}]
+            )
+            for host, relay in enumerate(self.relays)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return descriptors
+
+    def shutdown(self):
+        assert self.failures == []
+        for relay in self.relays:
+            relay.close()
+        super().shutdown()
+
+
+@pytest.mark.parametrize(
+    ("size", "stages", "settings"),
+    [
+        (1, 2, {"async_scheduling": True}),
+        (2, 2, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        (1, 3, {"async_scheduling": False}),
+    ],
+)
+def test_stages_on_hosts_of_their_own_have_the_bits_of_one_process(
+    monkeypatch, size, stages, settings
+):
+    prompts = ["Hello", "A long time ago, a long time ago, a long", "One two one two one"]
+    params = SamplingParams(max_tokens=16, logprobs=2, ignore_eos=True)
+    found = []
+    for several in (False, True):
+        if several:
+            use_ranks(monkeypatch, size, stages, executor=HostsExecutor)
+        llm = LLM(BUILTIN_MODEL, max_model_len=128, max_num_seqs=4, num_threads=1, **settings)
+        outputs = [it.outputs[0] for it in llm.generate(prompts, params)]
+        found.append([(it.token_ids, it.logprobs) for it in outputs])
+        llm.shutdown()
+    assert found[0] == found[1]
