@@ -222,8 +222,8 @@ class Counter:
         """Whether it has come there."""
         return self._native.counter_reached(self._address, value & 0xFFFFFFFF)
 
-    def wait(self, value: int) -> None:
-        """Waits until it has.
+    def wait(self, value: int, timeout: float = STAGE_TIMEOUT) -> None:
+        """Waits until it has, for so many seconds at most.
 
         Raises:
             GroupError: as `GroupMemory.barrier`.
@@ -232,7 +232,7 @@ class Counter:
             counter=self._address,
             value=value & 0xFFFFFFFF,
             barrier=self._memory.barrier_address,
-            timeout=STAGE_TIMEOUT,
+            timeout=timeout,
         )
 
 

@@ -30,14 +30,18 @@ class RanksExecutor(Executor):
     def __init__(self, setup, platform):
         size, stages = setup.rank.size, setup.rank.num_stages
         self.num_stages = stages
-        self.descriptor = GroupMemory.create(setup.group_nbytes, stages)
+        self.descriptors = self.open_memories(setup)
         ranks = [Rank.of(number, setup.config.device) for number in range(size * stages)]
         self.ranks = [
-            UniProcExecutor(replace(setup, rank=rank, group=self.descriptor), platform)
+            UniProcExecutor(replace(setup, rank=rank, group=self.descriptors[rank.stage]), platform)
             for rank in ranks
         ]
         (self.teller,) = (rank.number for rank in ranks if rank.samples)
         self.max_in_flight = self.ranks[0].max_in_flight
+
+    def open_memories(self, setup):
+        """The descriptor of each stage's memory."""
+        return [GroupMemory.create(setup.group_nbytes, self.num_stages)] * self.num_stages
 
     def measure_memory(self):
         raise NotImplementedError
@@ -54,16 +58,24 @@ class RanksExecutor(Executor):
         return [result for results in calls for result in results]
 
     def shutdown(self):
-        if self.descriptor is not None:
-            GroupMemory.end(self.descriptor, self.num_stages)
+        for descriptor in self.descriptors:
+            GroupMemory.end(descriptor, self.num_stages)
         for rank in self.ranks:
             rank.shutdown()
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+        for descriptor in {*self.descriptors}:
+            os.close(descriptor)
+        self.descriptors = []
 
 
-def use_ranks(monkeypatch, size, stages=1, layers=None, mode="exact", splits_rows=False):
+def use_ranks(
+    monkeypatch,
+    size,
+    stages=1,
+    layers=None,
+    mode="exact",
+    splits_rows=False,
+    executor=RanksExecutor,
+):
     """Has every engine from now on computed by so many ranks, and in so many stages."""
 
     def make(config, *args, **kwargs):
@@ -76,6 +88,6 @@ def use_ranks(monkeypatch, size, stages=1, layers=None, mode="exact", splits_row
             enable_sequence_parallel=splits_rows,
         )
         config = msgspec.structs.replace(config, device=device)
-        return make_engine_core(config, *args, make_executor=RanksExecutor, **kwargs)
+        return make_engine_core(config, *args, make_executor=executor, **kwargs)
 
     monkeypatch.setattr(llm_engine, "make_engine_core", make)

@@ -94,9 +94,7 @@ class MultiprocExecutor(Executor):
         worker_cls: str = "octavo.worker.worker.Worker",
     ) -> None:
         self.max_in_flight = setup.max_in_flight
-        rank, memory = setup.rank, None
-        if rank.world_size > 1:
-            memory = GroupMemory.create(setup.group_nbytes, rank.num_stages)
+        rank, memory = setup.rank, self._make_memory(setup)
         try:
             group = self._make_group(PlainSetup.of(setup), rank, worker_cls, memory)
         except BaseException:
@@ -111,6 +109,12 @@ class MultiprocExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
+
+    def _make_memory(self, setup: WorkerSetup) -> int | None:
+        """The descriptor of what the workers share; None: there is nothing here."""
+        if setup.rank.world_size == 1:
+            return None
+        return GroupMemory.create(setup.group_nbytes, setup.rank.num_stages)
 
     def _make_group(
         self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None

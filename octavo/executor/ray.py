@@ -26,20 +26,23 @@ from typing import Any
 
 import msgspec
 import ray
+import zmq
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from octavo.device import SWITCH_INTERVAL
-from octavo.distributed import Rank
+from octavo.distributed import GroupMemory, Rank
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.executor.message_queue import QueueClosedError
 from octavo.executor.multiproc import MultiprocExecutor, WorkerGroup
 from octavo.executor.ray_cluster import ADDRESS, ERROR
+from octavo.executor.relay import Relay, RelayKey, find_streams
 from octavo.executor.wire import Died, Failure, FromWorker, PlainSetup
 from octavo.executor.worker_process import serve
 from octavo.logs import current_logging, setup_logging
 from octavo.platforms.registry import get_platform
+from octavo.worker.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +63,13 @@ class RayExecutor(MultiprocExecutor):
     machine; where there is none it starts one on this machine.
 
     Raises:
-        ConfigError: the cluster is not there or has no room, or ranks that compute together would
-            be on several machines; see `MultiprocExecutor` for more.
+        ConfigError: the cluster is not there or has no room, or ranks that compute together of a
+            stage would be on several machines; see `MultiprocExecutor` for more.
     """
+
+    def _make_memory(self, setup: WorkerSetup) -> int | None:
+        # Stages may be on several nodes, each of which has a memory of its own.
+        return None if setup.rank.num_stages > 1 else super()._make_memory(setup)
 
     def _make_group(
         self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None
@@ -96,6 +103,30 @@ class Place(msgspec.Struct):
     host: str
     node: str
     """Its name in the network."""
+    node_id: str
+    """What Ray calls it."""
+
+
+class HostSetup(msgspec.Struct):
+    """What the first actor on a node is told where stages may be on several nodes."""
+
+    setup: PlainSetup
+    rank: int
+    """Of the actor."""
+    hosts: list[int]
+    """The number of each stage's node."""
+    public: bytes
+    secret: bytes
+    """The key pair of the relays between them, as Z85."""
+
+
+class HostMemory(msgspec.Struct):
+    """The memory of a node's workers, and its relay."""
+
+    pid: int
+    descriptor: int
+    address: str
+    """Where the relay listens; "": all stages are on this node."""
 
 
 class WorkerActor:
@@ -104,10 +135,60 @@ class WorkerActor:
     def __init__(self) -> None:
         self._inbox = _Inbox()
         self._outbox = _Outbox()
+        self._memory: tuple[int, int] | None = None
+        """Descriptor and stages, where the node's memory is this actor's."""
+        self._relay: Relay | None = None
 
     def place(self) -> bytes:
         """Where it is, as an encoded `Place`."""
-        return msgspec.msgpack.encode(Place(os.getpid(), _host(), os.uname().nodename))
+        node_id = ray.get_runtime_context().get_node_id()
+        return msgspec.msgpack.encode(Place(os.getpid(), _host(), os.uname().nodename, node_id))
+
+    def make_memory(self, data: bytes) -> bytes:
+        """Makes the memory of its node's workers, and what mirrors it.
+
+        Args:
+            data: an encoded `HostSetup`.
+
+        Returns:
+            An encoded `HostMemory`.
+        """
+        host = msgspec.msgpack.decode(data, type=HostSetup)
+        rank = Rank.of(host.rank, host.setup.config.device)
+        setup = host.setup.complete(rank, None)
+        descriptor = GroupMemory.create(setup.group_nbytes, rank.num_stages)
+        self._memory, address = (descriptor, rank.num_stages), ""
+        if len({*host.hosts}) > 1:
+            self._relay = self._make_relay(host, setup, descriptor)
+            address = self._relay.address
+        return msgspec.msgpack.encode(HostMemory(os.getpid(), descriptor, address))
+
+    def _make_relay(self, host: HostSetup, setup: WorkerSetup, descriptor: int) -> Relay:
+        rank = setup.rank
+        return Relay(
+            GroupMemory(descriptor, setup.group_nbytes, rank),
+            find_streams(setup.group_layout, host.hosts),
+            host.hosts[rank.stage],
+            RelayKey(host.public, host.secret),
+            f"tcp://{ray.util.get_node_ip_address()}:*",
+            lambda error: self._outbox.write(Died(Failure.of(error))),
+        )
+
+    def connect(self, data: bytes) -> bytes:
+        """Has the relay reach those of the other nodes.
+
+        Args:
+            data: an encoded dict; see `Relay.connect`.
+
+        Returns:
+            An encoded text: why it cannot, or "".
+        """
+        assert self._relay is not None
+        try:
+            self._relay.connect(msgspec.msgpack.decode(data, type=dict[int, tuple[str, str]]))
+        except EngineDeadError as error:
+            return msgspec.msgpack.encode(str(error))
+        return msgspec.msgpack.encode("")
 
     def start(self, data: bytes) -> None:
         """Has the worker made; what comes of it is heard.
@@ -126,6 +207,8 @@ class WorkerActor:
             data: an encoded `ToWorker`; b"": there is no more.
         """
         self._inbox.put(number, data)
+        if not data and self._memory is not None:
+            GroupMemory.end(*self._memory)  # no worker waits for another one
 
     def hear(self) -> bytes:
         """What the worker has said since; waits for it.
@@ -365,7 +448,7 @@ class _Actor:
     def __init__(self, rank: int, handle: Any) -> None:
         self.rank, self.handle = rank, handle
         self.ready: Future[None] = Future()
-        self.place = Place(0, "", "")
+        self.place = Place(0, "", "", "")
         """Until it has started."""
         self.stopped = False
         """Whether it was so at the last look."""
@@ -459,10 +542,15 @@ class _ActorGroup(WorkerGroup):
             ConfigError: there is not so much.
         """
         device = self._setup.config.device
-        bundle: dict[str, float] = {"CPU": device.num_threads or 1}
+        # Bundles are whole on a node: a stage is one, where there are several.
+        several = self._num_stages > 1
+        size, count = (
+            (device.tensor_parallel_size, self._num_stages) if several else (1, self._world_size)
+        )
+        bundle: dict[str, float] = {"CPU": size * (device.num_threads or 1)}
         if get_platform(device.device).name == "cuda":
-            bundle["GPU"] = 1
-        wanted = f"{self._world_size} x {bundle}"
+            bundle["GPU"] = size
+        wanted = f"{count} x {bundle}"
         where = "in the cluster"
         if self._memory is not None:
             # They share memory with this process.
@@ -470,7 +558,7 @@ class _ActorGroup(WorkerGroup):
             found = next(node for node in ray.nodes() if node["NodeID"] == own)
             bundle[f"node:{found['NodeManagerAddress']}"] = 0.001
             where = "on the engine's machine, since they share memory"
-        self._placement = placement_group([bundle] * self._world_size, strategy=_STRATEGY)
+        self._placement = placement_group([bundle] * count, strategy=_STRATEGY)
         end = time.monotonic() + _PLACEMENT_SECONDS
         while not self._placement.wait(1):
             if self._ending:
@@ -480,7 +568,8 @@ class _ActorGroup(WorkerGroup):
                 has, free = ray.cluster_resources(), ray.available_resources()
                 raise ConfigError(
                     f"distributed_executor_backend=ray wants {wanted} {where}, a bundle for each "
-                    "worker with the CPUs of num_threads, and has not got them in "
+                    f"{'stage' if several else 'worker'} with the CPUs of num_threads, and has not "
+                    "got them in "
                     f"{_PLACEMENT_SECONDS:.0f} seconds. The cluster's {_count_nodes()} nodes have "
                     + ", ".join(f"{has.get(kind, 0):g} {kind}" for kind in kinds)
                     + ", and free are "
@@ -496,17 +585,18 @@ class _ActorGroup(WorkerGroup):
         """
         assert self._placement is not None
         bundle = self._placement.bundle_specs[0]
+        size = self._world_size // self._placement.bundle_count
         variables = {k: v for k, v in os.environ.items() if k.startswith(_COPIED)}
         for rank in range(self._world_size):
             options = {
-                "num_cpus": bundle["CPU"],
-                "num_gpus": bundle.get("GPU", 0),
+                "num_cpus": bundle["CPU"] / size,
+                "num_gpus": bundle.get("GPU", 0) / size,
                 "max_concurrency": 4,  # to tell and to hear, at the same time
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "runtime_env": {"env_vars": variables},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=rank
+                    self._placement, placement_group_bundle_index=rank // size
                 ),
             }
             self.workers.append(_Actor(rank, ray.remote(**options)(WorkerActor).remote()))
@@ -514,6 +604,9 @@ class _ActorGroup(WorkerGroup):
             worker.place = msgspec.msgpack.decode(data, type=Place)
         level, log_format, log_fields = current_logging()
         group = None if self._memory is None else (os.getpid(), self._memory)
+        groups = [(group, _host())] * self._world_size
+        if self._num_stages > 1:
+            groups = self._make_memories()
         starts = []
         for worker in self.workers:
             setup = ActorSetup(
@@ -521,8 +614,7 @@ class _ActorGroup(WorkerGroup):
                 self._worker_cls,
                 worker.rank,
                 worker.rank == self._teller,
-                group,
-                _host(),
+                *groups[worker.rank],
                 level,
                 log_format,
                 log_fields,
@@ -531,13 +623,55 @@ class _ActorGroup(WorkerGroup):
         for _ in self._gather(starts):
             pass
 
-    def _gather(self, refs: list[Any]) -> Iterator[tuple[_Actor, Any]]:
-        """What each worker answers while they start, as it comes.
+    def _make_memories(self) -> list[tuple[tuple[int, int] | None, str]]:
+        """Has a memory made on each node, and connected to the others; each worker's, by rank.
+
+        Raises:
+            EngineDeadError: the nodes do not reach one another.
+        """
+        nodes = [worker.place.node_id for worker in self.workers]
+        makers = {node: nodes.index(node) for node in nodes}  # by the node's first worker
+        numbers = {node: number for number, node in enumerate(makers)}
+        size = self._world_size // self._num_stages
+        hosts = [numbers[node] for node in nodes[::size]]
+        public, secret = zmq.curve_keypair()
+        firsts = [self.workers[rank] for rank in makers.values()]
+        refs = [
+            worker.handle.make_memory.remote(
+                msgspec.msgpack.encode(HostSetup(self._setup, worker.rank, hosts, public, secret))
+            )
+            for worker in firsts
+        ]
+        memories: dict[str, HostMemory] = {}
+        for worker, data in self._gather(refs, firsts):
+            memory = msgspec.msgpack.decode(data, type=HostMemory)
+            memories[worker.place.node_id] = memory
+        refs = []
+        for worker in firsts if len(firsts) > 1 else ():
+            others = {
+                numbers[it.place.node_id]: (it.place.node, memories[it.place.node_id].address)
+                for it in firsts
+                if it is not worker
+            }
+            refs.append(worker.handle.connect.remote(msgspec.msgpack.encode(others)))
+        for worker, data in self._gather(refs, firsts):
+            if why := msgspec.msgpack.decode(data, type=str):
+                raise EngineDeadError(f"{worker} could not start: {why}")
+        found = [memories[node] for node in nodes]
+        return [
+            ((it.pid, it.descriptor), worker.place.host)
+            for it, worker in zip(found, self.workers, strict=True)
+        ]
+
+    def _gather(
+        self, refs: list[Any], workers: list[_Actor] | None = None
+    ) -> Iterator[tuple[_Actor, Any]]:
+        """What each worker, or some, answer while they start, as it comes.
 
         Raises:
             EngineDeadError: one has died, or they are to end.
         """
-        waiting = dict(zip(refs, self.workers, strict=True))
+        waiting = dict(zip(refs, workers or self.workers, strict=True))
         while waiting:
             if self._ending:
                 raise EngineDeadError("The workers have been shut down.")

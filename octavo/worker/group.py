@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.distributed import COUNTER_NBYTES, GroupMemory
 from octavo.layers.shared import SharedBuffers
 from octavo.worker.graphs import StepResult, StepRunner
-from octavo.worker.group_layout import HANDED_SLOTS, GroupLayout
+from octavo.worker.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.news import News
 from octavo.worker.setup import WorkerSetup
@@ -93,8 +93,11 @@ class _Channel:
         """Hands on the first rows of a step; waits while the other one is too far behind."""
         self._step += 1
         self._taken.wait(self._step - HANDED_SLOTS)
+        size = 0
         for tensor, place in self._places(handed, rows):
             place.copy_(tensor)
+            size += place.nbytes
+        self._slots[self._step % HANDED_SLOTS][:8].view(torch.int64)[0] = size
         self._sent.post(self._step)
 
     def receive(self, into: Handed, rows: int) -> None:
@@ -107,7 +110,7 @@ class _Channel:
 
     def _places(self, handed: Handed, rows: int) -> list[tuple[Tensor, Tensor]]:
         """The tensors' rows, and where in the memory they are in this step."""
-        slot, begin = self._slots[self._step % HANDED_SLOTS], 0
+        slot, begin = self._slots[self._step % HANDED_SLOTS], SLOT_HEAD_NBYTES
         places = []
         for tensor in handed:
             if tensor is not None:

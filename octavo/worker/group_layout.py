@@ -11,6 +11,8 @@ from octavo.worker.step_table import StepSize
 _ALIGNMENT = 64  # a cache line; all that is in the memory begins at one
 HANDED_SLOTS = 2
 """How far a stage may be ahead of the next one, in steps."""
+SLOT_HEAD_NBYTES = _ALIGNMENT
+"""What a stage hands on begins with its size in bytes, int64: a relay sends no more than that."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class GroupLayout:
     @property
     def slot_nbytes(self) -> int:
         """What a stage hands on in a step, at most."""
-        return _aligned(self.size.tokens * self.handed_nbytes)
+        return SLOT_HEAD_NBYTES + _aligned(self.size.tokens * self.handed_nbytes)
 
     def handed(self, stage: int, index: int) -> int:
         """The first byte of what the rank of that index in a stage hands on."""

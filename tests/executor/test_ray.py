@@ -229,6 +229,62 @@ def test_tokens_are_those_of_one_process(cluster):
     assert one == two
 
 
+class TestStages:
+    """Two of them, on two nodes; real workers."""
+
+    PROMPTS = ("Hello", "A long time ago")
+    SETTINGS = {"max_model_len": 128, "max_num_seqs": 4, "num_threads": 1}  # noqa: RUF012
+
+    @pytest.fixture
+    def groups(self, monkeypatch):
+        """What executors have started."""
+        found, make_memories = [], of_ray._ActorGroup._make_memories
+        spy = lambda group: (found.append(group), make_memories(group))[1]  # noqa: E731
+        monkeypatch.setattr(of_ray._ActorGroup, "_make_memories", spy)
+        return found
+
+    def make(self):
+        from octavo import LLM
+
+        layout = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+        return LLM(BUILTIN_MODEL, **self.SETTINGS, **layout)
+
+    def generate(self, llm, num_tokens=16):
+        from octavo import SamplingParams
+
+        params = SamplingParams(max_tokens=num_tokens, logprobs=2, ignore_eos=True)
+        outputs = [it.outputs[0] for it in llm.generate(self.PROMPTS, params)]
+        return [(it.token_ids, it.logprobs) for it in outputs]
+
+    def test_tokens_are_those_of_one_process(self, cluster, groups):
+        from octavo import LLM
+
+        one, two = LLM(BUILTIN_MODEL, **self.SETTINGS), self.make()
+        try:
+            assert len({worker.place.node_id for worker in groups[0].workers}) == 2
+            assert self.generate(two) == self.generate(one)
+        finally:
+            one.shutdown()
+            two.shutdown()
+        assert gone([worker.pid for worker in groups[0].workers])
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("how", ["killed", "broken"])
+    def test_a_node_that_fails_ends_the_engine(self, connected, groups, rank, how):
+        llm = self.make()
+        self.generate(llm)
+        worker = groups[0].workers[rank]
+        if how == "killed":
+            os.kill(worker.pid, signal.SIGKILL)
+        else:  # its memory, as where the connection of its relay is
+            worker.handle.tell.remote(10**9, b"")
+        with pytest.raises(EngineDeadError, match=r"worker [01] \(pid \d+ on .* (failed|has died)"):
+            self.generate(llm, 120)
+        assert gone([it.pid for it in groups[0].workers], 10)
+        llm.shutdown()
+        assert free_cpus() == 2
+
+
 @pytest.fixture
 def short_path():
     """Sockets have names of 107 bytes at most."""

@@ -1,0 +1,331 @@
+"""Mirrors what the stages of a model tell one another between the memories of several hosts.
+
+Each host has a whole `GroupMemory`, and ranks know of no other one. What one rank writes and others
+wait for is a counter and the slots that it counts: a stream from the host of who writes it to that
+of who reads it. A relay sends a slot once its counter says that it is written, and the one on the
+other side posts the same number behind the same bytes. A relay only delays, so whatever order keeps
+a slot from being written before it was read on one host keeps it so on several.
+
+Hosts reach one another by CurveZMQ, as nodes do (`engine/cluster.py`). A connection that has been
+there is never made anew, since nobody knows what it lost: both sides break their memories. Each
+side looks after the connections that it made, and not after those that anybody can make to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+import zmq.utils.monitor
+from numpy.typing import NDArray
+
+from octavo import _native
+from octavo.distributed import COUNTER_NBYTES, Counter, GroupMemory
+from octavo.errors import EngineDeadError
+from octavo.worker.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
+
+CONNECT_SECONDS = 20.0
+"""In which the hosts must have reached one another."""
+_ALIVE_SECONDS = 0.5
+_GONE_SECONDS = 8.0
+"""As nodes: between two signs of life, and without one until the other is gone."""
+_LOOK_SECONDS = 0.25
+"""Between two looks whether to end."""
+# Of a message's two numbers, stream and step.
+_NUMBER_NBYTES = 8
+
+
+@dataclass(frozen=True)
+class RelayKey:
+    """A CurveZMQ key pair that the hosts of an engine have in common, as Z85."""
+
+    public: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A counter and what it counts, from one host to another."""
+
+    source: int
+    target: int
+    counter: int
+    """Its first byte in the memory."""
+    slots: int = 0
+    """That of the slots, which follow one another."""
+    slot_nbytes: int = 0
+    num_slots: int = 1
+    has_head: bool = False
+    """Whether slots begin with how much of them is used."""
+
+
+def find_streams(layout: GroupLayout, hosts: Sequence[int]) -> list[Stream]:
+    """All streams between hosts, in the same order on each.
+
+    Args:
+        layout: of each host's memory.
+        hosts: the number of each stage's.
+    """
+    streams = []
+    first, last = hosts[0], hosts[-1]
+    rings = (
+        (last, layout.tokens, layout.token_numbers),
+        (first, layout.drafts, layout.draft_numbers),
+    )
+    for source, begin, numbers in rings:
+        slots = begin + COUNTER_NBYTES
+        for target in sorted({*hosts} - {source}):
+            streams.append(Stream(source, target, begin, slots, 8 * numbers, layout.num_slots))
+    for stage, (source, target) in enumerate(itertools.pairwise(hosts)):
+        if source == target:
+            continue
+        for index in range(layout.rank.size):
+            sent = layout.handed(stage, index)
+            taken, slots = sent + COUNTER_NBYTES, sent + 2 * COUNTER_NBYTES
+            size = layout.slot_nbytes
+            streams.append(Stream(source, target, sent, slots, size, HANDED_SLOTS, has_head=True))
+            streams.append(Stream(target, source, taken))
+    return streams
+
+
+class Relay:
+    """One host's end of all streams that begin or end there.
+
+    Args:
+        memory: the host's.
+        streams: all there are; see `find_streams`.
+        host: this one's number.
+        key: of all hosts.
+        address: where to listen, as ZMQ writes it; a port of `*` is chosen.
+        on_failure: is told once, by a thread of the relay, that it cannot go on, and why; the
+            memory is broken by then.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        memory: GroupMemory,
+        streams: Sequence[Stream],
+        host: int,
+        key: RelayKey,
+        address: str,
+        on_failure: Callable[[EngineDeadError], object],
+    ) -> None:
+        self._memory, self._streams, self._host, self._key = memory, streams, host, key
+        self._on_failure = on_failure
+        self._names: dict[int, str] = {}
+        self._failed = threading.Lock()
+        """Taken once, by the first failure or by `close`."""
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._context = zmq.Context()
+        self._links: dict[int, _Link] = {}
+        try:
+            self._receiver = self._make_socket(zmq.PULL)
+            self._receiver.curve_server = True
+            self._receiver.bind(address)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        endpoint = self._receiver.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.decode()
+        """Where it listens."""
+
+    def connect(self, others: Mapping[int, tuple[str, str]]) -> None:
+        """Reaches the other hosts and begins to mirror; all have to, at about the same time.
+
+        Args:
+            others: what people call each other host, and where it listens.
+
+        Raises:
+            EngineDeadError: one cannot be reached, or has not this key.
+        """
+        self._names = {number: name for number, (name, _) in others.items()}
+        for number, (_, address) in others.items():
+            socket = self._make_socket(zmq.PUSH)
+            socket.curve_publickey, socket.curve_serverkey = self._key.public, self._key.public
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            self._links[number] = _Link(socket, socket.get_monitor_socket(events))
+            socket.connect(address)
+        end = time.monotonic() + CONNECT_SECONDS
+        for number, link in self._links.items():
+            if not link.wait_for_handshake(end):
+                raise EngineDeadError(
+                    f"{self._name(number)} cannot be reached at {others[number][1]} within "
+                    f"{CONNECT_SECONDS:.0f} s"
+                )
+        runs: list[Callable[[], None]] = [self._receive]
+        for number, stream in enumerate(self._streams):
+            if stream.source == self._host:
+                runs.append(_Sender(self, number, stream).run)
+        for run in runs:
+            thread = threading.Thread(target=self._guard, args=[run], name="octavo-relay")
+            thread.daemon = True
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the threads and the connections: the other hosts break their memories.
+
+        May be called twice.
+        """
+        if self._context.closed:
+            return
+        self._failed.acquire(blocking=False)
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+        for socket in (self._receiver, *(link.socket for link in self._links.values())):
+            socket.disable_monitor()
+            socket.close(linger=0)
+        for monitor in [link.monitor for link in self._links.values()]:
+            monitor.close(linger=0)
+        self._context.destroy(linger=0)
+
+    @property
+    def memory(self) -> GroupMemory:
+        """The host's."""
+        return self._memory
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing more to mirror."""
+        return self._ended.is_set()
+
+    def send(self, target: int, number: int, step: int, data: NDArray[np.uint8]) -> None:
+        """Sends a slot. From any thread."""
+        head = b"".join(it.to_bytes(_NUMBER_NBYTES, "little") for it in (number, step))
+        link = self._links[target]
+        with link.lock:
+            link.socket.send_multipart([head, data.tobytes()])
+
+    def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.curve_secretkey = self._key.secret
+        socket.set_hwm(0)  # slots bound what is on its way
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * _ALIVE_SECONDS))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * _GONE_SECONDS))
+        return socket
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except EngineDeadError as error:
+            self._fail(error)
+        except Exception as error:
+            self._fail(EngineDeadError(f"a relay failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: EngineDeadError) -> None:
+        if self._failed.acquire(blocking=False):
+            self._ended.set()
+            self._memory.break_()
+            self._on_failure(error)
+
+    def _name(self, number: int) -> str:
+        return f"the host {self._names[number]}"
+
+    def _receive(self) -> None:
+        """Writes what comes into the memory, and looks after the connections."""
+        counters = [
+            self._memory.counter(stream.counter) if stream.target == self._host else None
+            for stream in self._streams
+        ]
+        steps = [0] * len(self._streams)
+        poller = zmq.Poller()
+        poller.register(self._receiver, zmq.POLLIN)
+        monitors = {link.monitor: number for number, link in self._links.items()}
+        for monitor in monitors:
+            poller.register(monitor, zmq.POLLIN)
+        while not self._ended.is_set():
+            if self._memory.broken:
+                raise EngineDeadError("a process of the group on this host failed")
+            ready = dict(poller.poll(int(1000 * _LOOK_SECONDS)))
+            for monitor, number in monitors.items():
+                if monitor in ready:
+                    raise EngineDeadError(f"the connection to {self._name(number)} broke")
+            while self._receiver in ready:
+                try:
+                    head, data = self._receiver.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                number = int.from_bytes(head[:_NUMBER_NBYTES], "little")
+                step = int.from_bytes(head[_NUMBER_NBYTES:], "little")
+                stream, counter = self._streams[number], counters[number]
+                steps[number] += 1
+                if counter is None or step != steps[number] or len(data) > stream.slot_nbytes:
+                    raise EngineDeadError(
+                        f"{self._name(stream.source)} sent step {step} of stream {number} with "
+                        f"{len(data)} bytes, which is not the next one"
+                    )
+                begin = stream.slots + step % stream.num_slots * stream.slot_nbytes
+                self._memory.data[begin : begin + len(data)] = np.frombuffer(data, np.uint8)
+                counter.post(step)
+
+
+class _Link:
+    """What leads to another host."""
+
+    def __init__(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        self.socket, self.monitor = socket, monitor
+        self.lock = threading.Lock()
+        """Of the socket."""
+
+    def wait_for_handshake(self, end: float) -> bool:
+        """Whether the other one has answered, by that time."""
+        while (left := end - time.monotonic()) > 0 and self.monitor.poll(int(1000 * left)):
+            message = zmq.utils.monitor.recv_monitor_message(self.monitor)
+            if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return True
+        return False
+
+
+class _Sender:
+    """Sends the steps of a stream in their order.
+
+    Args:
+        relay: it is of.
+        number: the stream's.
+        stream: begins on this host.
+    """
+
+    def __init__(self, relay: Relay, number: int, stream: Stream) -> None:
+        self._relay, self._number, self._stream = relay, number, stream
+        self._counter: Counter = relay.memory.counter(stream.counter)
+
+    def run(self) -> None:
+        """Runs until the relay ends."""
+        step = 1
+        while not self._relay.ended:
+            if self._wait(step):
+                self._relay.send(self._stream.target, self._number, step, self._slot(step))
+                step += 1
+
+    def _wait(self, step: int) -> bool:
+        """Whether a step is written; waits for it a while.
+
+        Steps that nobody speaks of are passed by the counter, and are sent like all others.
+        """
+        with contextlib.suppress(_native.GroupError):
+            self._counter.wait(step, timeout=_LOOK_SECONDS)
+            return True
+        if self._relay.memory.broken:
+            raise EngineDeadError("a process of the group on this host failed")
+        return False
+
+    def _slot(self, step: int) -> NDArray[np.uint8]:
+        stream = self._stream
+        begin = stream.slots + step % stream.num_slots * stream.slot_nbytes
+        slot = self._relay.memory.data[begin : begin + stream.slot_nbytes]
+        if not stream.has_head:
+            return slot
+        return slot[: SLOT_HEAD_NBYTES + int(slot[:8].view(np.int64)[0])]
