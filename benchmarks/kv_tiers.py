@@ -60,13 +60,14 @@ def main() -> None:
         "model": args.model,
         "skip_tokenizer_init": True,
         "max_model_len": longest + 64,
-        "kv_cache_memory_bytes": args.memory,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2048,
     }
     with tempfile.TemporaryDirectory() as folder:
         for length in args.lengths:
+            settings["max_model_len"] = length + 64
             tiers(settings, length, args.repeat, args.memory, folder)
+        settings["kv_cache_memory_bytes"] = args.memory
         saving(settings, args.repeat, args.memory, folder)
 
 
@@ -79,6 +80,8 @@ def connector(name: str, memory: int, folder: str | None = None, **config: objec
 
 def tiers(settings: dict, length: int, repeat: int, memory: int, folder: str) -> None:
     times: dict[str, float] = {}
+    # Room for two prompts: pages of memory are touched for the first time before what is timed.
+    settings = settings | {"num_gpu_blocks_override": 2 * (length // 16) + 20}
     folder = str(Path(folder) / str(length))
     config = connector("OffloadingConnector", memory, folder)
     llm = LLM(**settings, kv_transfer_config=config)
