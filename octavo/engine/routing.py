@@ -54,7 +54,7 @@ class PrefixMap:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._blocks: dict[int, OrderedDict[bytes, None]] = {}
 
     def add(self, engine: int, hashes: Sequence[bytes]) -> None:
@@ -68,7 +68,7 @@ class PrefixMap:
         for block in reversed(hashes):  # the end of a prompt is forgotten first
             blocks[block] = None
             blocks.move_to_end(block)
-        while len(blocks) > self._capacity:
+        while len(blocks) > self.capacity:
             blocks.popitem(last=False)
 
     def num_cached(self, engine: int, hashes: Sequence[bytes]) -> int:

@@ -22,6 +22,7 @@ from octavo.server.errors import (
     MediaTypeError,
     show,
 )
+from octavo.server.http_state import http_state_of
 from octavo.server.known_fields import INSTEAD, NO_EFFECT, Unsupported
 from octavo.server.middleware import context_of
 from octavo.server.state import state_of
@@ -87,7 +88,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise BodyTooLargeError(limit)
-    state, context = state_of(request), context_of(request)
+    state, context = http_state_of(request), context_of(request)
     data = bytearray()
     deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT
     while True:

@@ -22,7 +22,7 @@ from octavo.server.errors import (
     log_unexpected,
     show,
 )
-from octavo.server.state import ServerState
+from octavo.server.http_state import HttpState
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def context_of(request: Request) -> RequestContext:
 class RequestMiddleware:
     """Gives each request its id and context, checks host and key, turns errors into answers."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: HttpState) -> None:
         self.app = app
         self.state = state
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
@@ -36,6 +37,7 @@ from octavo.platforms.registry import get_platform
 from octavo.recording import RecordSettings
 from octavo.server.app import build_app
 from octavo.server.front_ends import check_front_ends, serve_by_front_ends
+from octavo.server.http_state import HttpState
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
 
@@ -63,7 +65,7 @@ def run_server(
     """
     setup_logging(config.log_level, config.log_format)
     prepare_process()
-    _check_tls(config)
+    check_tls(config)
     check_front_ends(config, engine_config)
     if reserved := RESERVED_VARIABLES & config.default_chat_template_kwargs.keys():
         raise ConfigError(
@@ -77,18 +79,16 @@ def run_server(
     if keys:
         sources = [*(["--api-key"] if config.api_key else []), *from_environment]
         logger.info("requests need an API key", extra={"keys_from": ", ".join(sources)})
-    elif config.uds is None and _is_any_address(config.host):
+    elif config.uds is None and is_any_address(config.host):
         logger.warning(
             "anyone who can reach this machine can use the server; --host 127.0.0.1 restricts it "
             "to this machine, --api-key requires a key"
         )
     with (
-        _bind(config.host, config.port)
-        if config.uds is None
-        else _bind_unix(config.uds) as listener,
+        bind(config.host, config.port) if config.uds is None else bind_unix(config.uds) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        _tell_address(config, listener)
+        tell_address(config, listener)
         try:
             if config.api_server_count > 1:
                 return runner.run(serve_by_front_ends(config, engine_config, listener))
@@ -140,10 +140,26 @@ async def serve(
     Raises:
         OctavoError: the engine failed, with the root cause.
     """
+    try:
+        status = await serve_app(state, build_app(state), listener, hear)
+    finally:
+        await state.close()
+    if state.failure is not None:
+        raise state.failure
+    return status
+
+
+async def serve_app(
+    state: HttpState,
+    app: FastAPI,
+    listener: socket.socket,
+    hear: Callable[[Callable[[int], None]], None] = hear_signals,
+) -> int:
+    """Serves an application until a signal, or `state.on_failure`, ends it; returns the status."""
     config = state.config
     server = _UvicornServer(
         uvicorn.Config(
-            build_app(state),
+            app,
             http=make_protocol(config.max_connections_per_client),  # type: ignore[arg-type]
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             ws="none",
@@ -159,16 +175,12 @@ async def serve(
     shutdown = _Shutdown(state, server)
     hear(shutdown.on_signal)
     state.on_failure = shutdown.stop
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        await state.close()
-    if state.failure is not None:
-        raise state.failure
+    await server.serve(sockets=[listener])
     return shutdown.status
 
 
-def _tell_address(config: ServerConfig, listener: socket.socket) -> None:
+def tell_address(config: ServerConfig, listener: socket.socket) -> None:
+    """Logs where a server listens."""
     scheme = "https" if config.ssl_certfile else "http"
     if config.uds is not None:
         logger.info("listening on the Unix socket %s", config.uds)
@@ -176,7 +188,7 @@ def _tell_address(config: ServerConfig, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("listening on %s://%s:%d", scheme, shown, port)
-        typed = f"{scheme}://{'localhost' if _is_any_address(host) else shown}:{port}"
+        typed = f"{scheme}://{'localhost' if is_any_address(host) else shown}:{port}"
         documentation = "" if config.disable_fastapi_docs else f"documentation: {typed}/docs; "
         logger.info("%schat: octavo chat --url %s/v1", documentation, typed)
 
@@ -184,7 +196,7 @@ def _tell_address(config: ServerConfig, listener: socket.socket) -> None:
 class _Shutdown:
     """How the server ends: the first signal drains it, the second one stops it at once."""
 
-    def __init__(self, state: ServerState, server: uvicorn.Server) -> None:
+    def __init__(self, state: HttpState, server: uvicorn.Server) -> None:
         self.status = 0
         self._state = state
         self._server = server
@@ -208,12 +220,8 @@ class _Shutdown:
             self.stop()
 
     async def _drain_then_stop(self) -> None:
-        engine = self._state.engine
-        # Nobody computes anything before the model is there, or while it sleeps.
-        idle = engine is None or engine.loading or engine.asleep
-        timeout = 0.0 if idle else self._state.config.shutdown_timeout
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self._state.drain_timeout):
                 while self._state.num_active:
                     await asyncio.sleep(_DRAIN_POLL)
         except TimeoutError:
@@ -254,7 +262,7 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Listens on an address before the model loads, so that a taken port is found at once."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -277,7 +285,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _bind_unix(path: str) -> socket.socket:
+def bind_unix(path: str) -> socket.socket:
     """Listens on a Unix socket; replaces one that a server which was killed has left."""
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -296,7 +304,7 @@ def _bind_unix(path: str) -> socket.socket:
     return listener
 
 
-def _is_any_address(host: str) -> bool:
+def is_any_address(host: str) -> bool:
     """Whether who listens there listens on all of the machine's addresses."""
     try:
         return ipaddress.ip_address(host).is_unspecified
@@ -335,7 +343,12 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
 
 
-def _check_tls(config: ServerConfig) -> None:
+def check_tls(config: ServerConfig) -> None:
+    """Checks key and certificate.
+
+    Raises:
+        ConfigError: they cannot be used, or one of them is missing.
+    """
     if (config.ssl_keyfile is None) != (config.ssl_certfile is None):
         raise ConfigError("ssl_keyfile and ssl_certfile go together; give both or neither.")
     for name in ("ssl_keyfile", "ssl_certfile"):

@@ -22,15 +22,15 @@ from octavo.chat_template import ChatTemplate
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.request_memory import leaves_room
 from octavo.errors import (
-    DeadlineError,
     EngineDeadError,
     NotFoundError,
     OctavoError,
     QueueFullError,
     RequestError,
 )
-from octavo.server.auth import AllowedHosts, ApiKeys, tenant_of
-from octavo.server.errors import ClientDisconnectError, UnavailableError, show
+from octavo.server.auth import tenant_of
+from octavo.server.errors import show
+from octavo.server.http_state import HttpState
 from octavo.server.streams import StreamRegistry
 from octavo.tokenizer import Tokenizer
 
@@ -45,15 +45,11 @@ T = TypeVar("T")
 _RECENT_ANSWERS = 256
 _RECENT_SECONDS = 60.0
 MAX_RETRY_AFTER = 60
-# Bytes of all bodies being served, beyond which large ones are refused: a part of what the memory
-# plan has for the server's process. Small ones always pass, their number is bounded.
-_BODIES_NBYTES = 64 * 2**20
-_SMALL_BODY = 64 * 2**10
 # How often an idle engine is looked at; a busy one that dies is noticed by its requests.
 _WATCH_INTERVAL = 0.5
 
 
-class ServerState:
+class ServerState(HttpState):
     """One server.
 
     Args:
@@ -70,28 +66,18 @@ class ServerState:
         start_engine: Callable[[], Awaitable[AsyncLLM]],
         api_keys: list[str] | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, api_keys)
         self.engine_config = engine_config
-        self.api_keys = ApiKeys(config.api_key if api_keys is None else api_keys)
-        self.allowed_hosts = AllowedHosts(config)
         self.model_names = engine_config.model.served_model_name or [engine_config.model.model]
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(engine_config)
         self.engine: AsyncLLM | None = None
         self.failure: OctavoError | None = None
         """Why there is no engine, or no longer one."""
-        self.on_failure: Callable[[], None] = lambda: None
-        self.draining = False
-        self.num_active = 0
-        """HTTP requests being answered, probes not counted."""
-        self.body_bytes = 0
-        """Of these requests' bodies, as far as they have come."""
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._work: set[asyncio.Future[Any]] = set()
-        self._cut = False
         self._num_admitted = 0
         self._admitted: Counter[str | None] = Counter()
         """Of these, by tenant."""
@@ -164,16 +150,17 @@ class ServerState:
 
     # Ending
 
-    def begin_drain(self) -> None:
-        """From now on new requests are refused; those in flight go on."""
-        self.draining = True
-        self.streams.drain()
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds that requests in flight get to finish at the end."""
+        # Nobody computes anything before the model is there, or while it sleeps.
+        idle = self.engine is None or self.engine.loading or self.engine.asleep
+        return 0.0 if idle else super().drain_timeout
 
-    def cut(self) -> None:
-        """Ends all requests in flight with an error."""
-        self._cut = True
-        for work in self._work:
-            work.cancel()
+    def begin_drain(self) -> None:
+        """Likewise; streams without a reader end."""
+        super().begin_drain()
+        self.streams.drain()
 
     # Requests
 
@@ -188,20 +175,6 @@ class ServerState:
                 f"The model {show(name)} does not exist here; this server has "
                 f"{', '.join(self.model_names)}.",
                 "model",
-            )
-
-    def check_bodies(self, size: int) -> None:
-        """Refuses a body that has grown to `size` bytes if too much is in flight already.
-
-        Raises:
-            QueueFullError: it may be sent again later.
-        """
-        limit = max(_BODIES_NBYTES, self.config.max_request_bytes)
-        if size > _SMALL_BODY and self.body_bytes > limit:
-            raise QueueFullError(
-                f"The requests being served already have {self.body_bytes} bytes of bodies, and "
-                f"the limit is {limit}; try again later, or send less at once.",
-                self._retry_after(1),
             )
 
     def tenant(self, api_key: str | None) -> str | None:
@@ -277,40 +250,16 @@ class ServerState:
     async def run(
         self, receive: Receive, work: Coroutine[object, object, T], deadline: float | None
     ) -> T:
-        """Does the work of one request as long as somebody waits for it.
-
-        The body must have been read: what `receive` then brings is the client's going away.
+        """Likewise; an engine that is found dead is noted.
 
         Raises:
-            ClientDisconnectError: the client went away; the work was cancelled.
-            DeadlineError: time was up; the work was cancelled.
-            UnavailableError: the server stops; the work was cancelled.
+            EngineDeadError: it is gone for good, and so is the server's purpose.
         """
-        task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(_disconnected(receive))
-        self._work.add(task)
-        if self._cut:
-            task.cancel()
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            await asyncio.wait(
-                {task, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-            )
-            if task.done():
-                if task.cancelled() and self._cut:
-                    raise UnavailableError("The server stopped before the answer was complete.")
-                return task.result()
-            if watcher.done():
-                raise ClientDisconnectError
-            raise DeadlineError("The answer was not complete at the request's deadline.")
+            return await super().run(receive, work, deadline)
         except EngineDeadError as error:
             self.fail(error)
             raise
-        finally:
-            self._work.discard(task)
-            task.cancel()
-            watcher.cancel()
-            await asyncio.gather(task, watcher, return_exceptions=True)
 
     def warn_of_priority(self) -> None:
         """Says once that requests have priorities which this server does not heed."""
@@ -358,12 +307,6 @@ def state_of(request: Request) -> ServerState:
     state = request.app.state.octavo
     assert isinstance(state, ServerState)
     return state
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _fingerprint(config: EngineConfig) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import QueueFullError
+from octavo.server import http_state
 from octavo.server import state as state_module
 from octavo.server.state import ServerState
 from tests.server.fake_engine import Call, events, with_server
@@ -285,7 +286,7 @@ def test_cutting_ends_what_is_in_flight_with_an_error():
 
 
 def test_many_large_bodies_at_once_are_refused_and_small_ones_pass(monkeypatch):
-    monkeypatch.setattr(state_module, "_BODIES_NBYTES", 200_000)
+    monkeypatch.setattr(http_state, "_BODIES_NBYTES", 200_000)
 
     async def scenario(served):
         served.engine.step_time = 0.01
@@ -456,7 +457,7 @@ def test_the_wait_is_estimated_from_what_has_finished_lately(monkeypatch):
 
 
 def test_only_the_size_of_large_bodies_is_looked_at(monkeypatch):
-    monkeypatch.setattr(state_module, "_BODIES_NBYTES", 100_000)
+    monkeypatch.setattr(http_state, "_BODIES_NBYTES", 100_000)
 
     async def scenario(served):
         state = served.state

@@ -25,6 +25,7 @@ from octavo.device import SWITCH_INTERVAL
 from octavo.errors import ConfigError, OctavoError
 from octavo.recording import RecordSettings
 from octavo.server import run
+from octavo.server.state import ServerState
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,13 +166,10 @@ def test_who_waits_while_the_engine_is_replaced_is_answered_before_the_end(loadi
 
     async def test():
         ends = []
-        state = SimpleNamespace(
-            engine=SimpleNamespace(loading=loading, ready=False, asleep=False),
-            config=SimpleNamespace(shutdown_timeout=20),
-            num_active=1,
-            cut=lambda: ends.append("cut"),
-            begin_drain=lambda: None,
-        )
+        state = ServerState(ServerConfig(shutdown_timeout=20), EngineConfig(), None)
+        state.engine = SimpleNamespace(loading=loading, ready=False, asleep=False)
+        state.num_active = 1
+        state.cut = lambda: ends.append("cut")
         shutdown = run._Shutdown(state, SimpleNamespace())
         shutdown.on_signal(signal.SIGTERM)
         await asyncio.sleep(0.05)
@@ -276,7 +274,7 @@ def test_wrong_tls_settings(tmp_path):
         {"ssl_keyfile": str(text), "ssl_certfile": str(text)},
     ):
         with pytest.raises(ConfigError, match="ssl_"):
-            run._check_tls(ServerConfig(**settings))
+            run.check_tls(ServerConfig(**settings))
 
 
 def test_a_taken_port_is_told_before_anything_is_loaded():
@@ -285,9 +283,9 @@ def test_a_taken_port_is_told_before_anything_is_loaded():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OctavoError, match=f"port {port}"):
-            run._bind("127.0.0.1", port)
+            run.bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match="host="):
-        run._bind("no.such.host.invalid", 0)
+        run.bind("no.such.host.invalid", 0)
 
 
 def test_a_unix_socket(tmp_path):
@@ -303,7 +301,7 @@ def test_a_unix_socket(tmp_path):
             answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})
             assert answer.json()["choices"][0]["text"] == "Hel"
         with pytest.raises(OctavoError, match=f"Unix socket {path}: Address already in use"):
-            run._bind_unix(path)
+            run.bind_unix(path)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert not Path(path).exists()
@@ -317,11 +315,11 @@ def test_what_is_no_unix_socket_is_left_alone(tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("mine")
     with pytest.raises(OctavoError, match=r"notes\.txt: Address already in use"):
-        run._bind_unix(str(file))
+        run.bind_unix(str(file))
     assert file.read_text() == "mine"
     for path in (str(tmp_path / "no" / "folder"), str(tmp_path / ("x" * 200))):
         with pytest.raises(OctavoError, match="Choose another --uds"):
-            run._bind_unix(path)
+            run.bind_unix(path)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +397,7 @@ def test_what_is_missing_is_found_before_anything_starts(
 ):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(run, "setup_logging", lambda *_: None)
-    monkeypatch.setattr(run, "_bind", lambda *_: pytest.fail("it listens"))
+    monkeypatch.setattr(run, "bind", lambda *_: pytest.fail("it listens"))
     assert cli.main(["serve", "--port", "0", "--download-dir", str(tmp_path), *flags]) == status
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line

@@ -1,0 +1,1 @@
+"""`octavo router`: one address for several servers."""

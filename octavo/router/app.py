@@ -1,0 +1,150 @@
+"""The router's web application: its own addresses, and those that are passed on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.metrics import CONTENT_TYPE
+from octavo.offload import offload
+from octavo.router.job import read_job
+from octavo.router.relay import Relay
+from octavo.router.state import RouterState, router_of
+from octavo.server.body import read_body
+from octavo.server.errors import RouteError, on_http_exception
+from octavo.server.middleware import RequestMiddleware, context_of
+
+# What concerns one connection, or is written anew.
+_NOT_PASSED_ON = frozenset(
+    "connection keep-alive proxy-authorization te trailer transfer-encoding upgrade expect host"
+    " content-length accept-encoding x-request-id cookie".split()
+)
+
+
+def build_app(state: RouterState) -> FastAPI:
+    """Makes the application; its lifespan starts the router's servers."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await state.start()
+        yield
+
+    app = FastAPI(
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        title="Octavo router",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: on_http_exception},
+    )
+    app.state.octavo = state
+    app.add_middleware(RequestMiddleware, state=state)
+    for path, endpoint, methods in (
+        ("/", index, ["GET"]),
+        ("/health", health, ["GET"]),
+        ("/ping", health, ["GET", "POST"]),
+        ("/ready", ready, ["GET"]),
+        ("/load", load, ["GET"]),
+        ("/version", version, ["GET"]),
+        ("/metrics", metrics, ["GET"]),
+        ("/v1/streams/{stream_id:path}", streams, ["GET"]),
+        ("/v1/{rest:path}", relay, ["GET", "POST", "DELETE"]),
+        ("/tokenize", relay, ["POST"]),
+        ("/detokenize", relay, ["POST"]),
+    ):
+        app.add_api_route(path, endpoint, methods=methods, response_class=Response)
+    return app
+
+
+async def index(request: Request) -> Response:
+    """What this is, and its servers."""
+    state = router_of(request)
+    return _json(
+        {
+            "name": "octavo router",
+            "version": __version__,
+            "servers": [
+                {"name": u.name, "ready": u.ready, "requests": u.num_requests}
+                for pool in state.pools
+                for u in pool.upstreams
+            ],
+        }
+    )
+
+
+async def health(request: Request) -> Response:
+    """200: the router lives; /ready knows of its servers."""
+    return _json({"status": "ok", "reason": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """200 if a server takes requests."""
+    state = router_of(request)
+    if state.draining:
+        reason = "draining"
+    elif not state.ready:
+        reason = "no server is ready"
+    else:
+        return _json({"status": "ready"})
+    return _json({"status": "not ready", "reason": reason}, 503, {"Retry-After": "1"})
+
+
+async def load(request: Request) -> Response:
+    """How many requests are being answered, probes not counted."""
+    return _json({"server_load": router_of(request).num_active})
+
+
+async def version(request: Request) -> Response:
+    """The version of Octavo."""
+    return _json({"version": __version__})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics of the router."""
+    return Response(router_of(request).metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def streams(request: Request) -> Response:
+    """A stream is one server's: the router does not know which one's."""
+    raise RouteError(404, "Behind a router nobody can come back to a stream; ask again.")
+
+
+async def relay(request: Request) -> Response:
+    """Passes a request on, and the answer back."""
+    state, context = router_of(request), context_of(request)
+    state.check_room()
+    body = b""
+    if request.method == "POST":
+        body = await read_body(request, state.config.max_request_bytes)
+    headers = [
+        (name, value) for name, value in request.headers.items() if name not in _NOT_PASSED_ON
+    ]
+    if state.router.server_api_key is not None:
+        headers = [header for header in headers if header[0] != "authorization"]
+        headers.append(("authorization", f"Bearer {state.router.server_api_key}"))
+    headers += [("accept-encoding", "identity"), ("x-request-id", context.request_id)]
+    path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
+    job = await offload(
+        len(body) // 8,
+        read_job,
+        request.method,
+        path,
+        request.url.query,
+        headers,
+        body,
+        context.api_key,
+    )
+    return Relay(state, job)
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")

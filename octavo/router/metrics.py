@@ -1,0 +1,75 @@
+"""The router's own metrics; each server has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from octavo.router.state import RouterState
+
+
+class RouterMetrics(Collector):
+    """Prometheus metrics of one router.
+
+    Args:
+        state: the router.
+    """
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.retries = Counter(
+            "octavo:router_retries",
+            "Requests that went to another server, by reason: unreachable, lost, or refused.",
+            ["reason"],
+            registry=self._registry,
+        )
+        self.prefills = Counter(
+            "octavo:router_prefills",
+            "Prompts computed by a prefill server (remote) or by who answers (local).",
+            ["where"],
+            registry=self._registry,
+        )
+        self.tokens = Counter(
+            "octavo:router_tokens",
+            "Tokens of prompts and outputs, as far as answers say.",
+            ["kind"],
+            registry=self._registry,
+        )
+        self.restarts = Gauge(
+            "octavo:router_server_restarts",
+            "Times that one of the router's own servers was started again.",
+            registry=self._registry,
+        )
+
+    def render(self) -> bytes:
+        """The page at /metrics."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What is known without counting."""
+        ready = GaugeMetricFamily(
+            "octavo:router_server_ready", "Whether a server takes requests.", labels=["server"]
+        )
+        requests = GaugeMetricFamily(
+            "octavo:router_requests", "Requests in flight at a server.", labels=["server"]
+        )
+        for pool in self._state.pools:
+            for upstream in pool.upstreams:
+                ready.add_metric([upstream.name], upstream.ready and not upstream.leaving)
+                requests.add_metric([upstream.name], upstream.num_requests)
+        yield from (ready, requests)
+        pieces = sum(pool.num_pieces for pool in self._state.pools)
+        known = sum(pool.num_known for pool in self._state.pools)
+        yield CounterMetricFamily(
+            "octavo:router_prefix_queries", "Pieces of prompts that were placed.", pieces
+        )
+        yield CounterMetricFamily(
+            "octavo:router_prefix_hits", "Those whose server likely had them cached.", known
+        )

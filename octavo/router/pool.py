@@ -1,0 +1,280 @@
+"""The servers of a router: which are there, what each has to do, and which gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+
+from octavo.engine.routing import PrefixMap, load_of, score
+from octavo.errors import reason_of
+
+logger = logging.getLogger(__name__)
+
+# Pieces of prompts that are remembered of all servers together: some 25 MB.
+_MOST_REMEMBERED = 2**17
+# Probes in a row that a server lets time out until what it answers is taken for lost.
+_SILENT_PROBES = 2
+
+
+class Upstream:
+    """One server.
+
+    Args:
+        name: how it is called in logs and metrics.
+        url: where it answers, without a slash at the end; None: nowhere yet.
+    """
+
+    def __init__(self, name: str, url: str | None) -> None:
+        self.name = name
+        self.url = url
+        self.ready = False
+        """Whether it takes requests, as far as is known."""
+        self.epoch = 0
+        """How often it has become ready: who failed in one epoch may be tried in the next."""
+        self.leaving = False
+        """Whether it gets no more requests, though it is there."""
+        self.num_waiting = 0
+        """Weight of its requests without an answer yet."""
+        self.num_running = 0
+        """Requests whose answers have begun."""
+        self.num_requests = 0
+        """Requests in flight."""
+        self.silent = 0
+        """Probes in a row that timed out."""
+        self.suspected = asyncio.Event()
+        """Set when somebody found it dead: it is probed at once."""
+        self._guards: set[asyncio.Timeout] = set()
+
+    @property
+    def load(self) -> int:
+        """See `engine.routing.load_of`."""
+        return load_of(self.num_waiting, self.num_running)
+
+    @contextlib.asynccontextmanager
+    async def guard(self):  # type: ignore[no-untyped-def]
+        """While something is awaited from this server.
+
+        Raises:
+            TimeoutError: it is taken for lost.
+        """
+        async with asyncio.timeout(None) as timeout:
+            self._guards.add(timeout)
+            try:
+                yield
+            finally:
+                self._guards.discard(timeout)
+
+    def give_up(self) -> None:
+        """Ends what is awaited from it."""
+        now = asyncio.get_running_loop().time()
+        for guard in list(self._guards):
+            guard.reschedule(now)
+
+
+class Hold:
+    """A request's place at a server.
+
+    Args:
+        upstream: the server.
+        weight: what it counts until its answer begins, 1 for a short prompt.
+    """
+
+    def __init__(self, upstream: Upstream, weight: int) -> None:
+        self.upstream = upstream
+        self._weight = weight
+        self._begun = False
+        upstream.num_waiting += weight
+        upstream.num_requests += 1
+
+    def begin(self) -> None:
+        """The answer begins."""
+        if not self._begun:
+            self._begun = True
+            self.upstream.num_waiting -= self._weight
+            self.upstream.num_running += 1
+
+    def end(self) -> None:
+        """The request is over."""
+        self.begin()
+        self.upstream.num_running -= 1
+        self.upstream.num_requests -= 1
+
+
+class Pool:
+    """Servers that can take each other's place.
+
+    Args:
+        http: the client that probes them.
+        interval: seconds between two probes of a server.
+        timeout: seconds that a probe may take.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, interval: float, timeout: float) -> None:
+        self.upstreams: list[Upstream] = []
+        self.num_pieces = self.num_known = 0
+        """Pieces of placed prompts, and those of them that the server likely had."""
+        self._http = http
+        self._interval = interval
+        self._timeout = timeout
+        self._numbers: dict[Upstream, int] = {}
+        self._next_number = 0
+        self._last = -1
+        self._prefixes = PrefixMap(_MOST_REMEMBERED)
+        self._changed = asyncio.Event()
+        self._probing: dict[Upstream, asyncio.Task[None]] = {}
+        self.on_probe: Callable[[Upstream, bool], None] = lambda upstream, ok: None
+
+    def add(self, upstream: Upstream) -> None:
+        """Takes a server in, which gets requests once it is found ready."""
+        self._numbers[upstream] = self._next_number
+        self._next_number += 1
+        self.upstreams.append(upstream)
+        self._probing[upstream] = asyncio.create_task(self._probe_always(upstream))
+        self._share()
+
+    async def remove(self, upstream: Upstream) -> None:
+        """Forgets a server."""
+        self.upstreams.remove(upstream)
+        self._prefixes.forget(self._numbers.pop(upstream))
+        task = self._probing.pop(upstream)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        upstream.ready = False
+        self._share()
+
+    def _share(self) -> None:
+        """Divides what is remembered among the servers."""
+        self._prefixes.capacity = _MOST_REMEMBERED // max(1, len(self.upstreams))
+
+    async def close(self) -> None:
+        """Ends the probes."""
+        for upstream in list(self.upstreams):
+            await self.remove(upstream)
+
+    # Choice
+
+    def choose(self, pieces: Sequence[bytes], tried: dict[Upstream, int]) -> Upstream | None:
+        """The server for a request: the least busy one, or one that has its prefix.
+
+        Of equals the one that comes after the last one chosen.
+
+        Args:
+            pieces: chained hashes of the prompt's pieces.
+            tried: servers that failed it, with their epochs then; they are left out.
+
+        Returns:
+            None if there is none to be tried.
+        """
+        usable = [
+            u
+            for u in self.upstreams
+            if u.ready and not u.leaving and tried.get(u) != u.epoch
+        ]
+        if not usable:
+            return None
+        least = min(u.load for u in usable)
+        known = {u: self._prefixes.num_cached(self._numbers[u], pieces) for u in usable}
+
+        def key(upstream: Upstream) -> tuple[float, bool, int]:
+            number = self._numbers[upstream]
+            against = score(upstream.load, least, known[upstream], len(pieces))
+            return against, number <= self._last, number
+
+        chosen = min(usable, key=key)
+        self._last = self._numbers[chosen]
+        self._prefixes.add(self._last, pieces)
+        self.num_pieces += len(pieces)
+        self.num_known += known[chosen]
+        return chosen
+
+    @contextmanager
+    def hold(self, upstream: Upstream, weight: int) -> Iterator[Hold]:
+        """Counts a request at a server while it is answered there."""
+        hold = Hold(upstream, weight)
+        try:
+            yield hold
+        finally:
+            hold.end()
+
+    async def wait_ready(self, tried: dict[Upstream, int], timeout: float) -> bool:
+        """Waits until a server can be tried; false if none could within `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.choosable(tried) is False:
+                    self._changed.clear()
+                    await self._changed.wait()
+                return True
+        return False
+
+    def choosable(self, tried: Collection[Upstream] | dict[Upstream, int] = ()) -> bool:
+        """Whether there is a server that can be tried."""
+        epochs = tried if isinstance(tried, dict) else {}
+        return any(
+            u.ready and not u.leaving and epochs.get(u) != u.epoch for u in self.upstreams
+        )
+
+    # Health
+
+    def suspect(self, upstream: Upstream) -> None:
+        """A connection to a server failed: it gets no more requests until it answers a probe."""
+        self._note(upstream, False, "a connection to it failed")
+        upstream.suspected.set()
+
+    def restarted(self, upstream: Upstream, url: str | None) -> None:
+        """Another process is at its place, with nothing cached, or none."""
+        upstream.url = url
+        if upstream in self._numbers:
+            self._prefixes.forget(self._numbers[upstream])
+        self._note(upstream, False, "its process has ended")
+        upstream.give_up()
+        upstream.suspected.set()
+
+    def _note(self, upstream: Upstream, ready: bool, reason: str) -> None:
+        if ready and not upstream.ready:
+            upstream.epoch += 1
+            logger.info("server ready", extra={"server": upstream.name})
+        elif upstream.ready and not ready:
+            logger.warning("server lost", extra={"server": upstream.name, "reason": reason})
+        upstream.ready = ready
+        self._changed.set()
+
+    async def _probe_always(self, upstream: Upstream) -> None:
+        while True:
+            upstream.suspected.clear()
+            try:
+                async with asyncio.timeout(self._timeout):
+                    reason = await self._probe(upstream)
+                upstream.silent = 0
+            except TimeoutError:
+                reason = f"it does not answer within {self._timeout:g} s"
+                upstream.silent += 1
+                if upstream.silent >= _SILENT_PROBES:
+                    upstream.give_up()
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                reason = reason_of(error) if isinstance(error, OSError) else str(error)
+                upstream.silent = 0
+            self._note(upstream, reason is None, reason or "")
+            self.on_probe(upstream, reason is None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval):
+                    await upstream.suspected.wait()
+                    await asyncio.sleep(min(0.05, self._interval))
+
+    async def _probe(self, upstream: Upstream) -> str | None:
+        """Why a server takes no requests; None: it does."""
+        if upstream.url is None:
+            return "it has not been started"
+        status = 0
+        for path in ("/ready", "/health"):  # other servers have no /ready
+            async with self._http.stream("GET", upstream.url + path) as response:
+                status = response.status_code
+            if status == 200:
+                return None
+            if status not in (404, 405):
+                break
+        return f"its probe answered {status}"

@@ -1,0 +1,409 @@
+"""One request on its way: to a server, to another one if that is lost, and the answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.errors import OctavoError
+from octavo.router.job import Job
+from octavo.router.pool import Hold, Pool, Upstream
+from octavo.router.transcript import Transcript
+from octavo.server.errors import (
+    ClientDisconnectError,
+    UnavailableError,
+    error_event,
+    log_unexpected,
+)
+
+if TYPE_CHECKING:
+    from octavo.router.state import RouterState
+
+logger = logging.getLogger(__name__)
+
+# Statuses that say more of the server than of the request; 429: it is full.
+_ELSEWHERE = frozenset([429, 502, 503, 504])
+# Codes of errors within a stream that say so.
+_LOST_CODES = frozenset(["engine_unavailable", "unavailable", 503])
+# Servers that may die over a request, one after the other with no text between, until it is
+# taken for the cause.
+_MOST_DEATHS = 3
+# Bytes of an event, and of an answer that is no stream: more than any server sends.
+_MOST_EVENT = 16 * 2**20
+_MOST_ANSWER = 256 * 2**20
+_DONE = b"[DONE]"
+# What concerns one connection, or is the router's own.
+_NOT_PASSED_BACK = frozenset(
+    "connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade content-length"
+    " date server x-request-id".split()
+)
+
+
+class ServerLostError(OctavoError):
+    """A server did not bring the whole answer; another one may.
+
+    Args:
+        message: what it did.
+        took: whether it had the request: it may have died of it.
+    """
+
+    def __init__(self, message: str, *, took: bool) -> None:
+        super().__init__(message)
+        self.took = took
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Relay(Response):
+    """The answer to a job, from whichever servers make it.
+
+    A server that refuses the connection, breaks it, or says that it cannot serve now is followed
+    by another one, at any moment: what the client has already is left out of the new answer.
+
+    Args:
+        state: the router.
+        job: the request.
+    """
+
+    def __init__(self, state: RouterState, job: Job) -> None:
+        super().__init__()
+        self._state = state
+        self._job = job
+        self._transcript = Transcript()
+        self._started = False
+        self._arrival = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer, until it ends or the client goes away."""
+        try:
+            await self._state.run(receive, self._relay(send), None)
+        except ClientDisconnectError:
+            raise
+        except Exception as error:
+            if not self._started or not self._job.generates:
+                raise
+            log_unexpected(error)
+            last = error_event(error) + b"data: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _relay(self, send: Send) -> None:
+        state, job, pool = self._state, self._job, self._state.answering
+        tried: dict[Upstream, int] = {}
+        refusal: Answer | None = None
+        deaths = 0
+        while True:
+            upstream = pool.choose(job.pieces, tried)
+            if upstream is None:
+                if refusal is not None and not self._started:
+                    await self._send_answer(send, refusal)
+                    return
+                if not await pool.wait_ready(tried, state.router.failover_timeout):
+                    raise UnavailableError(
+                        "No server could answer the request: "
+                        + ("none is ready" if not tried else "each failed or is busy")
+                        + "; try again later."
+                    )
+                continue
+            epoch, num_sent = upstream.epoch, self._transcript.num_sent
+            try:
+                with pool.hold(upstream, job.weight) as hold:
+                    refusal = await self._attempt(send, hold)
+                if refusal is None:
+                    return
+                state.metrics.retries.labels("refused").inc()
+            except ServerLostError as error:
+                logger.warning(
+                    "request goes to another server",
+                    extra={"server": upstream.name, "reason": str(error)},
+                )
+                state.metrics.retries.labels("lost" if error.took else "unreachable").inc()
+                pool.suspect(upstream)
+                if self._transcript.num_sent > num_sent:
+                    deaths, tried = 0, {}
+                deaths += error.took
+                if self._started and not job.generates:
+                    raise  # nobody knows what of it the client has
+                if deaths >= _MOST_DEATHS:
+                    raise UnavailableError(
+                        f"{deaths} servers in a row were lost over this request; it is not tried "
+                        "again."
+                    ) from None
+            tried[upstream] = epoch
+
+    async def _attempt(self, send: Send, hold: Hold) -> Answer | None:
+        """Has a server answer; returns its answer if another one may do better, else None.
+
+        Raises:
+            ServerLostError: it did not bring the whole answer.
+        """
+        job, upstream = self._job, hold.upstream
+        body = await self._handed_over() if self._state.prefilling is not None else job.body
+        response = await self._send_request(upstream, body)
+        try:
+            hold.begin()
+            media_type = response.headers.get("content-type", "").partition(";")[0].strip()
+            if response.status_code == 200 and media_type == "text/event-stream":
+                await self._relay_stream(send, upstream, response)
+                return None
+            answer = Answer(
+                response.status_code,
+                [
+                    (name.lower().encode("latin-1"), value.encode("latin-1"))
+                    for name, value in response.headers.multi_items()
+                    if name.lower() not in _NOT_PASSED_BACK
+                ],
+                await self._whole(upstream, response, _MOST_ANSWER),
+            )
+        finally:
+            await response.aclose()
+        if answer.status in _ELSEWHERE:
+            return answer
+        if self._started:
+            raise UnavailableError(
+                "The server that answered was lost, and another one refused to go on: "
+                + answer.body[:500].decode(errors="replace")
+            )
+        self._count(answer)
+        await self._send_answer(send, answer)
+        return None
+
+    def _count(self, answer: Answer) -> None:
+        """Takes down how many tokens a whole answer had."""
+        if self._job.generates and answer.status == 200:
+            self._state.note_usage(_usage_of(answer.body))
+
+    # Answers
+
+    async def _relay_stream(self, send: Send, upstream: Upstream, response: httpx.Response) -> None:
+        if not self._job.generates:
+            async for chunk in self._chunks(upstream, response):
+                await self._start(send, response)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        self._transcript.begin_again()
+        async for events in _events(self._chunks(upstream, response)):
+            out: list[bytes] = []
+            done = False
+            for data in events:
+                if data == _DONE:
+                    done = True
+                    break
+                out += self._take(data)
+            if done:
+                self._transcript.check_complete()
+                out.append(b"data: [DONE]\n\n")
+            if out:
+                await self._start(send, response)
+                await send(
+                    {"type": "http.response.body", "body": b"".join(out), "more_body": not done}
+                )
+            if done:
+                return
+        raise ServerLostError("its stream ended before the answer", took=True)
+
+    def _take(self, data: bytes) -> list[bytes]:
+        """What to send of an event."""
+        try:
+            if b'"error"' in data:
+                _check_error(data)
+            if b'"usage":{' in data and b'"choices":[]' in data:
+                self._state.note_usage(_usage_of(data))
+            kept = self._transcript.take(data)
+        except (msgspec.MsgspecError, ValueError) as error:
+            if isinstance(error, OctavoError):
+                raise
+            raise ServerLostError(f"it sent an event that is none: {error}", took=True) from None
+        return [] if kept is None else [b"data: " + kept + b"\n\n"]
+
+    async def _start(self, send: Send, response: httpx.Response) -> None:
+        if self._started:
+            return
+        self._started = True
+        headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in response.headers.multi_items()
+            if name.lower() not in _NOT_PASSED_BACK
+        ]
+        await send(
+            {"type": "http.response.start", "status": response.status_code, "headers": headers}
+        )
+
+    async def _send_answer(self, send: Send, answer: Answer) -> None:
+        self._started = True
+        length = (b"content-length", str(len(answer.body)).encode())
+        await send(
+            {
+                "type": "http.response.start",
+                "status": answer.status,
+                "headers": [*answer.headers, length],
+            }
+        )
+        await send({"type": "http.response.body", "body": answer.body, "more_body": False})
+
+    # Servers
+
+    async def _handed_over(self) -> bytes:
+        """The request's body for the server that answers, once another one has the prompt.
+
+        Where none can compute the prompt, the server that answers does.
+        """
+        state, job, pool = self._state, self._job, self._state.prefilling
+        assert pool is not None
+        if not job.splits:
+            return job.body
+        tried: dict[Upstream, int] = {}
+        deaths = 0
+        while deaths < _MOST_DEATHS and (upstream := pool.choose(job.pieces, tried)) is not None:
+            epoch = upstream.epoch
+            try:
+                with pool.hold(upstream, job.weight):
+                    response = await self._send_request(upstream, job.prefill_body())
+                    try:
+                        answer = await self._whole(upstream, response, _MOST_EVENT)
+                    finally:
+                        await response.aclose()
+            except ServerLostError as error:
+                logger.warning(
+                    "prefill goes to another server",
+                    extra={"server": upstream.name, "reason": str(error)},
+                )
+                pool.suspect(upstream)
+                deaths += error.took
+            else:
+                params = _transfer_params(answer) if response.status_code == 200 else None
+                if params is not None:
+                    state.metrics.prefills.labels("remote").inc()
+                    return job.decode_body(params)
+                if response.status_code not in _ELSEWHERE:
+                    break  # the server that answers will say the same, or does without
+            tried[upstream] = epoch
+        state.metrics.prefills.labels("local").inc()
+        return job.body
+
+    async def _send_request(self, upstream: Upstream, body: bytes) -> httpx.Response:
+        """Sends the request; returns once the head of the answer is there.
+
+        Raises:
+            ServerLostError: the server could not be reached, or broke the connection.
+        """
+        job, http = self._job, self._state.http
+        if upstream.url is None:
+            raise ServerLostError("its process has ended", took=False)
+        headers = [(name, self._header(name, value)) for name, value in job.headers]
+        try:
+            request = http.build_request(
+                job.method, upstream.url + job.path, headers=headers, content=body or None
+            )
+            async with upstream.guard():
+                return await http.send(request, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL) as error:
+            raise ServerLostError(f"cannot be reached: {error}", took=False) from None
+        except httpx.HTTPError as error:
+            raise ServerLostError(_reason(error), took=True) from None
+        except TimeoutError:
+            raise ServerLostError("is silent", took=True) from None
+
+    def _header(self, name: str, value: str) -> str:
+        if name in ("x-deadline-ms", "x-max-ttft-ms") and value.isdecimal():
+            elapsed = int((time.monotonic() - self._arrival) * 1000)
+            return str(max(1, int(value) - elapsed))
+        return value
+
+    async def _chunks(self, upstream: Upstream, response: httpx.Response) -> AsyncIterator[bytes]:
+        """The body of an answer as it comes.
+
+        Raises:
+            ServerLostError: it broke off.
+        """
+        chunks = response.aiter_raw()
+        while True:
+            try:
+                async with upstream.guard():
+                    chunk = await anext(chunks, None)
+            except httpx.HTTPError as error:
+                raise ServerLostError(_reason(error), took=True) from None
+            except TimeoutError:
+                raise ServerLostError("is silent", took=True) from None
+            if chunk is None:
+                return
+            yield chunk
+
+    async def _whole(self, upstream: Upstream, response: httpx.Response, limit: int) -> bytes:
+        body = bytearray()
+        async for chunk in self._chunks(upstream, response):
+            body += chunk
+            if len(body) > limit:
+                raise ServerLostError(f"its answer has more than {limit} bytes", took=True)
+        return bytes(body)
+
+
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    """The data of whole server-sent events, as many at a time as there are."""
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(rest) > _MOST_EVENT:
+            raise ServerLostError(f"it sent an event of more than {_MOST_EVENT} bytes", took=True)
+        found = [data for event in events if (data := _data_of(event))]
+        if found:
+            yield found
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = event.split(b"\n")
+    return b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
+
+
+def _check_error(data: bytes) -> None:
+    """Raises ServerLostError for an error that another server may not have."""
+    event = msgspec.json.decode(data)
+    error = event.get("error") if isinstance(event, dict) else None
+    if isinstance(error, dict) and error.get("code") in _LOST_CODES:
+        raise ServerLostError(f"it said: {str(error.get('message'))[:200]}", took=True)
+
+
+def _transfer_params(answer: bytes) -> Any:
+    try:
+        decoded = msgspec.json.decode(answer)
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    return decoded.get("kv_transfer_params") if isinstance(decoded, dict) else None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def _usage_of(answer: bytes) -> tuple[int, int]:
+    """Tokens of prompt and answer, as the server says."""
+    try:
+        usage = msgspec.json.decode(answer, type=_Counted).usage or _Usage()
+    except msgspec.MsgspecError:
+        usage = _Usage()
+    return usage.prompt_tokens, usage.completion_tokens
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__

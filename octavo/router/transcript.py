@@ -1,0 +1,185 @@
+"""What a client has of a stream, so that another server's same answer goes on behind it.
+
+An answer may be cut into events differently each time, so what was sent is counted in characters
+of each text and entries of each list, choice by choice. Texts are also hashed: an answer that is
+not the same is found out before any of it is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from octavo.errors import OctavoError
+
+Event = dict[str, Any]
+"""An event of a stream, decoded."""
+
+# Fields that come once and as a whole; other texts come in pieces.
+_WHOLE = frozenset(["role", "id", "type", "name", "finish_reason", "stop_reason", "object"])
+# What names the part that is meant; it is no news.
+_INDEX = "index"
+
+
+class DifferentAnswerError(OctavoError):
+    """Another server's answer to the same request does not begin as the client's does."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server that answered was lost, and the answer of another one differs from what "
+            "was sent already; send the request again. Servers of one router have to serve the "
+            "same model with the same settings on the same kind of machine."
+        )
+
+
+class _Text:
+    """One text: how much of it was sent, and how much of that has come again."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        self.missing = 0
+        """Characters that were sent and have not come again."""
+        self._sent = hashlib.blake2b()
+        self._again = hashlib.blake2b()
+
+    def begin_again(self) -> None:
+        self.missing = self.num_sent
+        self._again = hashlib.blake2b()
+
+    def take(self, text: str) -> str:
+        """The part of the text that is new; it counts as sent."""
+        if self.missing:
+            known, text = text[: self.missing], text[self.missing :]
+            self.missing -= len(known)
+            self._again.update(known.encode())
+            if not self.missing and self._again.digest() != self._sent.digest():
+                raise DifferentAnswerError
+        self.num_sent += len(text)
+        self._sent.update(text.encode())
+        return text
+
+
+class _Entries:
+    """One list: how many of its entries were sent, and how many of these have not come again."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        self.missing = 0
+
+    def take(self, entries: list[Any]) -> list[Any]:
+        """The entries that are new; they count as sent."""
+        known = min(self.missing, len(entries))
+        self.missing -= known
+        self.num_sent += len(entries) - known
+        return entries[known:]
+
+
+class Transcript:
+    """One stream, over all servers that have a part in it."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        """Events that had something new."""
+        self._again = False
+        self._envelope: Event = {}
+        self._texts: dict[str, _Text] = {}
+        self._entries: dict[str, _Entries] = {}
+        self._once: set[str] = set()
+        self._usage_sent = False
+
+    def begin_again(self) -> None:
+        """From now on come the events of the same request, from its beginning."""
+        self._again = self.num_sent > 0
+        for text in self._texts.values():
+            text.begin_again()
+        for entries in self._entries.values():
+            entries.missing = entries.num_sent
+
+    def take(self, data: bytes) -> bytes | None:
+        """What to send of an event's data; None: nothing, the client has it.
+
+        Raises:
+            DifferentAnswerError: it is not the answer that the client has the beginning of.
+            ValueError: it is no JSON object.
+        """
+        event = msgspec.json.decode(data, type=Event)
+        if not self._again:
+            self._envelope = self._envelope or {
+                name: event[name] for name in ("id", "created", "model") if name in event
+            }
+            self._cut_event(event)
+            self.num_sent += 1
+            return data
+        if not self._cut_event(event):
+            return None
+        self.num_sent += 1
+        return msgspec.json.encode(event | self._envelope)
+
+    def check_complete(self) -> None:
+        """To be called at the answer's end.
+
+        Raises:
+            DifferentAnswerError: the client has more than there is.
+        """
+        if any(text.missing for text in self._texts.values()):
+            raise DifferentAnswerError
+
+    def _cut_event(self, event: Event) -> bool:
+        """Leaves what is new in an event; returns whether there is anything."""
+        choices = event.get("choices")
+        if not isinstance(choices, list):
+            return True  # nothing that a stream of ours has
+        if not choices:  # the usage, at the end
+            news = not self._usage_sent
+            self._usage_sent = True
+            return news
+        new: list[Any] = []
+        for choice in choices:
+            if not isinstance(choice, dict):
+                raise ValueError("a choice is no object")
+            path = str(choice.get(_INDEX, 0))
+            cut, news = self._cut(path, choice)
+            if choice.get("finish_reason") is not None:
+                begin = f"{path}."
+                if any(t.missing for name, t in self._texts.items() if name.startswith(begin)):
+                    raise DifferentAnswerError
+            if news:
+                new.append(cut)
+        event["choices"] = new
+        for name in ("prompt_token_ids", "prompt_logprobs"):
+            if isinstance(event.get(name), list):
+                event[name], _ = self._cut(f"{name}.{choices[0].get(_INDEX, 0)}", event[name])
+        return bool(new)
+
+    def _cut(self, path: str, value: Any) -> tuple[Any, bool]:
+        """The part of a value that is new, and whether there is any."""
+        name = path.rpartition(".")[2]
+        if value is None or name == _INDEX:
+            return value, False
+        if isinstance(value, dict):
+            parts = {key: self._cut(f"{path}.{key}", part) for key, part in value.items()}
+            kept = {
+                key: part
+                for key, (part, news) in parts.items()
+                if news or value[key] is None or f"{path}.{key}" not in self._once
+            }
+            return kept, any(news for _, news in parts.values())
+        if isinstance(value, list):
+            if name == "tool_calls":
+                calls = [self._cut(f"{path}.{_index(call)}", call) for call in value]
+                return [call for call, news in calls if news], any(news for _, news in calls)
+            new = self._entries.setdefault(path, _Entries()).take(value)
+            return new, bool(new)
+        if isinstance(value, str) and name not in _WHOLE:
+            text = self._texts.setdefault(path, _Text()).take(value)
+            return text, bool(text)
+        if path in self._once:
+            return None, False
+        self._once.add(path)
+        return value, True
+
+
+def _index(call: Any) -> object:
+    return call.get(_INDEX, 0) if isinstance(call, dict) else 0
