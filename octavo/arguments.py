@@ -237,12 +237,17 @@ def engine_kwargs(args: argparse.Namespace, model: str | None = None) -> dict[st
     return kwargs
 
 
-def engine_flags(kwargs: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that say what `engine_kwargs` returned."""
-    fields = {f.name: f for f in config_fields(EngineConfig)}
+def setting_flags(values: Mapping[str, Any], fields: Iterable[ConfigField]) -> list[str]:
+    """The words of a command line that give settings their values.
+
+    Args:
+        values: settings by name, as `engine_kwargs` and `given_settings` return them.
+        fields: all settings that may be among them.
+    """
+    flags = {field.name: field.flag for field in fields}
     words: list[str] = []
-    for name, value in kwargs.items():
-        flag = fields[name].flag
+    for name, value in values.items():
+        flag = flags[name]
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list):

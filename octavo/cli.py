@@ -199,6 +199,22 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     add_engine_settings(serve)
     serve.set_defaults(command=_serve)
 
+    router = commands.add_parser(
+        "router",
+        help="one address for several servers, which it may start itself",
+        usage="%(prog)s [MODEL] [flags]",
+        epilog=_ROUTER_EXAMPLES,
+    )
+    router.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    add_config_flag(router)
+    if arguments and arguments[0] == "router":
+        from octavo.router.config import RouterConfig
+
+        add_settings(router, "router", section_fields(RouterConfig, "router"))
+    add_settings(router, "server", list(section_fields(ServerConfig, "server")))
+    add_engine_settings(router)
+    router.set_defaults(command=_route)
+
     terminal = add_commands(commands)
 
     batch = commands.add_parser(
@@ -257,7 +273,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     if arguments and arguments[0] == "simulate":
         _add_module(simulate, "octavo.bench.simulate")
 
-    for command in (serve, *terminal, batch, replay, collect, bench, *benchmark, simulate):
+    for command in (serve, router, *terminal, batch, replay, collect, bench, *benchmark, simulate):
         command.set_defaults(parser=command)
     _describe(commands)
     return parser
@@ -313,6 +329,16 @@ examples:
   octavo serve --config settings.yaml
 
 vLLM's other flags are recognised too: docs/vllm.md says what happens to each.
+"""
+_ROUTER_EXAMPLES = """\
+examples:
+  octavo router --servers http://a:8000 http://b:8000
+  octavo router Qwen/Qwen3-0.6B --replicas 2
+  octavo router Qwen/Qwen3-0.6B --prefill 1 --decode 1
+  octavo router --replicas 1 --min-replicas 1 --max-replicas 4
+
+flags of octavo serve are for the servers that it starts; those that say how HTTP is served (--port,
+--api-key, --ssl-keyfile ...) are for the router itself: docs/deploy.md
 """
 _BATCH_EXAMPLES = """\
 example:
@@ -411,6 +437,25 @@ def _serve(args: argparse.Namespace) -> int:
     finally:
         if process is not None:
             process.shutdown(0.0)
+
+
+# router
+
+
+def _route(args: argparse.Namespace) -> int:
+    from octavo.router.config import RouterConfig, own_server_settings
+
+    server_config, engine_config = _server_configs(args)
+    router = build_section(RouterConfig, given_settings(args, section_fields(RouterConfig)))
+    router.check()
+    engine = engine_kwargs(args, args.model_arg)
+    server = own_server_settings(given_settings(args, section_fields(ServerConfig)))
+
+    from octavo.router.own_servers import flags_of_kinds
+    from octavo.router.run import run_router
+
+    flags = flags_of_kinds(router, server, engine, engine_config)
+    return run_router(server_config, router, flags)
 
 
 # run-batch

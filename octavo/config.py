@@ -48,7 +48,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 KVCacheDtype = Literal[
     "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"
 ]
-S = TypeVar("S", bound="_Section")
+S = TypeVar("S", bound="Section")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\](:\d+)?")
 _SIZE_UNITS = ("", "K", "M", "G", "T")
 
@@ -89,7 +89,7 @@ _ENDPOINT = r"^(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)$"
 """As ZMQ writes addresses."""
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections."""
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-class ModelConfig(_Section, frozen=True):
+class ModelConfig(Section, frozen=True):
     """Which model, and how it is read."""
 
     model: Annotated[
@@ -166,7 +166,7 @@ class ModelConfig(_Section, frozen=True):
     ] = False
 
 
-class LoadConfig(_Section, frozen=True):
+class LoadConfig(Section, frozen=True):
     """Where weights come from."""
 
     load_format: Annotated[
@@ -244,7 +244,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.kv_role != "kv_producer"
 
 
-class CacheConfig(_Section, frozen=True):
+class CacheConfig(Section, frozen=True):
     """The KV cache: what the model keeps of each token, in blocks of equal size."""
 
     block_size: Annotated[
@@ -288,7 +288,7 @@ class CacheConfig(_Section, frozen=True):
     ] = None
 
 
-class SchedulerConfig(_Section, frozen=True):
+class SchedulerConfig(Section, frozen=True):
     """Which requests run in a step, and how many tokens of each."""
 
     max_num_batched_tokens: Annotated[
@@ -323,7 +323,7 @@ class SchedulerConfig(_Section, frozen=True):
     ] = True
 
 
-class DeviceConfig(_Section, frozen=True):
+class DeviceConfig(Section, frozen=True):
     """Where and how the model computes."""
 
     device: Annotated[
@@ -395,7 +395,7 @@ class DeviceConfig(_Section, frozen=True):
     ] = None
 
 
-class ParallelConfig(_Section, frozen=True):
+class ParallelConfig(Section, frozen=True):
     """Over how many engines and devices the work is spread."""
 
     data_parallel_size: Annotated[
@@ -621,7 +621,7 @@ class ParallelConfig(_Section, frozen=True):
             )
 
 
-class ObservabilityConfig(_Section, frozen=True):
+class ObservabilityConfig(Section, frozen=True):
     """What can be seen of the engine at work."""
 
     profiler_dir: Annotated[
@@ -633,7 +633,7 @@ class ObservabilityConfig(_Section, frozen=True):
     ] = None
 
 
-class ServerConfig(_Section, frozen=True):
+class ServerConfig(Section, frozen=True):
     """The HTTP server."""
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
@@ -906,7 +906,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
 
 
-class SpeculationConfig(_Section, frozen=True):
+class SpeculationConfig(Section, frozen=True):
     """Speculative decoding: guess several tokens, and check them in one step."""
 
     speculative_config: Annotated[
@@ -919,7 +919,7 @@ class SpeculationConfig(_Section, frozen=True):
     ] = None
 
 
-class EngineConfig(_Section, frozen=True):
+class EngineConfig(Section, frozen=True):
     """All that an engine needs to know; the same for offline use and for a server's engine."""
 
     model: ModelConfig = ModelConfig()
@@ -1076,7 +1076,7 @@ class ConfigField:
         return typing.get_args(plain) if typing.get_origin(plain) is Literal else None
 
 
-def section_fields(section: type[_Section], section_name: str = "") -> Iterator[ConfigField]:
+def section_fields(section: type[Section], section_name: str = "") -> Iterator[ConfigField]:
     """Lists the settings of one section."""
     hints = typing.get_type_hints(section, include_extras=True)
     for info in msgspec.structs.fields(section):

@@ -20,10 +20,10 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from octavo.arguments import add_engine_settings, engine_flags, engine_kwargs
+from octavo.arguments import add_engine_settings, engine_kwargs, setting_flags
 from octavo.bench import results
 from octavo.bench.start_child import resident_nbytes
-from octavo.config import API_KEY_VARIABLES, EngineConfig
+from octavo.config import API_KEY_VARIABLES, EngineConfig, config_fields
 from octavo.errors import BenchError, ConfigError
 from octavo.models.hub import resolve_folders
 from octavo.models.weight_cache import WeightCache
@@ -167,7 +167,8 @@ def measure_server(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "octavo", "serve", *engine_flags(kwargs)]
+    command = [sys.executable, "-m", "octavo", "serve"]
+    command += setting_flags(kwargs, config_fields())
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
     environment = {k: v for k, v in os.environ.items() if k not in API_KEY_VARIABLES}
     report: dict[str, Any] = {}

@@ -17,14 +17,28 @@ from octavo.offload import offload
 from octavo.router.job import read_job
 from octavo.router.relay import Relay
 from octavo.router.state import RouterState, router_of
+from octavo.server.app import add_layers
 from octavo.server.body import read_body
 from octavo.server.errors import RouteError, on_http_exception
-from octavo.server.middleware import RequestMiddleware, context_of
+from octavo.server.middleware import context_of
 
 # What concerns one connection, or is written anew.
 _NOT_PASSED_ON = frozenset(
-    "connection keep-alive proxy-authorization te trailer transfer-encoding upgrade expect host"
-    " content-length accept-encoding x-request-id cookie".split()
+    [
+        "connection",
+        "keep-alive",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "expect",
+        "host",
+        "content-length",
+        "accept-encoding",
+        "x-request-id",
+        "cookie",
+    ]
 )
 
 
@@ -33,7 +47,7 @@ def build_app(state: RouterState) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await state.start()
+        state.start()
         yield
 
     app = FastAPI(
@@ -46,8 +60,6 @@ def build_app(state: RouterState) -> FastAPI:
         redirect_slashes=False,
         exception_handlers={HTTPException: on_http_exception},
     )
-    app.state.octavo = state
-    app.add_middleware(RequestMiddleware, state=state)
     for path, endpoint, methods in (
         ("/", index, ["GET"]),
         ("/health", health, ["GET"]),
@@ -62,6 +74,7 @@ def build_app(state: RouterState) -> FastAPI:
         ("/detokenize", relay, ["POST"]),
     ):
         app.add_api_route(path, endpoint, methods=methods, response_class=Response)
+    add_layers(app, state)
     return app
 
 
@@ -132,7 +145,9 @@ async def relay(request: Request) -> Response:
         headers = [header for header in headers if header[0] != "authorization"]
         headers.append(("authorization", f"Bearer {state.router.server_api_key}"))
     headers += [("accept-encoding", "identity"), ("x-request-id", context.request_id)]
+    # Still percent-encoded; a proxy may have left its own path in front.
     path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
+    path = path.removeprefix(state.config.root_path)
     job = await offload(
         len(body) // 8,
         read_job,

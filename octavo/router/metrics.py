@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -42,15 +42,15 @@ class RouterMetrics(Collector):
             ["kind"],
             registry=self._registry,
         )
-        self.restarts = Gauge(
-            "octavo:router_server_restarts",
-            "Times that one of the router's own servers was started again.",
-            registry=self._registry,
-        )
 
     def render(self) -> bytes:
         """The page at /metrics."""
         return generate_latest(self._registry)
+
+    def note_usage(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Counts the tokens of an answer."""
+        self.tokens.labels("prompt").inc(prompt_tokens)
+        self.tokens.labels("completion").inc(completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """What is known without counting."""
@@ -65,6 +65,11 @@ class RouterMetrics(Collector):
                 ready.add_metric([upstream.name], upstream.ready and not upstream.leaving)
                 requests.add_metric([upstream.name], upstream.num_requests)
         yield from (ready, requests)
+        yield CounterMetricFamily(
+            "octavo:router_server_restarts",
+            "Times that one of the router's own servers was started again.",
+            self._state.num_restarts,
+        )
         pieces = sum(pool.num_pieces for pool in self._state.pools)
         known = sum(pool.num_known for pool in self._state.pools)
         yield CounterMetricFamily(

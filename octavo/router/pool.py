@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from types import MappingProxyType
 
 import httpx
 
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # Pieces of prompts that are remembered of all servers together: some 25 MB.
 _MOST_REMEMBERED = 2**17
+# Seconds in which a server has to accept a connection.
+_CONNECT_TIMEOUT = 5.0
 # Probes in a row that a server lets time out until what it answers is taken for lost.
 _SILENT_PROBES = 2
 
@@ -26,12 +29,21 @@ class Upstream:
 
     Args:
         name: how it is called in logs and metrics.
-        url: where it answers, without a slash at the end; None: nowhere yet.
+        url: where it answers, without a slash at the end.
+        transport: what brings requests there; None: connections to the URL's host.
     """
 
-    def __init__(self, name: str, url: str | None) -> None:
+    def __init__(
+        self, name: str, url: str, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         self.name = name
-        self.url = url
+        self.http = httpx.AsyncClient(
+            base_url=url,
+            transport=transport,
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            trust_env=False,
+        )
         self.ready = False
         """Whether it takes requests, as far as is known."""
         self.epoch = 0
@@ -55,8 +67,8 @@ class Upstream:
         """See `engine.routing.load_of`."""
         return load_of(self.num_waiting, self.num_running)
 
-    @contextlib.asynccontextmanager
-    async def guard(self):  # type: ignore[no-untyped-def]
+    @asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
         """While something is awaited from this server.
 
         Raises:
@@ -109,16 +121,14 @@ class Pool:
     """Servers that can take each other's place.
 
     Args:
-        http: the client that probes them.
         interval: seconds between two probes of a server.
         timeout: seconds that a probe may take.
     """
 
-    def __init__(self, http: httpx.AsyncClient, interval: float, timeout: float) -> None:
+    def __init__(self, interval: float, timeout: float) -> None:
         self.upstreams: list[Upstream] = []
         self.num_pieces = self.num_known = 0
         """Pieces of placed prompts, and those of them that the server likely had."""
-        self._http = http
         self._interval = interval
         self._timeout = timeout
         self._numbers: dict[Upstream, int] = {}
@@ -127,7 +137,6 @@ class Pool:
         self._prefixes = PrefixMap(_MOST_REMEMBERED)
         self._changed = asyncio.Event()
         self._probing: dict[Upstream, asyncio.Task[None]] = {}
-        self.on_probe: Callable[[Upstream, bool], None] = lambda upstream, ok: None
 
     def add(self, upstream: Upstream) -> None:
         """Takes a server in, which gets requests once it is found ready."""
@@ -145,6 +154,8 @@ class Pool:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         upstream.ready = False
+        upstream.give_up()
+        await upstream.http.aclose()
         self._share()
 
     def _share(self) -> None:
@@ -158,7 +169,7 @@ class Pool:
 
     # Choice
 
-    def choose(self, pieces: Sequence[bytes], tried: dict[Upstream, int]) -> Upstream | None:
+    def choose(self, pieces: Sequence[bytes], tried: Mapping[Upstream, int]) -> Upstream | None:
         """The server for a request: the least busy one, or one that has its prefix.
 
         Of equals the one that comes after the last one chosen.
@@ -170,11 +181,7 @@ class Pool:
         Returns:
             None if there is none to be tried.
         """
-        usable = [
-            u
-            for u in self.upstreams
-            if u.ready and not u.leaving and tried.get(u) != u.epoch
-        ]
+        usable = self.choosable(tried)
         if not usable:
             return None
         least = min(u.load for u in usable)
@@ -201,22 +208,19 @@ class Pool:
         finally:
             hold.end()
 
-    async def wait_ready(self, tried: dict[Upstream, int], timeout: float) -> bool:
+    async def wait_ready(self, tried: Mapping[Upstream, int], timeout: float) -> bool:
         """Waits until a server can be tried; false if none could within `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self.choosable(tried) is False:
+                while not self.choosable(tried):
                     self._changed.clear()
                     await self._changed.wait()
                 return True
         return False
 
-    def choosable(self, tried: Collection[Upstream] | dict[Upstream, int] = ()) -> bool:
-        """Whether there is a server that can be tried."""
-        epochs = tried if isinstance(tried, dict) else {}
-        return any(
-            u.ready and not u.leaving and epochs.get(u) != u.epoch for u in self.upstreams
-        )
+    def choosable(self, tried: Mapping[Upstream, int] = MappingProxyType({})) -> list[Upstream]:
+        """The servers that can be tried."""
+        return [u for u in self.upstreams if u.ready and not u.leaving and tried.get(u) != u.epoch]
 
     # Health
 
@@ -225,11 +229,10 @@ class Pool:
         self._note(upstream, False, "a connection to it failed")
         upstream.suspected.set()
 
-    def restarted(self, upstream: Upstream, url: str | None) -> None:
-        """Another process is at its place, with nothing cached, or none."""
-        upstream.url = url
-        if upstream in self._numbers:
-            self._prefixes.forget(self._numbers[upstream])
+    def restarted(self, upstream: Upstream) -> None:
+        """Another process is to be at its place, with nothing cached."""
+        self._prefixes.forget(self._numbers[upstream])
+        upstream.silent = 0
         self._note(upstream, False, "its process has ended")
         upstream.give_up()
         upstream.suspected.set()
@@ -255,11 +258,10 @@ class Pool:
                 upstream.silent += 1
                 if upstream.silent >= _SILENT_PROBES:
                     upstream.give_up()
-            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-                reason = reason_of(error) if isinstance(error, OSError) else str(error)
+            except Exception as error:  # whatever it is, the server is asked again
+                reason = reason_of(error)
                 upstream.silent = 0
             self._note(upstream, reason is None, reason or "")
-            self.on_probe(upstream, reason is None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval):
                     await upstream.suspected.wait()
@@ -267,11 +269,9 @@ class Pool:
 
     async def _probe(self, upstream: Upstream) -> str | None:
         """Why a server takes no requests; None: it does."""
-        if upstream.url is None:
-            return "it has not been started"
         status = 0
         for path in ("/ready", "/health"):  # other servers have no /ready
-            async with self._http.stream("GET", upstream.url + path) as response:
+            async with upstream.http.stream("GET", path) as response:
                 status = response.status_code
             if status == 200:
                 return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
 from octavo.router.job import Job
-from octavo.router.pool import Hold, Pool, Upstream
+from octavo.router.pool import Hold, Upstream
 from octavo.router.transcript import Transcript
 from octavo.server.errors import (
     ClientDisconnectError,
@@ -43,8 +42,19 @@ _MOST_ANSWER = 256 * 2**20
 _DONE = b"[DONE]"
 # What concerns one connection, or is the router's own.
 _NOT_PASSED_BACK = frozenset(
-    "connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade content-length"
-    " date server x-request-id".split()
+    [
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "content-length",
+        "date",
+        "server",
+        "x-request-id",
+    ]
 )
 
 
@@ -186,7 +196,7 @@ class Relay(Response):
     def _count(self, answer: Answer) -> None:
         """Takes down how many tokens a whole answer had."""
         if self._job.generates and answer.status == 200:
-            self._state.note_usage(_usage_of(answer.body))
+            self._state.metrics.note_usage(*_usage_of(answer.body))
 
     # Answers
 
@@ -224,7 +234,7 @@ class Relay(Response):
             if b'"error"' in data:
                 _check_error(data)
             if b'"usage":{' in data and b'"choices":[]' in data:
-                self._state.note_usage(_usage_of(data))
+                self._state.metrics.note_usage(*_usage_of(data))
             kept = self._transcript.take(data)
         except (msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, OctavoError):
@@ -303,13 +313,11 @@ class Relay(Response):
         Raises:
             ServerLostError: the server could not be reached, or broke the connection.
         """
-        job, http = self._job, self._state.http
-        if upstream.url is None:
-            raise ServerLostError("its process has ended", took=False)
+        job, http = self._job, upstream.http
         headers = [(name, self._header(name, value)) for name, value in job.headers]
         try:
             request = http.build_request(
-                job.method, upstream.url + job.path, headers=headers, content=body or None
+                job.method, job.path, headers=headers, content=body or None
             )
             async with upstream.guard():
                 return await http.send(request, stream=True)

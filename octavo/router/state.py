@@ -1,22 +1,22 @@
-"""What all requests of one router share: its servers, and the client that asks them."""
+"""What all requests of one router share: its servers."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 
-import httpx
 from starlette.requests import Request
 
-from octavo.config import RouterConfig, ServerConfig
-from octavo.errors import QueueFullError
-from octavo.router.autoscale import Autoscaler
+from octavo.config import ServerConfig
+from octavo.errors import OctavoError, QueueFullError
+from octavo.router.autoscale import autoscale
+from octavo.router.config import RouterConfig
 from octavo.router.metrics import RouterMetrics
 from octavo.router.own_servers import OwnServers
 from octavo.router.pool import Pool, Upstream
 from octavo.server.http_state import HttpState
-
-# Seconds in which a server has to accept a connection.
-_CONNECT_TIMEOUT = 5.0
 
 
 class RouterState(HttpState):
@@ -25,7 +25,7 @@ class RouterState(HttpState):
     Args:
         config: the settings that it shares with servers: address, keys, limits.
         router: its own.
-        server_flags: words for `octavo serve`, for the servers that it starts itself.
+        flags: words for `octavo serve`, for each kind of server that it starts itself.
         api_keys: accepted keys, the environment's included.
     """
 
@@ -33,57 +33,72 @@ class RouterState(HttpState):
         self,
         config: ServerConfig,
         router: RouterConfig,
-        server_flags: list[str],
+        flags: Mapping[str, list[str]],
         api_keys: list[str] | None = None,
     ) -> None:
         super().__init__(config, api_keys)
         self.router = router
-        self.http = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,
-        )
         health = router.health_check_interval, router.health_check_timeout
-        self.answering = Pool(self.http, *health)
+        self.answering = Pool(*health)
         splits = bool(router.prefill_servers or router.prefill)
-        self.prefilling = Pool(self.http, *health) if splits else None
-        self.pools = [self.answering, *([self.prefilling] if self.prefilling is not None else [])]
+        self.prefilling = Pool(*health) if splits else None
         self.metrics = RouterMetrics(self)
-        self.prompt_tokens = self.completion_tokens = 0
-        """Of all answers so far, as their servers say."""
-        self._server_flags = server_flags
+        self.failure: OctavoError | None = None
+        """Why the router cannot go on."""
+        self._flags = flags
         self._own: list[OwnServers] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-router-")
+        self._scaling: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    @property
+    def pools(self) -> list[Pool]:
+        """All of them."""
+        return [self.answering, *([] if self.prefilling is None else [self.prefilling])]
+
+    def start(self) -> None:
         """Begins to look at servers, and starts its own."""
         router = self.router
         for url in router.servers + router.decode_servers:
             self.answering.add(Upstream(url, url.rstrip("/")))
-        if self.prefilling is not None:
-            for url in router.prefill_servers:
-                self.prefilling.add(Upstream(url, url.rstrip("/")))
-        for role, pool, count in (
-            ("replica", self.answering, router.replicas),
-            ("decode", self.answering, router.decode),
-            ("prefill", self.prefilling, router.prefill),
-        ):
-            if count and pool is not None:
-                self._own.append(OwnServers(pool, role, router.model, self._server_flags))
-                self._own[-1].scale(count)
-        if router.max_replicas is not None and self._own:
-            scaler = Autoscaler(self, self._own)
-            self._tasks.append(asyncio.create_task(scaler.run()))
+        for url in router.prefill_servers:
+            self._pool_of("prefill").add(Upstream(url, url.rstrip("/")))
+        counts = {"replica": router.replicas, "decode": router.decode, "prefill": router.prefill}
+        for role, count in counts.items():
+            if count:
+                own = OwnServers(
+                    self._pool_of(role),
+                    role,
+                    self._flags[role],
+                    Path(self._folder.name),
+                    self.config.shutdown_timeout,
+                    self._fail,
+                )
+                self._own.append(own)
+                own.scale(count)
+        least, most = router.min_replicas, router.max_replicas
+        if least is not None and most is not None:
+            scaling = autoscale(self._own, least, most, router.target_load)
+            self._scaling = asyncio.create_task(scaling)
+
+    def _pool_of(self, role: str) -> Pool:
+        if role != "prefill":
+            return self.answering
+        assert self.prefilling is not None
+        return self.prefilling
+
+    def _fail(self, error: OctavoError) -> None:
+        self.failure = error
+        self.on_failure()
 
     async def close(self) -> None:
         """Ends its servers and all that it does."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
+        await asyncio.gather(*(own.close() for own in self._own))
         for pool in self.pools:
             await pool.close()
-        await asyncio.gather(*(own.close() for own in self._own))
-        await self.http.aclose()
+        self._folder.cleanup()
 
     @property
     def num_restarts(self) -> int:
@@ -93,7 +108,7 @@ class RouterState(HttpState):
     @property
     def ready(self) -> bool:
         """Whether a request would be answered."""
-        return self.answering.choosable()
+        return bool(self.answering.choosable())
 
     def check_room(self) -> None:
         """Refuses a request where too many are in flight.
@@ -108,13 +123,6 @@ class RouterState(HttpState):
                 "(--max-num-queued-reqs); try again later.",
                 1,
             )
-
-    def note_usage(self, usage: tuple[int, int]) -> None:
-        """Counts the tokens of an answer, of its prompt and of its text."""
-        self.prompt_tokens += usage[0]
-        self.completion_tokens += usage[1]
-        self.metrics.tokens.labels("prompt").inc(usage[0])
-        self.metrics.tokens.labels("completion").inc(usage[1])
 
 
 def router_of(request: Request) -> RouterState:

@@ -31,6 +31,7 @@ from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
 from octavo.server.errors import AdminError, RouteError, on_http_exception, show
+from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.openapi import OPERATIONS, document
@@ -71,18 +72,6 @@ def build_app(state: ServerState) -> FastAPI:
         swagger_ui_oauth2_redirect_url=None,
         exception_handlers={HTTPException: on_http_exception},
     )
-    app.state.octavo = state
-    app.root_path = state.config.root_path
-    # Middleware added later lies further out: CORS answers preflights before keys are asked for.
-    app.add_middleware(RequestMiddleware, state=state)
-    if state.config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=state.config.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Octavo-Ignored-Fields", "Retry-After"],
-        )
     if documented:
         app.add_route("/docs", docs, include_in_schema=False)
     get, post = ["GET"], ["POST"]
@@ -123,9 +112,30 @@ def build_app(state: ServerState) -> FastAPI:
             openapi_extra=OPERATIONS[path].extra(path),
         )
     document(app)
+    add_layers(app, state)
+    return app
+
+
+def add_layers(app: FastAPI, state: HttpState) -> None:
+    """Puts around an application what the settings ask for: keys, CORS, the operator's middleware.
+
+    Raises:
+        ConfigError: see `add_middleware`.
+    """
+    app.state.octavo = state
+    app.root_path = state.config.root_path
+    # Middleware added later lies further out: CORS answers preflights before keys are asked for.
+    app.add_middleware(RequestMiddleware, state=state)
+    if state.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "X-Octavo-Ignored-Fields", "Retry-After"],
+        )
     if state.config.middleware:
         add_middleware(app, state.config.middleware)
-    return app
 
 
 def add_middleware(app: FastAPI, paths: list[str]) -> None:

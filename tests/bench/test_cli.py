@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from octavo import cli
-from octavo.arguments import engine_flags
+from octavo.arguments import setting_flags
 from octavo.config import EngineConfig, config_fields
 from octavo.errors import BenchError
 
@@ -101,7 +101,7 @@ def test_engine_flags_say_the_settings():
         "quantization": None,
         "kv_cache_memory_bytes": "4G",
     }
-    words = engine_flags(kwargs)
+    words = setting_flags(kwargs, config_fields())
     args = cli.build_parser().parse_args(["serve", *words])
     assert cli.engine_kwargs(args) == {k: v for k, v in kwargs.items() if v is not None}
 

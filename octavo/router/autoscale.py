@@ -1,0 +1,91 @@
+"""How many servers of its own a router has: as many as its load needs, between two limits.
+
+Prefill servers have prompts in flight and decode servers streams, so each kind follows its own part
+of the traffic: longer prompts bring the ones, longer answers the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from octavo.router.own_servers import OwnServers
+from octavo.router.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks at the load.
+_INTERVAL = 1.0
+# Looks over whose mean load a server is started, and over whose highest one is ended: starting one
+# late costs waiting, ending one early its cache.
+_UP_LOOKS = 3
+_DOWN_LOOKS = 60
+# What a weight of prompts counts (`Job.weight`: 8 KiB) against a stream.
+_PROMPT_LOAD = 8
+
+
+def load_of_pool(pool: Pool, role: str) -> int:
+    """Requests in flight; of prefill servers what their prompts weigh."""
+    if role == "prefill":
+        return sum(_PROMPT_LOAD * upstream.num_waiting for upstream in pool.upstreams)
+    return sum(upstream.num_requests for upstream in pool.upstreams)
+
+
+class Scale:
+    """How many servers of a kind there are to be.
+
+    Args:
+        least: servers there always are.
+        most: servers there may be.
+        target: load for each of them.
+    """
+
+    def __init__(self, least: int, most: int, target: int) -> None:
+        self._least = least
+        self._most = most
+        self._target = target
+        self._loads: deque[int] = deque(maxlen=_DOWN_LOOKS)
+
+    def look(self, load: int, count: int) -> int:
+        """How many there are to be, after a look at the load of `count` of them."""
+        self._loads.append(load)
+        recent = list(self._loads)[-_UP_LOOKS:]
+        if len(recent) == _UP_LOOKS:
+            needed = self._servers_for(sum(recent) / _UP_LOOKS)
+            if needed > count:
+                self._loads.clear()
+                return needed
+        if len(self._loads) == _DOWN_LOOKS and self._servers_for(max(self._loads)) < count:
+            self._loads.clear()
+            return count - 1
+        return count
+
+    def _servers_for(self, load: float) -> int:
+        return min(self._most, max(self._least, math.ceil(load / self._target)))
+
+
+async def autoscale(owns: Sequence[OwnServers], least: int, most: int, target: int) -> None:
+    """Starts and ends servers with the load, for ever.
+
+    Args:
+        owns: servers of each kind.
+        least: how many of a kind there always are.
+        most: how many there may be.
+        target: load for each of them.
+    """
+    scales = [Scale(least, most, target) for _ in owns]
+    while True:
+        await asyncio.sleep(_INTERVAL)
+        for own, scale in zip(owns, scales, strict=True):
+            count = len(own.staying)
+            load = load_of_pool(own.pool, own.role)
+            wanted = scale.look(load, count)
+            if wanted != count:
+                logger.info(
+                    "servers follow the load",
+                    extra={"kind": own.role, "load": load, "from": count, "to": wanted},
+                )
+                own.scale(wanted)

@@ -1,0 +1,19 @@
+"""A server that a router has started: `octavo serve`, which ends when the router does.
+
+Arguments: the router's process id, and the words after `octavo`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from octavo.cli import main
+from octavo.device import signal_at_parents_end
+
+if __name__ == "__main__":
+    signal_at_parents_end(signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):  # it has ended already
+        sys.exit(1)
+    sys.exit(main(sys.argv[2:]))
