@@ -28,7 +28,7 @@ from octavo.config import (
     config_fields,
     section_fields,
 )
-from octavo.device import num_cpus
+from octavo.device import is_stopped, num_cpus
 from octavo.errors import ConfigError, OctavoError, reason_of, signal_name
 from octavo.router.config import RouterConfig
 from octavo.router.pool import Pool, Upstream
@@ -47,6 +47,8 @@ _LOOK_SECONDS = 0.1
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 _LIVED_SECONDS = 60.0
+# A stop that is over sooner is no reason.
+_STOPPED_SECONDS = 0.5
 # Probes in a row that a server lets time out until it is killed, and another one started.
 _MOST_SILENT = 6
 # Beside shutdown_timeout, until a server that is to end is killed.
@@ -241,24 +243,33 @@ class OwnServers:
         return process
 
     async def _watch(self, upstream: Upstream, process: subprocess.Popen[bytes]) -> str:
-        """Waits until a server has ended, is to end, or does not answer; returns what it did."""
+        """Waits until a server has ended, is to end, or does not answer; returns what it did.
+
+        One that does not answer is killed.
+        """
+        stopped = 0.0
         while (status := process.poll()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
             if upstream.leaving and not upstream.num_requests:
                 return "is to end"
+            stopped = stopped + _LOOK_SECONDS if is_stopped(process.pid) else 0.0
+            if stopped >= _STOPPED_SECONDS:
+                process.kill()
+                return "was stopped by a signal such as SIGSTOP, and killed"
             if upstream.silent >= _MOST_SILENT:
+                process.kill()
                 return "does not answer and was killed"
         return (
             f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         )
 
     async def _end(self, upstream: Upstream) -> None:
-        """Ends a server's process; at once if it does not answer."""
+        """Ends a server's process, if it has not ended."""
         process = self._processes.pop(upstream, None)
         if process is None:
             return
         process.send_signal(signal.SIGTERM)
-        left = 0.0 if upstream.silent >= _MOST_SILENT else self._shutdown_timeout + _END_SECONDS
+        left = self._shutdown_timeout + _END_SECONDS
         while process.poll() is None and left > 0:
             await asyncio.sleep(_LOOK_SECONDS)
             left -= _LOOK_SECONDS

@@ -58,16 +58,21 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serve(
-    tmp_path: Path, *flags: str, wait: str = "/ready", model: str = "", spare: bool = False
+    tmp_path: Path,
+    *flags: str,
+    wait: str = "/ready",
+    model: str = "",
+    spare: bool = False,
+    what: str = "serve",
 ) -> Iterator[Server]:
-    """Starts a server on a free port and waits until `wait` answers 200.
+    """Starts a server (or another command) on a free port and waits until `wait` answers 200.
 
     A warm spare, which takes as long to start as an engine, is for tests in which engines die.
     """
     port, log = free_port(), tmp_path / "server.log"
-    command = [sys.executable, "-m", "octavo", "serve", *([model] if model else [])]
+    command = [sys.executable, "-m", "octavo", what, *([model] if model else [])]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += flags if spare else ["--no-warm-spare", *flags]
+    command += flags if spare or what != "serve" else ["--no-warm-spare", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "NO_COLOR": "1"}

@@ -1,0 +1,180 @@
+"""A router before real servers: the answers of one server, whichever of them die."""
+
+import asyncio
+import contextlib
+import signal
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e import harness
+
+MODEL = "octavo/stories"
+SIZE = ["--max-model-len", "512", "--kv-cache-memory-bytes", "16M", "--num-threads", "1"]
+TEXT = "Once upon a time there was a little dog who liked to run in the park with his friend. "
+PROMPTS = [TEXT * 3 + f"Then number {i} came, and" for i in range(6)]
+PARAMS = {"max_tokens": 120, "temperature": 0.8, "seed": 7, "logprobs": 1}
+IGNORE = {"ignore_eos": True}
+
+
+async def ask(client, prompt, on_text=lambda: None):
+    """An answer's text and logprobs."""
+    texts, logprobs = [], []
+    stream = await client.completions.create(
+        model=MODEL, prompt=prompt, stream=True, extra_body=IGNORE, **PARAMS
+    )
+    async for event in stream:
+        choice = event.choices[0]
+        texts.append(choice.text)
+        if choice.logprobs is not None:
+            logprobs += zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=True)
+        on_text()
+    return "".join(texts), logprobs
+
+
+async def ask_all(url, prompts=PROMPTS, at=None, then=None):
+    """Answers to prompts asked at once; after `at` events in all, `then` is called."""
+    count = 0
+
+    def on_text():
+        nonlocal count
+        count += 1
+        if count == at:
+            then()
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        return await asyncio.gather(*(ask(client, prompt, on_text) for prompt in prompts))
+
+
+def answers(url, *args, **kwargs):
+    return asyncio.run(ask_all(url, *args, **kwargs))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("router")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What one server answers."""
+    with harness.serve(folder, *SIZE) as server:
+        return answers(server.url)
+
+
+@pytest.fixture(scope="module")
+def split(folder):
+    """A router before a prefill server and two decode servers of its own."""
+    flags = [*SIZE, "--prefill", "1", "--decode", "2", "--no-warm-spare"]
+    flags += ["--health-check-interval", "0.2"]
+    with harness.serve(folder, *flags, what="router") as router:
+        wait_for_servers(router)
+        yield router
+
+
+def own_servers(router, role=""):
+    """The processes of a router's own servers."""
+    found = {}
+    for child in psutil.Process(router.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            words = child.cmdline()
+            if "octavo.router.server_process" in words:
+                name = words[words.index("--uds") + 1].rpartition("/")[2]
+                if name.startswith(role):
+                    found[name] = child
+    return found
+
+
+def wait_for_servers(router, count=3):
+    end = time.monotonic() + 60
+    while sum(server["ready"] for server in router.get("/").json()["servers"]) < count:
+        assert time.monotonic() < end, router.log.read_text()
+        time.sleep(0.05)
+
+
+def test_prefill_here_and_decode_there_give_the_bits_of_one_server(split, expected):
+    assert answers(split.url) == expected
+    assert 'router_prefills_total{where="remote"} 6.0' in split.get("/metrics").text
+    body = {"model": MODEL, "prompt": PROMPTS[0], **PARAMS, **IGNORE}
+    answer = split.post("/v1/completions", body).json()
+    assert answer["choices"][0]["text"] == expected[0][0]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [("decode", signal.SIGKILL), ("decode", signal.SIGSTOP), ("prefill", signal.SIGKILL)],
+)
+def test_a_server_dies_in_the_middle_of_streams(split, expected, role, number):
+    restarts = split.metric("octavo:router_server_restarts_total")
+    victim = next(iter(own_servers(split, role).values()))
+    assert answers(split.url, at=60, then=lambda: victim.send_signal(number)) == expected
+    end = time.monotonic() + 30
+    while split.metric("octavo:router_server_restarts_total") == restarts:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    wait_for_servers(split)
+    assert answers(split.url) == expected
+
+
+def test_chats_go_on_elsewhere_too_and_what_is_refused_says_why(split):
+    client = openai.OpenAI(base_url=f"{split.url}/v1", api_key="-", max_retries=0)
+    asked = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 60, "seed": 1}
+    whole = client.chat.completions.create(model=MODEL, **asked, extra_body=IGNORE)
+    pieces, ids = [], set()
+    victims = list(own_servers(split, "decode").values())
+    for event in client.chat.completions.create(
+        model=MODEL, stream=True, **asked, extra_body=IGNORE
+    ):
+        pieces.append(event.choices[0].delta.content or "")
+        ids.add(event.id)
+        if len(pieces) == 20:
+            for victim in victims:  # both: the answer waits for the first that is back
+                victim.kill()
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len(ids) == 1
+    wait_for_servers(split)
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        client.completions.create(model="other", prompt="a")
+    refused = split.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": -1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    params = {"do_remote_prefill": True}
+    refused = split.post(
+        "/v1/completions", {"model": MODEL, "prompt": "a", "kv_transfer_params": params}
+    )
+    assert refused.json()["error"]["param"] == "kv_transfer_params"
+    for path in ("/v1/streams/x", "/server_info", "/reset_prefix_cache"):
+        assert split.get(path).status_code in (404, 405), path
+
+
+def test_what_the_router_has_started_ends_with_it(folder):
+    flags = [*SIZE, "--replicas", "2", "--no-warm-spare"]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with harness.serve(folder, *flags, what="router") as router:
+            family = psutil.Process(router.process.pid).children(recursive=True)
+            router.process.send_signal(number)
+            _, alive = psutil.wait_procs(family, timeout=20)
+            assert not alive
+            assert router.process.wait(20) == (0 if number == signal.SIGTERM else -number)
+
+
+def test_servers_follow_the_load(folder):
+    flags = [*SIZE, "--replicas", "1", "--min-replicas", "1", "--max-replicas", "2"]
+    flags += ["--target-load", "2", "--no-warm-spare"]
+    with harness.serve(folder, *flags, what="router") as router:
+        body = {"model": MODEL, "prompt": TEXT, "max_tokens": 400, "ignore_eos": True}
+        with (
+            httpx.Client(base_url=router.url, timeout=60) as client,
+            contextlib.ExitStack() as stack,
+        ):
+            for _ in range(4):
+                stack.enter_context(
+                    client.stream("POST", "/v1/completions", json=body | {"stream": True})
+                )
+            end = time.monotonic() + 30
+            while len(own_servers(router)) < 2:
+                assert time.monotonic() < end, router.log.read_text()
+                time.sleep(0.1)

@@ -1,0 +1,132 @@
+"""Servers of a router that are functions."""
+
+import asyncio
+import json
+
+import httpx
+
+from octavo.config import ServerConfig
+from octavo.router.app import build_app
+from octavo.router.config import RouterConfig
+from octavo.router.pool import Upstream
+from octavo.router.state import RouterState
+
+
+class Body(httpx.AsyncByteStream):
+    """An answer's body that comes piece by piece; an error among the pieces is raised."""
+
+    def __init__(self, pieces):
+        self._pieces = pieces
+
+    async def __aiter__(self):
+        for piece in self._pieces:
+            await asyncio.sleep(0)
+            if isinstance(piece, Exception):
+                raise piece
+            if isinstance(piece, asyncio.Event):
+                await piece.wait()
+            else:
+                yield piece
+
+
+class FakeServer(httpx.AsyncBaseTransport):
+    """A server that answers requests by what it is given.
+
+    Args:
+        answer: called with a request; returns (status, headers, pieces of a body), or raises.
+    """
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.ready = 200
+        self.asked = []
+
+    async def handle_async_request(self, request):
+        if request.url.path in ("/ready", "/health"):
+            if isinstance(self.ready, asyncio.Event):
+                await self.ready.wait()
+            if isinstance(self.ready, Exception):
+                raise self.ready
+            return httpx.Response(self.ready)
+        await request.aread()
+        self.asked.append(request)
+        status, headers, pieces = self.answer(request)
+        return httpx.Response(status, headers=headers, stream=Body(pieces))
+
+
+def events(*texts, finish="stop", index=0):
+    """A stream of an answer as a server sends it, one piece for each event."""
+    made = []
+    for number, text in enumerate(texts):
+        last = finish if number == len(texts) - 1 else None
+        choice = {"index": index, "text": text, "finish_reason": last}
+        made.append({"id": "cmpl", "created": 1, "model": "m", "choices": [choice]})
+    return [f"data: {json.dumps(event)}\n\n".encode() for event in made]
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def stream(*pieces):
+    return lambda request: (200, {"content-type": "text/event-stream; charset=utf-8"}, pieces)
+
+
+def whole(status=200, headers=(), **fields):
+    headers = {"content-type": "application/json", **dict(headers)}
+    return lambda request: (status, headers, [json.dumps(fields).encode()])
+
+
+class Routed:
+    """A router before such servers, and a client of it.
+
+    Args:
+        answering: what they answer with.
+        prefilling: likewise of prefill servers.
+        config: settings of the router's HTTP.
+        **router: its own.
+    """
+
+    def __init__(self, answering, prefilling=(), config=None, **router):
+        router = {"health_check_interval": 0.02, "health_check_timeout": 0.05} | router
+        if prefilling:
+            router["prefill_servers"] = ["http://p"]
+        settings = RouterConfig(**({"failover_timeout": 0.1} | router))
+        self.state = RouterState(config or ServerConfig(), settings, {})
+        self.servers = [FakeServer(answer) for answer in answering]
+        self.prefill = [FakeServer(answer) for answer in prefilling]
+
+    async def __aenter__(self):
+        for pool, servers in (
+            (self.state.answering, self.servers),
+            (self.state.prefilling, self.prefill),
+        ):
+            for number, server in enumerate(servers):
+                pool.add(Upstream(f"s{number}", "http://server", server))
+        transport = httpx.ASGITransport(build_app(self.state))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://router", timeout=20)
+        while not all(u.ready for pool in self.state.pools for u in pool.upstreams):
+            await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(self, *error):
+        await self.client.aclose()
+        await self.state.close()
+        assert all(
+            (u.num_waiting, u.num_running, u.num_requests) == (0, 0, 0)
+            for pool in self.state.pools
+            for u in pool.upstreams
+        )
+
+    async def ask(self, path="/v1/completions", headers=None, **fields):
+        fields = {"model": "m", "prompt": "a"} | fields
+        return await self.client.post(path, json=fields, headers=headers)
+
+
+def text_of(answer):
+    """The text of a stream, which has to be whole."""
+    assert answer.status_code == 200, answer.text
+    *lines, last = [line for line in answer.text.split("\n\n") if line]
+    assert last == "data: [DONE]", answer.text
+    found = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert all("error" not in event for event in found), answer.text
+    return "".join(choice["text"] for event in found for choice in event["choices"])

@@ -1,0 +1,131 @@
+"""Which server gets a request, and which are ready."""
+
+import asyncio
+from collections import Counter
+
+import httpx
+import pytest
+
+from octavo.router.pool import Pool, Upstream
+from tests.router.servers import FakeServer, whole
+
+PIECES = [bytes([i]) * 16 for i in range(8)]
+
+
+def pooled(test):
+    """A test that gets a pool with three servers that are ready."""
+
+    async def run():
+        pool = Pool(0.01, 0.03)
+        servers = [FakeServer(whole()) for _ in range(3)]
+        for number, server in enumerate(servers):
+            pool.add(Upstream(f"s{number}", "http://s", server))
+        try:
+            await until(lambda: len(pool.choosable()) == 3)
+            await test(pool, servers)
+        finally:
+            await pool.close()
+
+    return lambda: asyncio.run(run())
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pooled
+async def test_equals_take_turns(pool, servers):
+    chosen = Counter(pool.choose([], {}).name for _ in range(9))
+    assert set(chosen.values()) == {3}
+
+
+@pooled
+async def test_the_least_busy_server_is_chosen_and_long_prompts_count_more(pool, servers):
+    first, second, third = pool.upstreams
+    with pool.hold(first, 1), pool.hold(second, 5) as long, pool.hold(third, 1) as begun:
+        begun.begin()
+        assert pool.choose([], {}) is third
+        with pool.hold(third, 2):
+            assert pool.choose([], {}) is first
+        long.begin()
+        assert (second.num_waiting, second.num_running) == (0, 1)
+    assert [u.load for u in pool.upstreams] == [0, 0, 0]
+
+
+@pooled
+async def test_a_server_that_has_the_prefix_may_be_somewhat_busier(pool, servers):
+    known = pool.choose(PIECES, {})
+    assert [pool.choose(PIECES, {}) for _ in range(3)] == [known] * 3
+    assert pool.num_known == 24
+    with pool.hold(known, 1):
+        assert pool.choose(PIECES, {}) is known
+        assert pool.choose([], {}) is not known
+    holds = [pool.hold(known, 1) for _ in range(9)]
+    for hold in holds:
+        hold.__enter__()
+    assert pool.choose(PIECES, {}) is not known
+    for hold in holds:
+        hold.__exit__(None, None, None)
+
+
+@pooled
+async def test_a_server_that_was_started_again_has_nothing_cached(pool, servers):
+    known = pool.choose(PIECES, {})
+    pool.restarted(known)
+    assert not known.ready
+    await until(lambda: known.ready)
+    before = pool.num_known
+    pool.choose(PIECES, {})
+    assert pool.num_known == before
+
+
+@pooled
+async def test_one_that_failed_is_tried_again_only_when_it_has_come_back(pool, servers):
+    chosen = pool.choose([], {})
+    tried = {chosen: chosen.epoch}
+    assert chosen not in [pool.choose([], tried) for _ in range(6)]
+    pool.suspect(chosen)
+    assert not chosen.ready
+    await until(lambda: chosen.ready)
+    assert chosen in pool.choosable(tried)
+    everybody = {u: u.epoch for u in pool.upstreams}
+    assert pool.choose([], everybody) is None
+    assert not await pool.wait_ready(everybody, 0.02)
+    pool.suspect(chosen)
+    assert await pool.wait_ready(everybody, 5)
+
+
+@pooled
+async def test_one_that_leaves_gets_nothing(pool, servers):
+    pool.upstreams[0].leaving = True
+    assert pool.upstreams[0] not in [pool.choose([], {}) for _ in range(6)]
+    await pool.remove(pool.upstreams[0])
+    assert len(pool.upstreams) == 2
+
+
+@pytest.mark.parametrize(
+    "state", [503, 500, 404, httpx.ConnectError("no"), RuntimeError("?")], ids=str
+)
+def test_one_that_is_not_ready_gets_nothing_until_it_is(state):
+    @pooled
+    async def test(pool, servers):
+        servers[0].ready = state
+        await until(lambda: not pool.upstreams[0].ready)
+        assert len(pool.choosable()) == 2
+        servers[0].ready = 200
+        await until(lambda: pool.upstreams[0].ready)
+
+    test()
+
+
+@pooled
+async def test_what_is_awaited_of_a_silent_server_ends(pool, servers):
+    servers[0].ready = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        async with pool.upstreams[0].guard():
+            await asyncio.sleep(5)
+    assert pool.upstreams[0].silent >= 2
+    async with pool.upstreams[1].guard():
+        await asyncio.sleep(0.05)
