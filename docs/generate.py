@@ -24,6 +24,7 @@ from octavo.config import (
     SpeculativeConfig,
     section_fields,
 )
+from octavo.router.config import RouterConfig
 from octavo.server.app import build_app
 from octavo.server.body import Body
 from octavo.server.field_docs import field_doc
@@ -77,6 +78,12 @@ def settings() -> str:
         _table(
             ("Flag", "Default", "Meaning"),
             [(f"`{f.flag}`", _default(f), _meaning(f)) for f in section_fields(ServerConfig)],
+        ),
+        "## Router",
+        "`octavo router` ([docs/deploy.md](deploy.md)) has these flags beside those of a server.",
+        _table(
+            ("Flag", "Default", "Meaning"),
+            [(f"`{f.flag}`", _default(f), _meaning(f)) for f in section_fields(RouterConfig)],
         ),
     ]
     return _page(parts)

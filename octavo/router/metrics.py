@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from octavo.router.state import RouterState
+from octavo.router.pool import Pool
 
 
 class RouterMetrics(Collector):
     """Prometheus metrics of one router.
 
     Args:
-        state: the router.
+        pools: its servers.
+        num_restarts: how often one of its own was started again.
     """
 
-    def __init__(self, state: RouterState) -> None:
-        self._state = state
+    def __init__(self, pools: Sequence[Pool], num_restarts: Callable[[], int]) -> None:
+        self._pools = pools
+        self._num_restarts = num_restarts
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.retries = Counter(
@@ -60,7 +60,7 @@ class RouterMetrics(Collector):
         requests = GaugeMetricFamily(
             "octavo:router_requests", "Requests in flight at a server.", labels=["server"]
         )
-        for pool in self._state.pools:
+        for pool in self._pools:
             for upstream in pool.upstreams:
                 ready.add_metric([upstream.name], upstream.ready and not upstream.leaving)
                 requests.add_metric([upstream.name], upstream.num_requests)
@@ -68,10 +68,10 @@ class RouterMetrics(Collector):
         yield CounterMetricFamily(
             "octavo:router_server_restarts",
             "Times that one of the router's own servers was started again.",
-            self._state.num_restarts,
+            self._num_restarts(),
         )
-        pieces = sum(pool.num_pieces for pool in self._state.pools)
-        known = sum(pool.num_known for pool in self._state.pools)
+        pieces = sum(pool.num_pieces for pool in self._pools)
+        known = sum(pool.num_known for pool in self._pools)
         yield CounterMetricFamily(
             "octavo:router_prefix_queries", "Pieces of prompts that were placed.", pieces
         )

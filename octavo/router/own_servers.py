@@ -230,7 +230,7 @@ class OwnServers:
             process = self._processes[upstream] = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "octavo.router.server_process", str(os.getpid())),
-                    *("serve", *self._flags, "--uds", str(self._folder / upstream.name)),
+                    *(*self._flags, "--uds", str(self._folder / upstream.name)),
                     *("--max-connections-per-client", "0", "--disable-fastapi-docs"),
                 ],
                 stdin=subprocess.DEVNULL,

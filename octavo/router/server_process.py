@@ -1,6 +1,6 @@
 """A server that a router has started: `octavo serve`, which ends when the router does.
 
-Arguments: the router's process id, and the words after `octavo`.
+Arguments: the router's process id, and the words after `octavo serve`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import os
 import signal
 import sys
 
-from octavo.cli import main
 from octavo.device import signal_at_parents_end
 
 if __name__ == "__main__":
-    signal_at_parents_end(signal.SIGTERM)
+    signal_at_parents_end(signal.SIGTERM)  # the program that takes over keeps it
     if os.getppid() != int(sys.argv[1]):  # it has ended already
         sys.exit(1)
-    sys.exit(main(sys.argv[2:]))
+    os.execv(sys.executable, [sys.executable, "-m", "octavo", "serve", *sys.argv[2:]])

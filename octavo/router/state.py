@@ -42,18 +42,14 @@ class RouterState(HttpState):
         self.answering = Pool(*health)
         splits = bool(router.prefill_servers or router.prefill)
         self.prefilling = Pool(*health) if splits else None
-        self.metrics = RouterMetrics(self)
+        self.pools = [self.answering, *([] if self.prefilling is None else [self.prefilling])]
+        self.metrics = RouterMetrics(self.pools, lambda: self.num_restarts)
         self.failure: OctavoError | None = None
         """Why the router cannot go on."""
         self._flags = flags
         self._own: list[OwnServers] = []
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-router-")
         self._scaling: asyncio.Task[None] | None = None
-
-    @property
-    def pools(self) -> list[Pool]:
-        """All of them."""
-        return [self.answering, *([] if self.prefilling is None else [self.prefilling])]
 
     def start(self) -> None:
         """Begins to look at servers, and starts its own."""

@@ -1,11 +1,11 @@
 """A router before real servers: the answers of one server, whichever of them die."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import signal
 import time
 
-import httpx
 import openai
 import psutil
 import pytest
@@ -81,7 +81,7 @@ def own_servers(router, role=""):
     for child in psutil.Process(router.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             words = child.cmdline()
-            if "octavo.router.server_process" in words:
+            if "--uds" in words:
                 name = words[words.index("--uds") + 1].rpartition("/")[2]
                 if name.startswith(role):
                     found[name] = child
@@ -150,31 +150,28 @@ def test_chats_go_on_elsewhere_too_and_what_is_refused_says_why(split):
         assert split.get(path).status_code in (404, 405), path
 
 
-def test_what_the_router_has_started_ends_with_it(folder):
-    flags = [*SIZE, "--replicas", "2", "--no-warm-spare"]
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with harness.serve(folder, *flags, what="router") as router:
-            family = psutil.Process(router.process.pid).children(recursive=True)
-            router.process.send_signal(number)
-            _, alive = psutil.wait_procs(family, timeout=20)
-            assert not alive
-            assert router.process.wait(20) == (0 if number == signal.SIGTERM else -number)
-
-
-def test_servers_follow_the_load(folder):
+def test_servers_follow_the_load_and_end_with_the_router(folder):
     flags = [*SIZE, "--replicas", "1", "--min-replicas", "1", "--max-replicas", "2"]
     flags += ["--target-load", "2", "--no-warm-spare"]
     with harness.serve(folder, *flags, what="router") as router:
         body = {"model": MODEL, "prompt": TEXT, "max_tokens": 400, "ignore_eos": True}
-        with (
-            httpx.Client(base_url=router.url, timeout=60) as client,
-            contextlib.ExitStack() as stack,
-        ):
-            for _ in range(4):
-                stack.enter_context(
-                    client.stream("POST", "/v1/completions", json=body | {"stream": True})
-                )
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
             end = time.monotonic() + 30
             while len(own_servers(router)) < 2:
                 assert time.monotonic() < end, router.log.read_text()
-                time.sleep(0.1)
+                asked = [pool.submit(router.post, "/v1/completions", body) for _ in range(4)]
+                assert {a.result().status_code for a in asked} == {200}
+        wait_for_servers(router, 2)
+        family = psutil.Process(router.process.pid).children(recursive=True)
+        router.process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive
+        assert router.process.wait(20) == 0
+
+
+def test_servers_end_when_the_router_is_killed(split):
+    family = psutil.Process(split.process.pid).children(recursive=True)
+    assert len(family) >= 6
+    split.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
