@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from octavo.arguments import setting_flags
@@ -30,7 +29,7 @@ from octavo.config import (
 )
 from octavo.device import is_stopped, num_cpus
 from octavo.errors import ConfigError, OctavoError, reason_of, signal_name
-from octavo.router.config import RouterConfig
+from octavo.router.config import PASSED_ON, RouterConfig
 from octavo.router.pool import Pool, Upstream
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ def flags_of_kinds(
         ConfigError: there is none, though settings for some were given, or they contradict.
     """
     if router.num_own == 0:
-        if given := [*engine, *server]:
+        if given := [*engine, *(name for name in server if name not in PASSED_ON)]:
             raise ConfigError(
                 f"{given[0]} is for servers that the router starts, and it starts none; give "
                 "--replicas N, or --prefill N with --decode N, too, or leave it out."
@@ -176,8 +175,7 @@ class OwnServers:
         for _ in range(count - len(staying)):
             name = f"{self.role}-{self._next}"
             self._next += 1
-            http = httpx.AsyncHTTPTransport(uds=str(self._folder / name), retries=0)
-            upstream = Upstream(name, "http://localhost", http)
+            upstream = Upstream(name, "http://localhost", str(self._folder / name))
             self.pool.add(upstream)
             task = self._tasks[upstream] = asyncio.create_task(self._keep(upstream))
             task.add_done_callback(self._note_end)

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 
-import httpx
+import aiohttp
+from yarl import URL
 
 from octavo.engine.routing import PrefixMap, load_of, score
 from octavo.errors import reason_of
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 2**17
 # Seconds in which a server has to accept a connection.
 _CONNECT_TIMEOUT = 5.0
+# Seconds for which an idle connection is used again: less than servers keep one.
+_KEEP_ALIVE = 3.0
 # Probes in a row that a server lets time out until what it answers is taken for lost.
 _SILENT_PROBES = 2
 
@@ -30,19 +33,23 @@ class Upstream:
     Args:
         name: how it is called in logs and metrics.
         url: where it answers, without a slash at the end.
-        transport: what brings requests there; None: connections to the URL's host.
+        socket: the Unix socket on which it listens; None: it listens at the URL's host.
     """
 
-    def __init__(
-        self, name: str, url: str, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, name: str, url: str, socket: str | None = None) -> None:
         self.name = name
-        self.http = httpx.AsyncClient(
-            base_url=url,
-            transport=transport,
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,
+        self.url = url
+        connector: aiohttp.BaseConnector
+        if socket is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
+        else:
+            connector = aiohttp.UnixConnector(socket, limit=0, keepalive_timeout=_KEEP_ALIVE)
+        self.http = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=["User-Agent", "Accept", "Accept-Encoding", "Content-Type"],
         )
         self.ready = False
         """Whether it takes requests, as far as is known."""
@@ -66,6 +73,22 @@ class Upstream:
     def load(self) -> int:
         """See `engine.routing.load_of`."""
         return load_of(self.num_waiting, self.num_running)
+
+    async def ask(
+        self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> aiohttp.ClientResponse:
+        """Sends a request; returns once the head of the answer is there, to be closed at the end.
+
+        Raises:
+            aiohttp.ClientError: the server cannot be reached, or broke the connection.
+        """
+        return await self.http.request(
+            method,
+            URL(self.url + path, encoded=True),
+            headers=headers,
+            data=body or None,
+            allow_redirects=False,
+        )
 
     @asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
@@ -155,7 +178,7 @@ class Pool:
         await asyncio.gather(task, return_exceptions=True)
         upstream.ready = False
         upstream.give_up()
-        await upstream.http.aclose()
+        await upstream.http.close()
         self._share()
 
     def _share(self) -> None:
@@ -271,8 +294,9 @@ class Pool:
         """Why a server takes no requests; None: it does."""
         status = 0
         for path in ("/ready", "/health"):  # other servers have no /ready
-            async with upstream.http.stream("GET", path) as response:
-                status = response.status_code
+            response = await upstream.ask("GET", path, [], b"")
+            response.close()
+            status = response.status
             if status == 200:
                 return None
             if status not in (404, 405):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import aiohttp
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -39,6 +41,8 @@ _MOST_DEATHS = 3
 # Bytes of an event, and of an answer that is no stream: more than any server sends.
 _MOST_EVENT = 16 * 2**20
 _MOST_ANSWER = 256 * 2**20
+# Seconds within which a stream ends after its last event.
+_END_SECONDS = 1.0
 _DONE = b"[DONE]"
 # What concerns one connection, or is the router's own.
 _NOT_PASSED_BACK = frozenset(
@@ -168,20 +172,16 @@ class Relay(Response):
         try:
             hold.begin()
             media_type = response.headers.get("content-type", "").partition(";")[0].strip()
-            if response.status_code == 200 and media_type == "text/event-stream":
+            if response.status == 200 and media_type == "text/event-stream":
                 await self._relay_stream(send, upstream, response)
                 return None
             answer = Answer(
-                response.status_code,
-                [
-                    (name.lower().encode("latin-1"), value.encode("latin-1"))
-                    for name, value in response.headers.multi_items()
-                    if name.lower() not in _NOT_PASSED_BACK
-                ],
+                response.status,
+                _head(response),
                 await self._whole(upstream, response, _MOST_ANSWER),
             )
         finally:
-            await response.aclose()
+            response.close()
         if answer.status in _ELSEWHERE:
             return answer
         if self._started:
@@ -200,7 +200,9 @@ class Relay(Response):
 
     # Answers
 
-    async def _relay_stream(self, send: Send, upstream: Upstream, response: httpx.Response) -> None:
+    async def _relay_stream(
+        self, send: Send, upstream: Upstream, response: aiohttp.ClientResponse
+    ) -> None:
         if not self._job.generates:
             async for chunk in self._chunks(upstream, response):
                 await self._start(send, response)
@@ -225,6 +227,9 @@ class Relay(Response):
                     {"type": "http.response.body", "body": b"".join(out), "more_body": not done}
                 )
             if done:
+                with contextlib.suppress(aiohttp.ClientError, OSError):
+                    async with asyncio.timeout(_END_SECONDS):
+                        await response.content.readany()  # nothing; the connection is free again
                 return
         raise ServerLostError("its stream ended before the answer", took=True)
 
@@ -242,18 +247,12 @@ class Relay(Response):
             raise ServerLostError(f"it sent an event that is none: {error}", took=True) from None
         return [] if kept is None else [b"data: " + kept + b"\n\n"]
 
-    async def _start(self, send: Send, response: httpx.Response) -> None:
+    async def _start(self, send: Send, response: aiohttp.ClientResponse) -> None:
         if self._started:
             return
         self._started = True
-        headers = [
-            (name.lower().encode("latin-1"), value.encode("latin-1"))
-            for name, value in response.headers.multi_items()
-            if name.lower() not in _NOT_PASSED_BACK
-        ]
-        await send(
-            {"type": "http.response.start", "status": response.status_code, "headers": headers}
-        )
+        headers = _head(response)
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _send_answer(self, send: Send, answer: Answer) -> None:
         self._started = True
@@ -288,7 +287,7 @@ class Relay(Response):
                     try:
                         answer = await self._whole(upstream, response, _MOST_EVENT)
                     finally:
-                        await response.aclose()
+                        response.close()
             except ServerLostError as error:
                 logger.warning(
                     "prefill goes to another server",
@@ -297,36 +296,31 @@ class Relay(Response):
                 pool.suspect(upstream)
                 deaths += error.took
             else:
-                params = _transfer_params(answer) if response.status_code == 200 else None
+                params = _transfer_params(answer) if response.status == 200 else None
                 if params is not None:
                     state.metrics.prefills.labels("remote").inc()
                     return job.decode_body(params)
-                if response.status_code not in _ELSEWHERE:
+                if response.status not in _ELSEWHERE:
                     break  # the server that answers will say the same, or does without
             tried[upstream] = epoch
         state.metrics.prefills.labels("local").inc()
         return job.body
 
-    async def _send_request(self, upstream: Upstream, body: bytes) -> httpx.Response:
+    async def _send_request(self, upstream: Upstream, body: bytes) -> aiohttp.ClientResponse:
         """Sends the request; returns once the head of the answer is there.
 
         Raises:
             ServerLostError: the server could not be reached, or broke the connection.
         """
-        job, http = self._job, upstream.http
+        job = self._job
         headers = [(name, self._header(name, value)) for name, value in job.headers]
         try:
-            request = http.build_request(
-                job.method, job.path, headers=headers, content=body or None
-            )
             async with upstream.guard():
-                return await http.send(request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL) as error:
+                return await upstream.ask(job.method, job.path, headers, body)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise ServerLostError(f"cannot be reached: {error}", took=False) from None
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise ServerLostError(_reason(error), took=True) from None
-        except TimeoutError:
-            raise ServerLostError("is silent", took=True) from None
 
     def _header(self, name: str, value: str) -> str:
         if name in ("x-deadline-ms", "x-max-ttft-ms") and value.isdecimal():
@@ -334,26 +328,27 @@ class Relay(Response):
             return str(max(1, int(value) - elapsed))
         return value
 
-    async def _chunks(self, upstream: Upstream, response: httpx.Response) -> AsyncIterator[bytes]:
+    async def _chunks(
+        self, upstream: Upstream, response: aiohttp.ClientResponse
+    ) -> AsyncIterator[bytes]:
         """The body of an answer as it comes.
 
         Raises:
             ServerLostError: it broke off.
         """
-        chunks = response.aiter_raw()
         while True:
             try:
                 async with upstream.guard():
-                    chunk = await anext(chunks, None)
-            except httpx.HTTPError as error:
+                    chunk = await response.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
                 raise ServerLostError(_reason(error), took=True) from None
-            except TimeoutError:
-                raise ServerLostError("is silent", took=True) from None
-            if chunk is None:
+            if not chunk:
                 return
             yield chunk
 
-    async def _whole(self, upstream: Upstream, response: httpx.Response, limit: int) -> bytes:
+    async def _whole(
+        self, upstream: Upstream, response: aiohttp.ClientResponse, limit: int
+    ) -> bytes:
         body = bytearray()
         async for chunk in self._chunks(upstream, response):
             body += chunk
@@ -413,5 +408,11 @@ def _usage_of(answer: bytes) -> tuple[int, int]:
     return usage.prompt_tokens, usage.completion_tokens
 
 
-def _reason(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__
+def _reason(error: Exception) -> str:
+    return "is silent" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+
+
+def _head(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    """The headers of an answer, to be passed on."""
+    headers = [(name.lower(), value) for name, value in response.raw_headers]
+    return [header for header in headers if header[0].decode("latin-1") not in _NOT_PASSED_BACK]

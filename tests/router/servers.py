@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
+from multidict import CIMultiDict
 
 from octavo.config import ServerConfig
 from octavo.router.app import build_app
@@ -12,25 +14,25 @@ from octavo.router.pool import Upstream
 from octavo.router.state import RouterState
 
 
-class Body(httpx.AsyncByteStream):
+class Content:
     """An answer's body that comes piece by piece; an error among the pieces is raised."""
 
     def __init__(self, pieces):
-        self._pieces = pieces
+        self._pieces = iter(pieces)
 
-    async def __aiter__(self):
-        for piece in self._pieces:
-            await asyncio.sleep(0)
-            if isinstance(piece, Exception):
-                raise piece
-            if isinstance(piece, asyncio.Event):
-                await piece.wait()
-            else:
-                yield piece
+    async def readany(self):
+        await asyncio.sleep(0)
+        piece = next(self._pieces, b"")
+        if isinstance(piece, Exception):
+            raise piece
+        if isinstance(piece, asyncio.Event):
+            await piece.wait()
+            return await self.readany()
+        return piece
 
 
-class FakeServer(httpx.AsyncBaseTransport):
-    """A server that answers requests by what it is given.
+class FakeServer:
+    """A server that answers requests by what it is given, in place of `aiohttp.ClientSession`.
 
     Args:
         answer: called with a request; returns (status, headers, pieces of a body), or raises.
@@ -41,17 +43,36 @@ class FakeServer(httpx.AsyncBaseTransport):
         self.ready = 200
         self.asked = []
 
-    async def handle_async_request(self, request):
-        if request.url.path in ("/ready", "/health"):
+    async def request(self, method, url, headers, data, allow_redirects):
+        assert not allow_redirects
+        if url.path in ("/ready", "/health"):
             if isinstance(self.ready, asyncio.Event):
                 await self.ready.wait()
             if isinstance(self.ready, Exception):
                 raise self.ready
-            return httpx.Response(self.ready)
-        await request.aread()
+            return SimpleNamespace(status=self.ready, close=lambda: None)
+        request = SimpleNamespace(
+            method=method, url=str(url), headers=CIMultiDict(headers), content=data
+        )
         self.asked.append(request)
         status, headers, pieces = self.answer(request)
-        return httpx.Response(status, headers=headers, stream=Body(pieces))
+        return SimpleNamespace(
+            status=status,
+            headers=CIMultiDict(headers),
+            raw_headers=[(k.encode(), v.encode()) for k, v in headers.items()],
+            content=Content(pieces),
+            close=lambda: None,
+        )
+
+    async def close(self):
+        await self.real.close()
+
+
+def upstream(name, server):
+    """A server as the router sees it."""
+    made = Upstream(name, "http://server")
+    server.real, made.http = made.http, server
+    return made
 
 
 def events(*texts, finish="stop", index=0):
@@ -101,7 +122,7 @@ class Routed:
             (self.state.prefilling, self.prefill),
         ):
             for number, server in enumerate(servers):
-                pool.add(Upstream(f"s{number}", "http://server", server))
+                pool.add(upstream(f"s{number}", server))
         transport = httpx.ASGITransport(build_app(self.state))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://router", timeout=20)
         while not all(u.ready for pool in self.state.pools for u in pool.upstreams):

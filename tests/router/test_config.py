@@ -132,7 +132,7 @@ def test_what_makes_no_sense_for_the_servers_there_are():
         flags({"servers": [A]}, {"dtype": "bfloat16"})
     with pytest.raises(ConfigError, match="strict_fields is for servers"):
         flags({"servers": [A]}, server={"strict_fields": True})
-    assert flags({"servers": [A]}) == {}
+    assert flags({"servers": [A]}, server={"log_level": "debug"}) == {}, "it is the router's, too"
     events = {"kv_events_config": {"enable_kv_cache_events": True}}
     with pytest.raises(ConfigError, match="kv_events_config names one address"):
         flags({"replicas": 2}, events)

@@ -3,11 +3,11 @@
 import asyncio
 from collections import Counter
 
-import httpx
+import aiohttp
 import pytest
 
-from octavo.router.pool import Pool, Upstream
-from tests.router.servers import FakeServer, whole
+from octavo.router.pool import Pool
+from tests.router.servers import FakeServer, upstream, whole
 
 PIECES = [bytes([i]) * 16 for i in range(8)]
 
@@ -19,7 +19,7 @@ def pooled(test):
         pool = Pool(0.01, 0.03)
         servers = [FakeServer(whole()) for _ in range(3)]
         for number, server in enumerate(servers):
-            pool.add(Upstream(f"s{number}", "http://s", server))
+            pool.add(upstream(f"s{number}", server))
         try:
             await until(lambda: len(pool.choosable()) == 3)
             await test(pool, servers)
@@ -106,7 +106,7 @@ async def test_one_that_leaves_gets_nothing(pool, servers):
 
 
 @pytest.mark.parametrize(
-    "state", [503, 500, 404, httpx.ConnectError("no"), RuntimeError("?")], ids=str
+    "state", [503, 500, 404, aiohttp.ClientError("no"), RuntimeError("?")], ids=str
 )
 def test_one_that_is_not_ready_gets_nothing_until_it_is(state):
     @pooled
