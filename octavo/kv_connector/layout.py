@@ -31,6 +31,15 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sums_offset: int
     image_nbytes: int
 
+    def cells(self) -> set[tuple[int, int, int]]:
+        """(group, layer, head) of all that is in it."""
+        return {
+            (group_id, layer, self.first_head + head)
+            for group_id, layers in enumerate(self.layers)
+            for layer in layers
+            for head in range(self.num_heads[group_id])
+        }
+
 
 @dataclass(frozen=True)
 class KVLayout:

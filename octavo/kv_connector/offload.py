@@ -8,10 +8,10 @@ memory, where it is kept again.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from octavo.kv_connector.image_cache import EVICTION_POLICIES, ImageCache, Key
 from octavo.kv_connector.image_file import ImageFile, read_records
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches
+from octavo.kv_connector.results import Complaint, LoadResults
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
@@ -218,11 +219,11 @@ class OffloadingConnector(KVConnectorBase):
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """See `KVConnectorBase`."""
-        return set(), self._worker.take_finished()
+        return set(), self._worker.loaded.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `KVConnectorBase`."""
-        return self._worker.take_damaged()
+        return self._worker.loaded.take_damaged()
 
     def shutdown(self) -> None:
         """See `KVConnectorBase`."""
@@ -418,7 +419,8 @@ class OffloadingWorker:
         from octavo.kernels.memory import map_memory  # imports torch
 
         self.kv_caches: KVCaches | None = None
-        self._size, self._notify = layout.image_nbytes, notify
+        self._size = layout.image_nbytes
+        self.loaded = LoadResults(notify)
         num_slots, num_file_slots = settings.num_slots(layout)
         self._file: ImageFile | None = None
         if settings.file_path is not None:
@@ -431,23 +433,20 @@ class OffloadingWorker:
         """For what is loaded while there is no place in memory."""
         self._metadata = OffloadingMetadata()
         self._failed_epoch = -1
-        self._warned = ""
+        self._complaint = Complaint()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
         self._spiller = ThreadPoolExecutor(1, "octavo-kv-spills")
         self._spills: dict[int, Future[None]] = {}
         """By the places in memory that are read."""
         self._file_spills: dict[int, Future[None]] = {}
         """The same by those in the file that are written."""
-        self._lock = threading.Lock()
-        """Of what follows."""
-        self._finished: set[str] = set()
-        self._damaged: set[int] = set()
 
     def begin(self, metadata: OffloadingMetadata) -> None:
         """Begins to load."""
         self._metadata = metadata
         for req_id, loads in metadata.loads.items():
-            self._loader.submit(self._load, req_id, loads)
+            blocks = {load.block_id for load in loads}
+            self._loader.submit(self.loaded.run, req_id, blocks, partial(self._copy, loads))
 
     def step_failed(self) -> None:
         """What is saved before the scheduler knows of it rests on what was not computed."""
@@ -478,18 +477,7 @@ class OffloadingWorker:
         try:
             self._file.write(save.file_slot, image, save.number, save.group_id, save.block_hash)
         except OSError as error:
-            self._warn(f"KV blocks cannot be written ({error.strerror or error})")
-
-    def _load(self, req_id: str, loads: list[Load]) -> None:
-        damaged = {load.block_id for load in loads}
-        try:
-            damaged = self._copy(loads)
-        except Exception:
-            logger.exception("KV blocks could not be loaded")
-        with self._lock:
-            self._finished.add(req_id)
-            self._damaged |= damaged
-        self._notify()
+            self._complaint.make(f"KV blocks cannot be written ({error.strerror or error})")
 
     def _copy(self, loads: list[Load]) -> set[int]:
         """Copies blocks; returns those that are damaged."""
@@ -519,34 +507,16 @@ class OffloadingWorker:
         try:
             self._file.read(load.file_slot, image)
         except OSError as error:
-            self._warn(f"KV blocks cannot be read ({error.strerror or error})")
+            self._complaint.make(f"KV blocks cannot be read ({error.strerror or error})")
             image[:] = bytes(len(image))  # nothing that was there before
             return False
         return True
-
-    def _warn(self, text: str) -> None:
-        """Says it once, and again when it is another one."""
-        if text != self._warned:
-            self._warned = text
-            logger.warning("%s: they will be computed", text)
 
     def _address(self, slot: int) -> int:
         return int(self._memory.ctypes.data) + slot * self._size
 
     def _image(self, slot: int) -> memoryview:
         return _bytes_of(self._memory)[slot * self._size : (slot + 1) * self._size]
-
-    def take_finished(self) -> set[str]:
-        """Requests whose loading has ended."""
-        with self._lock:
-            finished, self._finished = self._finished, set()
-        return finished
-
-    def take_damaged(self) -> set[int]:
-        """Blocks of theirs that are not right."""
-        with self._lock:
-            damaged, self._damaged = self._damaged, set()
-        return damaged
 
     def shutdown(self) -> None:
         """Writes what is still to be written."""

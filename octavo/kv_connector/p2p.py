@@ -13,9 +13,11 @@ import hashlib
 import hmac
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -183,7 +185,7 @@ class P2PConnector(OffloadingConnector):
     def get_finished(self) -> tuple[set[str], set[str]]:
         """See `KVConnectorBase`."""
         assert isinstance(self._half, P2PWorker)
-        return self._half.take_fetched(), self._half.take_finished()
+        return self._half.take_fetched(), self._half.loaded.take_finished()
 
 
 class P2PScheduler(OffloadingScheduler):
@@ -374,7 +376,10 @@ class P2PWorker(OffloadingWorker):
         num_slots, _ = settings.num_slots(layout)
         self._shared = SharedImages(num_slots * layout.image_nbytes)
         super().__init__(config, settings, layout, notify, memory=self._shared.images)
+        self._lock = threading.Lock()
+        """Of what follows."""
         self._fetched: set[str] = set()
+        self._notify = notify
         self._timeout, self._secret, self._layout = settings.load_timeout, secret, layout
         self._client: PeerClient | None = None
         self._fetchers = ThreadPoolExecutor(4, "octavo-kv-fetches")
@@ -406,7 +411,9 @@ class P2PWorker(OffloadingWorker):
         super().begin(metadata)
         assert isinstance(metadata, P2PMetadata)
         for req_id, wanted in metadata.fetches.items():
-            self._fetchers.submit(self._fetch, req_id, wanted)
+            blocks = {block_id for _, block_id, _, _ in wanted.blocks}
+            fetch = partial(self._fetch, wanted, blocks)
+            self._fetchers.submit(self.loaded.run, req_id, blocks, fetch)
         if self._layout.rank == 0:
             for request_id, peers in metadata.fetched:
                 self._fetchers.submit(self._tell, request_id, peers)
@@ -416,18 +423,14 @@ class P2PWorker(OffloadingWorker):
         for peer in peers:
             self._client.tell(peer, request_id)
 
-    def _fetch(self, req_id: str, wanted: Fetch) -> None:
-        damaged = {block_id for _, block_id, _, _ in wanted.blocks}
+    def _fetch(self, wanted: Fetch, blocks: set[int]) -> set[int]:
+        assert self._client is not None
         try:
-            assert self._client is not None
-            damaged = self._client.fetch(wanted.peers, wanted.blocks)
+            return self._client.fetch(wanted.peers, wanted.blocks)
         except Exception as error:
             hosts = ", ".join(sorted({peer.host for peer in wanted.peers}))
             logger.warning("KV blocks cannot be fetched from %s: %s", hosts, error)
-        with self._lock:
-            self._finished.add(req_id)
-            self._damaged |= damaged
-        self._notify()
+            return blocks
 
     def shutdown(self) -> None:
         """Fetches nothing more, and lets nobody fetch."""

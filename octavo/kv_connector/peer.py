@@ -217,10 +217,10 @@ class PeerClient:
         Raises:
             OSError: a peer is not to be reached, or too slow, or they do not have all.
         """
-        missing = _cells(self._own)
+        missing = self._own.cells()
         damaged: set[int] = set()
         for peer in peers:
-            found = _cells(peer.part) & missing
+            found = peer.part.cells() & missing
             if found:
                 damaged |= self._fetch_part(peer, blocks)
                 missing -= found
@@ -313,16 +313,6 @@ class PeerClient:
     def close(self) -> None:
         """Lets go of all connections."""
         self._context.destroy(linger=0)
-
-
-def _cells(part: KVPart) -> set[tuple[int, int, int]]:
-    """(group, layer, head) of all that a part has."""
-    return {
-        (group_id, layer, part.first_head + head)
-        for group_id, layers in enumerate(part.layers)
-        for layer in layers
-        for head in range(part.num_heads[group_id])
-    }
 
 
 def _open(peer: PeerAddress) -> mmap.mmap | None:

@@ -12,6 +12,7 @@ from octavo.kv_connector.layout import KVLayout
 _CONNECTORS = {
     "OffloadingConnector": "octavo.kv_connector.offload",
     "P2PConnector": "octavo.kv_connector.p2p",
+    "SharedStorageConnector": "octavo.kv_connector.shared_storage",
 }
 """Their modules."""
 

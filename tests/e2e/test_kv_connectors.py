@@ -1,6 +1,8 @@
 """Real engines: tokens and logprobs are the same bits, wherever keys and values come from."""
 
+import errno
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,6 +23,12 @@ PREFILL = msgspec.structs.replace(
 def offloading(**extra):
     extra = {"cpu_bytes_to_use": 2**26} | extra
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+
+
+def folder(path, role="kv_both", **extra):
+    extra = {"shared_storage_path": str(path / "kv"), "write_buffer_bytes": 2**24} | extra
+    connector = {"kv_connector": "SharedStorageConnector", "kv_role": role}
+    return connector | {"kv_connector_extra_config": extra}
 
 
 def p2p(**config):
@@ -101,6 +109,57 @@ def test_every_tier(settings, plain, tmp_path):
     assert stats.external_prefix_cache_hits >= 64
     assert stats.num_used_blocks == 0
     llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "settings"),
+    [
+        ({}, {}, {"kv_cache_dtype": "int8", "max_num_batched_tokens": 32, "max_num_seqs": 8}),
+        ({}, {"tensor_parallel_size": 2}, {"dtype": "float32"}),
+        ({}, {}, {"kv_cache_dtype": "fp8", "async_scheduling": False}),
+    ],
+    ids=str,
+)
+def test_through_a_folder(first, second, settings, plain, tmp_path):
+    want = plain(**{k: settings[k] for k in ("dtype", "kv_cache_dtype") if k in settings})
+    one = LLM(**SIZE, **first, **settings, kv_transfer_config=folder(tmp_path, "kv_producer"))
+    assert bits(generate(one)) == want
+    one.llm_engine.shutdown()
+    two = LLM(**SIZE, **second, **settings, kv_transfer_config=folder(tmp_path, "kv_consumer"))
+    outputs = generate(two)
+    assert bits(outputs) == want
+    assert min(cached(outputs)) >= 64
+    assert two.llm_engine.stats().num_failed_loads == 0
+    two.reset_prefix_cache()
+    # Some files are damaged in each way, and are computed again.
+    files = sorted(p for p in (tmp_path / "kv").rglob("*") if p.is_file())
+    for i, file in enumerate(files):
+        data = file.read_bytes()
+        if i % 4 == 1:
+            file.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+        elif i % 4 == 2:
+            file.write_bytes(data[: len(data) // 2])
+        elif i % 4 == 3:
+            file.unlink()
+    assert bits(generate(two)) == want
+    stats = two.llm_engine.stats()
+    assert stats.num_used_blocks == 0
+    two.llm_engine.shutdown()
+
+
+def test_a_folder_that_cannot_be_written_to(plain, tmp_path, monkeypatch, caplog):
+    llm = LLM(**SIZE, kv_transfer_config=folder(tmp_path))
+    (tmp_path / "kv").chmod(0o500)
+    monkeypatch.setattr("octavo.kv_connector.shared_folder.os.open", full)
+    assert bits(generate(llm)) == plain()
+    llm.reset_prefix_cache()
+    assert bits(generate(llm)) == plain()
+    llm.llm_engine.shutdown()
+    assert caplog.text.count("KV blocks cannot be written (No space") == 1
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_draft_models_have_not_computed_what_was_loaded():
@@ -196,7 +255,7 @@ def test_over_tcp_and_without_a_peer(plain, monkeypatch):
     two.llm_engine.shutdown()
 
 
-def test_what_it_takes():
+def test_what_it_takes(tmp_path):
     def refused(**settings):
         with pytest.raises(ConfigError) as caught:
             LLM(**SIZE, **settings)
@@ -212,6 +271,12 @@ def test_what_it_takes():
     assert "go together" in refused(kv_transfer_config=offloading(file_path="/tmp/x"))
     assert "eviction_policy='mru'" in refused(kv_transfer_config=offloading(eviction_policy="mru"))
     assert "unknown field `size`" in refused(kv_transfer_config=offloading(size=1))
+    path = Path("/proc/nowhere")
+    assert "cannot be used" in refused(kv_transfer_config=folder(path))
+    assert "max_bytes=5 has no room" in refused(kv_transfer_config=folder(tmp_path, max_bytes=5))
+    assert "missing required field `shared_storage_path`" in refused(
+        kv_transfer_config={"kv_connector": "SharedStorageConnector"}
+    )
     assert "has no Mine" in refused(
         kv_transfer_config={"kv_connector": "Mine", "kv_connector_module_path": "json"}
     )

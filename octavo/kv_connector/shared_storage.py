@@ -1,0 +1,407 @@
+"""`SharedStorageConnector`: blocks are kept in a folder that any number of engines share.
+
+What a step computes is copied when it has been, and written by threads. Each request that is
+started is looked for there, whoever has written it.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from octavo.config import EngineConfig, KVTransferConfig
+from octavo.errors import ConfigError, reason_of
+from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
+from octavo.kv_connector.layout import KVLayout, KVPart
+from octavo.kv_connector.pages import BlockImage, KVCaches
+from octavo.kv_connector.results import Complaint, LoadResults
+from octavo.kv_connector.shared_folder import SharedFolder
+from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
+from octavo.messages import SchedulerOutput
+from octavo.request import Request
+
+# Threads that write: they mostly wait for the disk.
+_WRITERS = 4
+# Blocks that are read before they are copied together.
+_BATCH = 16
+# Seconds of a step that may be spent waiting for blocks to be written.
+_MOST_WAITING = 1.0
+
+
+class SharedStorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config`; the first one as vLLM calls it."""
+
+    shared_storage_path: str
+    """The folder."""
+    max_bytes: int = 10 * 2**30
+    """Its size, of all engines and models together."""
+    write_buffer_bytes: int = 256 * 2**20
+    """Memory for blocks on their way to the folder, of all workers of an engine together."""
+
+    @classmethod
+    def of(cls, config: KVTransferConfig) -> SharedStorageSettings:
+        """Reads them.
+
+        Raises:
+            ConfigError: one is wrong.
+        """
+        where = "kv_transfer_config: kv_connector_extra_config"
+        try:
+            found = msgspec.convert(config.kv_connector_extra_config, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if not found.shared_storage_path:
+            raise ConfigError(f"{where}: shared_storage_path is empty; name a folder.")
+        return found
+
+    def num_slots(self, layout: KVLayout) -> int:
+        """Blocks that may be on their way.
+
+        Raises:
+            ConfigError: none.
+        """
+        nbytes = layout.image_nbytes * layout.world_size
+        for name in ("max_bytes", "write_buffer_bytes"):
+            if getattr(self, name) < nbytes:
+                raise ConfigError(
+                    f"kv_transfer_config: {name}={getattr(self, name)} has no room for a block, "
+                    f"which takes {nbytes} bytes; raise it."
+                )
+        return self.write_buffer_bytes // nbytes
+
+    def folder(self, config: EngineConfig, layout: KVLayout) -> SharedFolder:
+        """The folder as a rank, or the scheduler, sees it."""
+        device = config.device
+        tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
+        division = f"{layout.world_size}.tp{tp}pp{pp}"
+        if device.pipeline_layers is not None:
+            division += "-" + device.pipeline_layers.replace(",", "-")
+        path = Path(self.shared_storage_path).expanduser()
+        return SharedFolder(path, layout, division, self.max_bytes)
+
+
+class Block(msgspec.Struct, array_like=True):
+    """A block to be saved or loaded."""
+
+    group_id: int
+    block_id: int
+    block_hash: bytes
+
+
+class SharedStorageMetadata(KVConnectorMetadata, array_like=True):
+    """What workers do with a step."""
+
+    epoch: int = 0
+    """One more each time that steps have failed."""
+    saves: list[Block] = msgspec.field(default_factory=list)
+    loads: dict[str, list[Block]] = msgspec.field(default_factory=dict)
+
+
+class SharedStorageConnector(KVConnectorBase):
+    """See the module."""
+
+    metadata_type = SharedStorageMetadata
+
+    def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
+        super().__init__(config, role, layout)
+        settings = SharedStorageSettings.of(self.transfer_config)
+        folder = settings.folder(config, layout)
+        num_slots = settings.num_slots(layout)
+        self._half: _Scheduler | _Worker
+        if role is KVConnectorRole.SCHEDULER:
+            self._half = _Scheduler(self.transfer_config, layout, folder)
+        else:
+            num_slots = num_slots if self.transfer_config.saves else 0
+            self._half = _Worker(layout, folder, num_slots, lambda: self.notify())
+
+    @classmethod
+    def host_nbytes(cls, config: KVTransferConfig) -> int:
+        """See `KVConnectorBase`."""
+        settings = SharedStorageSettings.of(config)
+        return settings.write_buffer_bytes if config.saves else 0
+
+    @property
+    def _scheduler(self) -> _Scheduler:
+        assert isinstance(self._half, _Scheduler)
+        return self._half
+
+    @property
+    def _worker(self) -> _Worker:
+        assert isinstance(self._half, _Worker)
+        return self._half
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See `KVConnectorBase`."""
+        return self._scheduler.match(request, num_computed_tokens), True
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: list[list[int]], num_external_tokens: int
+    ) -> None:
+        """See `KVConnectorBase`."""
+        self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
+        """See `KVConnectorBase`."""
+        return self._scheduler.build(scheduler_output)
+
+    def steps_failed(self) -> None:
+        """See `KVConnectorBase`."""
+        self._scheduler.epoch += 1
+
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.kv_caches = kv_caches
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorBase`."""
+        assert isinstance(metadata, SharedStorageMetadata)
+        self._worker.begin(metadata)
+
+    def wait_for_save(self) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.save()
+
+    def step_failed(self) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.step_failed()
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """See `KVConnectorBase`."""
+        return set(), self._worker.loaded.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `KVConnectorBase`."""
+        return self._worker.loaded.take_damaged()
+
+    def shutdown(self) -> None:
+        """See `KVConnectorBase`."""
+        if isinstance(self._half, _Worker):
+            self._half.shutdown()
+
+
+class _Known:
+    """The hashes of a group that are in the folder, each looked for once."""
+
+    def __init__(self, folder: SharedFolder, group_id: int) -> None:
+        self._folder, self._group_id = folder, group_id
+        self._seen: dict[bytes, bool] = {}
+
+    def __contains__(self, block_hash: object) -> bool:
+        assert isinstance(block_hash, bytes)
+        found = self._seen.get(block_hash)
+        if found is None:
+            found = self._folder.find(self._group_id, block_hash) is not None
+            self._seen[block_hash] = found
+        return found
+
+
+class _Scheduler:
+    """Looks what is in the folder."""
+
+    def __init__(self, config: KVTransferConfig, layout: KVLayout, folder: SharedFolder) -> None:
+        self.epoch = 0
+        self._config, self._layout, self._folder = config, layout, folder
+        self._tracker = BlockTracker(layout)
+        self._new_loads: dict[str, list[Block]] = {}
+        """To be told to the workers."""
+
+    def match(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens that can be loaded."""
+        if not self._config.loads:
+            return 0
+        known = [_Known(self._folder, group_id) for group_id in range(len(self._layout.groups))]
+        end = longest_match(self._layout, request, num_computed_tokens, known)
+        return end * self._layout.block_size - num_computed_tokens
+
+    def allocated(self, request: Request, block_ids: list[list[int]], num_tokens: int) -> None:
+        """Has blocks loaded, or follows a request that is started."""
+        if num_tokens == 0:
+            self._tracker.start(request, block_ids)
+            return
+        self._new_loads[request.request_id] = [
+            Block(group_id, ids[i], request.block_hashes[i])
+            for group_id, ids in enumerate(block_ids)
+            for i in range(len(ids) - num_tokens // self._layout.block_size, len(ids))
+            if ids[i] != NULL_BLOCK_ID
+        ]
+
+    def build(self, step: SchedulerOutput) -> SharedStorageMetadata | None:
+        """What a step saves, and what is loaded beside it."""
+        saves = [
+            Block(block.group_id, block.block_id, block.block_hash)
+            for block in self._tracker.full_blocks(step)
+            if self._is_wanted(block)
+        ]
+        loads, self._new_loads = self._new_loads, {}
+        return SharedStorageMetadata(self.epoch, saves, loads) if saves or loads else None
+
+    def _is_wanted(self, block: FullBlock) -> bool:
+        if not self._config.saves or block.request.cache_scope is not None:
+            return False
+        return self._folder.find(block.group_id, block.block_hash) is None
+
+
+class _Worker:
+    """Copies a rank's blocks to the folder and back."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        folder: SharedFolder,
+        num_slots: int,
+        notify: Callable[[], object],
+    ) -> None:
+        from octavo.kernels.memory import map_memory  # imports torch
+
+        self.kv_caches: KVCaches | None = None
+        self.loaded = LoadResults(notify)
+        self._layout, self._folder = layout, folder
+        self._size = layout.image_nbytes
+        self._memory = map_memory(max(1, num_slots) * self._size).numpy()
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Places in this memory."""
+        for slot in range(num_slots):
+            self._free.put(slot)
+        self._metadata = SharedStorageMetadata()
+        self._failed_epoch = -1
+        self._complaint = Complaint()
+        self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
+        self._writers = ThreadPoolExecutor(_WRITERS, "octavo-kv-writes")
+
+    def begin(self, metadata: SharedStorageMetadata) -> None:
+        """Begins to load."""
+        self._metadata = metadata
+        for req_id, blocks in metadata.loads.items():
+            block_ids = {block.block_id for block in blocks}
+            self._loader.submit(self.loaded.run, req_id, block_ids, partial(self._copy, blocks))
+
+    def step_failed(self) -> None:
+        """What is saved before the scheduler knows of it rests on what was not computed."""
+        self._failed_epoch = self._metadata.epoch
+
+    # Saving
+
+    def save(self) -> None:
+        """Copies what the step has computed, as far as there is room within a second."""
+        metadata, self._metadata = self._metadata, SharedStorageMetadata(self._metadata.epoch)
+        if metadata.epoch <= self._failed_epoch:
+            return
+        until = time.monotonic() + _MOST_WAITING
+        left = metadata.saves
+        while left:
+            slots = self._take_slots(len(left), max(0.0, until - time.monotonic()))
+            if not slots:
+                self._complaint.make("KV blocks are not written as fast as they are computed")
+                return
+            self._save(left[: len(slots)], slots)
+            left = left[len(slots) :]
+
+    def _take_slots(self, number: int, timeout: float) -> list[int]:
+        """As many places as are free, up to a number; waits for the first one."""
+        slots: list[int] = []
+        try:
+            slots.append(self._free.get(timeout=timeout))
+            while len(slots) < number:
+                slots.append(self._free.get_nowait())
+        except queue.Empty:
+            pass
+        return slots
+
+    def _save(self, blocks: list[Block], slots: list[int]) -> None:
+        assert self.kv_caches is not None
+        base = int(self._memory.ctypes.data)
+        self.kv_caches.save(
+            [
+                BlockImage(
+                    block.group_id, block.block_id, base + slot * self._size, block.block_hash
+                )
+                for block, slot in zip(blocks, slots, strict=True)
+            ]
+        )
+        for block, slot in zip(blocks, slots, strict=True):
+            self._writers.submit(self._write, block, slot)
+
+    def _write(self, block: Block, slot: int) -> None:
+        image = memoryview(self._memory)[slot * self._size : (slot + 1) * self._size]  # type: ignore[arg-type]
+        try:
+            self._folder.write(block.group_id, block.block_hash, image)
+        except OSError as error:
+            self._complaint.make(f"KV blocks cannot be written ({reason_of(error)})")
+        finally:
+            self._free.put(slot)
+
+    # Loading
+
+    def _copy(self, blocks: list[Block]) -> set[int]:
+        """Loads blocks; returns those that are damaged."""
+        damaged: set[int] = set()
+        for begin in range(0, len(blocks), _BATCH):
+            batch: dict[str, list[Block]] = {}
+            for block in blocks[begin : begin + _BATCH]:
+                division = self._folder.find(block.group_id, block.block_hash)
+                if division is None:
+                    damaged.add(block.block_id)
+                else:
+                    batch.setdefault(division, []).append(block)
+            for division, some in batch.items():
+                damaged |= self._copy_parts(division, some)
+        return damaged
+
+    def _copy_parts(self, division: str, blocks: list[Block]) -> set[int]:
+        """Loads blocks from what the ranks of a division have of them."""
+        missing, damaged = self._layout.part.cells(), set[int]()
+        for rank in range(int(division.partition(".")[0])):
+            part, bad = self._copy_part(division, rank, blocks, missing)
+            damaged |= bad
+            missing -= part.cells() if part is not None else set()
+            if not missing:
+                return damaged
+        return {block.block_id for block in blocks}
+
+    def _copy_part(
+        self, division: str, rank: int, blocks: list[Block], missing: set[tuple[int, int, int]]
+    ) -> tuple[KVPart | None, set[int]]:
+        """Loads what one rank has, if it is wanted; returns what that is, and damaged blocks."""
+        assert self.kv_caches is not None
+        damaged: set[int] = set()
+        images: list[BlockImage] = []
+        part, memory = None, np.empty(0, np.uint8)
+        for block in blocks:
+            try:
+                with self._folder.open(division, rank, block.group_id, block.block_hash) as file:
+                    if part is None:
+                        part = file.part
+                        if not part.cells() & missing:
+                            return part, set()
+                        memory = np.empty(len(blocks) * part.image_nbytes, np.uint8)
+                    if file.part != part:
+                        raise OSError("files of one rank have different parts")
+                    at = len(images) * part.image_nbytes
+                    file.read(memoryview(memory)[at : at + part.image_nbytes])  # type: ignore[arg-type]
+            except OSError as error:
+                damaged.add(block.block_id)
+                self._complaint.make(f"KV blocks cannot be read ({reason_of(error)})")
+                self._folder.remove(division, rank, block.group_id, block.block_hash)
+            else:
+                address = int(memory.ctypes.data) + at
+                images.append(BlockImage(block.group_id, block.block_id, address, block.block_hash))
+        for block_id in self.kv_caches.load(images, part) if images else ():
+            damaged.add(block_id)
+            block = next(block for block in blocks if block.block_id == block_id)
+            self._folder.remove(division, rank, block.group_id, block.block_hash)
+        return part, damaged
+
+    def shutdown(self) -> None:
+        """Writes what is still to be written."""
+        self._loader.shutdown(cancel_futures=True)
+        self._writers.shutdown()
