@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import octavo
-from octavo import metrics_reader, outputs, sampling_params
+from octavo import config, metrics_reader, outputs, sampling_params
 from octavo.device import trim_memory
 from octavo.engine import async_llm, input_processor, llm_engine
 from octavo.engine_args import AsyncEngineArgs, EngineArgs
@@ -48,6 +48,10 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     trim_memory()
 
 
+_CONFIG = {
+    "KVEventsConfig": config.KVEventsConfig,
+    "KVTransferConfig": config.KVTransferConfig,
+}
 _ENGINE = {"LLMEngine": llm_engine.LLMEngine}
 _ASYNC_ENGINE = {"AsyncLLM": async_llm.AsyncLLM, "AsyncLLMEngine": async_llm.AsyncLLMEngine}
 _ARGS = {"AsyncEngineArgs": AsyncEngineArgs, "EngineArgs": EngineArgs}
@@ -87,6 +91,9 @@ _MODULES: dict[str, dict[str, Any]] = {
         "BeamSearchOutput": outputs.BeamSearchOutput,
         "BeamSearchSequence": outputs.BeamSearchSequence,
     },
+    "vllm.config": _CONFIG,
+    "vllm.config.kv_events": _CONFIG,
+    "vllm.config.kv_transfer": _CONFIG,
     "vllm.distributed": _CLEANUP,
     "vllm.distributed.parallel_state": _CLEANUP,
     "vllm.engine": {},
