@@ -11,6 +11,7 @@ from octavo.kv_connector.layout import KVLayout
 
 _CONNECTORS = {
     "OffloadingConnector": "octavo.kv_connector.offload",
+    "MultiConnector": "octavo.kv_connector.multi",
     "P2PConnector": "octavo.kv_connector.p2p",
     "SharedStorageConnector": "octavo.kv_connector.shared_storage",
 }

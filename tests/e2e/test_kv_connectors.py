@@ -147,6 +147,40 @@ def test_through_a_folder(first, second, settings, plain, tmp_path):
     two.llm_engine.shutdown()
 
 
+def multi(*connectors):
+    extra = {"connectors": list(connectors)}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
+def test_several_at_once(plain, tmp_path):
+    tiers = multi(offloading(cpu_bytes_to_use=2**18), folder(tmp_path))
+    one = LLM(**SIZE, dtype="bfloat16", kv_transfer_config=multi(p2p(), folder(tmp_path)))
+    two = LLM(**SIZE, dtype="bfloat16", kv_transfer_config=tiers)
+    want = plain(dtype="bfloat16")
+    assert bits(generate(one)) == want
+    one.llm_engine.shutdown()
+    for _ in range(2):  # memory has room for a few blocks only, the folder for all
+        outputs = generate(two)
+        assert bits(outputs) == want
+        assert min(cached(outputs)) >= 64
+        two.reset_prefix_cache()
+    (failed,) = [go_on(two, PROMPTS[0], {"do_remote_prefill": True}).outputs[0]]
+    assert "takes none" in str(failed.stop_reason)
+    assert two.llm_engine.stats().num_used_blocks == 0
+    scheduler = two.llm_engine.client.core.scheduler._connector
+    assert not scheduler._loading
+    assert not scheduler._connectors[0]._half._memory._pins
+    two.llm_engine.shutdown()
+    three = LLM(**SIZE, dtype="bfloat16", kv_transfer_config=multi(p2p(), offloading()))
+    four = LLM(**SIZE, dtype="bfloat16", kv_transfer_config=multi(p2p(), offloading()))
+    handed = [output.kv_transfer_params for output in generate(three, params=PREFILL)]
+    outputs = [go_on(four, prompt, params) for prompt, params in zip(PROMPTS, handed, strict=True)]
+    assert bits(outputs) == want
+    assert min(cached(outputs)) >= 64
+    for llm in (three, four):
+        llm.llm_engine.shutdown()
+
+
 def test_a_folder_that_cannot_be_written_to(plain, tmp_path, monkeypatch, caplog):
     llm = LLM(**SIZE, kv_transfer_config=folder(tmp_path))
     (tmp_path / "kv").chmod(0o500)
@@ -274,6 +308,12 @@ def test_what_it_takes(tmp_path):
     path = Path("/proc/nowhere")
     assert "cannot be used" in refused(kv_transfer_config=folder(path))
     assert "max_bytes=5 has no room" in refused(kv_transfer_config=folder(tmp_path, max_bytes=5))
+    assert "connectors is empty" in refused(kv_transfer_config=multi())
+    assert "has a MultiConnector" in refused(kv_transfer_config=multi(multi(offloading())))
+    assert "cpu_bytes_to_use=5 has no room" in refused(
+        kv_transfer_config=multi(offloading(cpu_bytes_to_use=5))
+    )
+    assert "kv_role" in refused(kv_transfer_config=multi(offloading() | {"kv_role": "x"}))
     assert "missing required field `shared_storage_path`" in refused(
         kv_transfer_config={"kv_connector": "SharedStorageConnector"}
     )
