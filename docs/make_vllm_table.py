@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.cli import build_parser
 from octavo.config import ENVIRONMENT, EngineConfig, ServerConfig, config_fields, section_fields
 from octavo.engine.async_llm import AsyncLLM
-from octavo.foreign import FOREIGN, RENAMED, SECTIONS, SPECULATIVE
+from octavo.foreign import FOREIGN, OFFLOADING, RENAMED, SECTIONS, SPECULATIVE
 from octavo.metrics import EngineMetrics
 from octavo.sampling_params import (
     REFUSED,
@@ -157,6 +157,8 @@ def flag_status(words: list[str]) -> str:
         raise LookupError(f"{name} is Octavo's own by now: take it out of octavo/foreign.py")
     if name in own:
         return "the same"
+    if name in OFFLOADING:
+        return "the same: a short form of `kv_transfer_config` with OffloadingConnector"
     if name in SPECULATIVE:
         return f"the same: `{SPECULATIVE[name]}` of `speculative_config`"
     if name in SECTIONS:

@@ -17,7 +17,16 @@ from octavo.config import (
     section_doc,
 )
 from octavo.errors import ConfigError
-from octavo.foreign import FOREIGN, RENAMED, SECTIONS, SHORT, SPECULATIVE, VALUES, translate
+from octavo.foreign import (
+    FOREIGN,
+    OFFLOADING,
+    RENAMED,
+    SECTIONS,
+    SHORT,
+    SPECULATIVE,
+    VALUES,
+    translate,
+)
 
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+)?(?:=(.*))?", re.DOTALL)
 
@@ -102,7 +111,7 @@ def _add_foreign_settings(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*_names(setting.name), **kwargs, nargs="+", action="extend")
         else:
             parser.add_argument(*_names(setting.name), **kwargs, action=StoreOnce)
-    for name in (*SPECULATIVE, *SECTIONS, *RENAMED):
+    for name in (*SPECULATIVE, *SECTIONS, *RENAMED, *OFFLOADING):
         number = {"spec_tokens": int, "device_memory_utilization": float}.get(name, str)
         parser.add_argument(*_names(name), **kwargs, type=number, action=StoreOnce)
 
@@ -226,7 +235,7 @@ def engine_kwargs(args: argparse.Namespace, model: str | None = None) -> dict[st
         ConfigError: two models are named.
     """
     known = {field.name for field in config_fields(EngineConfig)}
-    known |= {*FOREIGN, *SPECULATIVE, *SECTIONS, *RENAMED}
+    known |= {*FOREIGN, *SPECULATIVE, *SECTIONS, *RENAMED, *OFFLOADING}
     kwargs = translate({name: value for name, value in vars(args).items() if name in known})
     if model is not None:
         if kwargs.get("model", model) != model:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from octavo.arguments import GIVEN_FLAGS, add_engine_settings
 from octavo.config import EngineConfig, config_fields, settings_from_environment
 from octavo.errors import ConfigError
-from octavo.foreign import FOREIGN, SECTIONS, SPECULATIVE
+from octavo.foreign import FOREIGN, OFFLOADING, SECTIONS, SPECULATIVE
 
 _OWN = {f.name: f for f in config_fields(EngineConfig)}
 _IGNORED = {
@@ -60,7 +60,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
     defaults = {name: f.default for name, f in _OWN.items()}
     for name, setting in FOREIGN.items():
         defaults[name] = setting.harmless[0] if setting.harmless else None
-    defaults |= dict.fromkeys([*SECTIONS, *SPECULATIVE])
+    defaults |= dict.fromkeys([*SECTIONS, *SPECULATIVE, *OFFLOADING])
     return [
         (
             name,

@@ -286,10 +286,7 @@ FOREIGN: dict[str, Foreign] = {
             sleep_preserve_parameter_names=[],
         ),
         _group(
-            "use kv_transfer_config with OffloadingConnector; kv_cache_dtype=fp8 halves what the "
-            "KV cache takes",
-            kv_offloading_size=0,
-            kv_offloading_backend="native",
+            "kv_cache_dtype=fp8 halves what the KV cache takes",
             kv_cache_dtype_skip_layers=[],
             kv_sharing_fast_prefill=False,
         ),
@@ -466,6 +463,9 @@ SPECULATIVE = {
 }
 """Settings that are parts of speculative_config."""
 
+OFFLOADING = ("kv_offloading_size", "kv_offloading_backend")
+"""A short form of kv_transfer_config: GiB of memory for the OffloadingConnector."""
+
 DRAFT = {
     setting.name: setting
     for setting in [
@@ -574,6 +574,14 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {SPECULATIVE[name]: settings.pop(name) for name in SPECULATIVE if name in settings}
     if parts := {name: value for name, value in parts.items() if value is not None}:
         _put(settings, "speculative_config", parts, "spec_method, spec_model and spec_tokens")
+    size, backend = (settings.pop(name, None) for name in OFFLOADING)
+    if backend not in (None, "native"):
+        raise ConfigError(
+            f"kv_offloading_backend={backend!r} is not supported; use native, or another connector "
+            "by kv_transfer_config."
+        )
+    if _typed(size) not in (None, 0):
+        _put(settings, "kv_transfer_config", _offloading(size), "kv_offloading_size")
     draft = _typed(settings.get("speculative_config"))
     if isinstance(draft, dict):
         for name in draft.keys() & DRAFT.keys():
@@ -604,6 +612,14 @@ def _put(settings: dict[str, Any], name: str, value: Any, given_as: str) -> None
     if settings.get(name, value) != value:
         raise ConfigError(f"{name} and {given_as} say different things; give one of them.")
     settings[name] = value
+
+
+def _offloading(size: Any) -> dict[str, Any]:
+    gib = _typed(size)
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 2**20:
+        raise ConfigError(f"kv_offloading_size={size!r} is not allowed; give GiB, such as 4.")
+    extra = {"cpu_bytes_to_use": int(gib * 2**30)}
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
 
 
 def _is_empty(value: Any) -> bool:

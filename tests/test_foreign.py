@@ -98,6 +98,16 @@ def test_every_refusal_is_one_sentence_that_names_no_other_program():
         ),
         ({"spec_model": None}, {}),
         (
+            {"kv_offloading_size": "0.5", "kv_offloading_backend": "native"},
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_connector_extra_config": {"cpu_bytes_to_use": 2**29},
+                }
+            },
+        ),
+        ({"kv_offloading_size": 0}, {}),
+        (
             {"structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": False}},
             {"guided_decoding_backend": "llguidance"},
         ),
@@ -127,6 +137,13 @@ def test_translated_settings_reach_the_config():
         (
             {"gpu_memory_utilization": 0.5, "device_memory_utilization": 0.6},
             "gpu_memory_utilization and device_memory_utilization",
+        ),
+        ({"kv_offloading_size": -1}, "kv_offloading_size=-1 is not allowed; give GiB"),
+        ({"kv_offloading_size": True}, "kv_offloading_size=True is not allowed"),
+        ({"kv_offloading_size": 4, "kv_offloading_backend": "lmcache"}, "kv_offloading_backend='l"),
+        (
+            {"kv_offloading_size": 4, "kv_transfer_config": {"kv_connector": "P2PConnector"}},
+            "kv_transfer_config and kv_offloading_size",
         ),
         ({"spec_method": "ngram", "speculative_config": {"method": "suffix"}}, "spec_method"),
         ({"profiler_config": {"profiler": "cuda"}}, "profiler_config.profiler='cuda'"),
