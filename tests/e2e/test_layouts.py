@@ -279,16 +279,15 @@ def test_workers_end_in_order_though_steps_are_in_flight(layout, folder):
     assert [worker.process.returncode for worker in workers] == [0, 0]
 
 
-@pytest.mark.parametrize(("layout", "index"), [("-tp", 0), ("-pp", 1)])
-def test_streams_outlive_a_rank(layout, index, tmp_path):
-    """That samples: another engine, of as many, goes on. Others die in the chaos test."""
+def test_streams_outlive_a_stage(tmp_path):
+    """That samples: another engine, of as many, goes on. Ranks of one stage die in the chaos test."""
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1}
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
-    with harness.serve(tmp_path, layout, "2", *flags, spare=True) as server:
+    with harness.serve(tmp_path, "-pp", "2", *flags, spare=True) as server:
         expected = server.post("/v1/completions", body).json()["choices"]
         workers = server.engine_process().children()
         assert len(workers) == 2
-        timer = threading.Timer(0.1, workers[index].kill)
+        timer = threading.Timer(0.1, workers[1].kill)
         timer.start()
         assert server.post("/v1/completions", body).json()["choices"] == expected
         timer.join()
