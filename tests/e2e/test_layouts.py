@@ -280,7 +280,7 @@ def test_workers_end_in_order_though_steps_are_in_flight(layout, folder):
 
 
 def test_streams_outlive_a_stage(tmp_path):
-    """That samples: another engine, of as many, goes on. Ranks of one stage die in the chaos test."""
+    """That samples: another engine, of as many, goes on. Other ranks die in the chaos test."""
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1}
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
     with harness.serve(tmp_path, "-pp", "2", *flags, spare=True) as server:
