@@ -389,6 +389,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Blocks that a KV connector fills from now on: what a drafter has of them is another's."""
     kv_connector_metadata: bytes | None = None
     """What the scheduler's half of a KV connector tells the workers', encoded."""
+    kv_loads_before: list[str] = []
+    """Requests whose blocks a KV connector loads before this step, not beside it."""
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True):

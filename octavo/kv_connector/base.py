@@ -107,8 +107,9 @@ class KVConnectorBase(ABC):
             num_computed_tokens: what the prefix cache has of it; whole blocks.
 
         Returns:
-            Tokens behind these, in whole blocks; and whether they come beside steps. If not, the
-            workers' next step begins when they are there.
+            Tokens behind these, in whole blocks; and whether they come beside steps, until
+            `get_finished` says that they have. If not, they are there when `start_load_kv` and
+            `wait_for_layer_load` of the next step have returned. The request waits either way.
         """
 
     @abstractmethod

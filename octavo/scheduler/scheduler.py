@@ -151,6 +151,8 @@ class Scheduler:
         self._loads_kv = connector is not None and connector.transfer_config.loads
         self._costs = PrefillCosts()
         self._loaded_block_ids: list[int] = []
+        self._loads_before: list[str] = []
+        """Requests whose blocks are loaded before the step that is scheduled next."""
         """See `SchedulerOutput`: of the next step."""
         self._loading: dict[str, list[Request]] = {}
         """By the request that blocks are being loaded for: all that wait for them."""
@@ -308,6 +310,7 @@ class Scheduler:
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
         if self._connector is not None:
             output.loaded_block_ids, self._loaded_block_ids = self._loaded_block_ids, []
+            output.kv_loads_before, self._loads_before = self._loads_before, []
             metadata = self._connector.build_connector_meta(output)
             if metadata is not None:
                 output.kv_connector_metadata = msgspec.msgpack.encode(metadata)
@@ -800,7 +803,7 @@ class Scheduler:
             return False
         if request.request_id in self._loading:  # of a request that ended with this very id
             return False
-        count, _ = connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        count, beside = connector.get_num_new_matched_tokens(request, hit.num_tokens)
         if not count:
             return False
         block_ids = self.kv_cache_manager.start_load(request, hit, count)
@@ -812,6 +815,8 @@ class Scheduler:
         self._loaded_block_ids += [i for ids in block_ids for i in ids[hit.num_tokens // size :]]
         connector.update_state_after_alloc(request, block_ids, count)
         self._loading[request.request_id] = []
+        if not beside:
+            self._loads_before.append(request.request_id)
         self._costs.load_began(request.request_id, count, self._clock())
         self._hold_for_load(request, request.request_id)
         return True

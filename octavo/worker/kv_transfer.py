@@ -45,6 +45,10 @@ class KVTransfers:
         connector.start_load_kv(self._nothing if encoded is None else self._decoder.decode(encoded))
         for layer in range(self._num_layers):
             connector.wait_for_layer_load(layer)
+        if loaded := scheduler_output.kv_loads_before:
+            with self._lock:
+                invalid = connector.get_block_ids_with_load_errors()
+            self._report(KVConnectorOutput([], loaded, sorted(invalid)))
         try:
             yield
         except BaseException:

@@ -39,3 +39,10 @@ def test_kv_offload():
     printed = run(EXAMPLES / "kv_offload.py")
     there = re.findall(r"(\d+) of 1080 prompt tokens were there", printed)
     assert there == ["0", "1072", "1072", "1072"]
+
+
+def test_a_connector_of_ones_own():
+    first, text, second, again = run(EXAMPLES / "my_kv_connector.py").splitlines()
+    assert first.startswith("0 of 144 ")
+    assert second.startswith("143 of 144 ")
+    assert text == again
