@@ -197,6 +197,39 @@ def test_after_forced_preemptions(dtype, expected):
     assert result[-2:] == expected
 
 
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+def test_with_blocks_from_elsewhere(dtype, expected, preemption_mode, tmp_path):
+    """From memory and from a folder, while others are computed and preempted."""
+    connectors = [
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 2**21},
+        },
+        {
+            "kv_connector": "SharedStorageConnector",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
+        },
+    ]
+    with LLM(
+        dtype=dtype,
+        max_model_len=512,
+        num_gpu_blocks_override=64,
+        preemption_mode=preemption_mode,
+        kv_transfer_config={
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": connectors},
+        },
+    ) as llm:
+        crowd = others(12)
+        for _ in range(3):
+            result = answers(llm, [*crowd[:4], TARGETS[0], *crowd[4:], TARGETS[1]])
+            assert [result[4], result[13]] == expected
+            llm.reset_prefix_cache()
+        stats = llm.llm_engine.stats()
+        assert stats.external_prefix_cache_hits >= 2 * 240
+        assert stats.num_preemptions > 0
+
+
 @pytest.mark.parametrize(
     "settings",
     [
