@@ -451,8 +451,8 @@ def _route(args: argparse.Namespace) -> int:
     engine = engine_kwargs(args, args.model_arg)
     server = own_server_settings(given_settings(args, section_fields(ServerConfig)))
 
-    from octavo.router.own_servers import flags_of_kinds
     from octavo.router.run import run_router
+    from octavo.router.server_flags import flags_of_kinds
 
     flags = flags_of_kinds(router, server, engine, engine_config)
     return run_router(server_config, router, flags)

@@ -557,11 +557,10 @@ class ParallelConfig(Section, frozen=True):
                 "number of this node's first one."
             )
         if not headless and local == size:
-            if self.data_parallel_address is not None or self.cluster_key_file is not None:
+            if self.data_parallel_address is not None:  # a key may be a KV connector's
                 raise ConfigError(
-                    f"data_parallel_address and cluster_key_file are for engines on several "
-                    f"machines, and all of {total} are on this one; set data_parallel_size_local, "
-                    "or leave them out."
+                    f"data_parallel_address is for engines on several machines, and all of {total} "
+                    "are on this one; set data_parallel_size_local, or leave it out."
                 )
             return
         for name in ("data_parallel_address", "cluster_key_file"):
@@ -583,12 +582,11 @@ class ParallelConfig(Section, frozen=True):
                 f"headless: a node has no server, and with {lb} each has one; leave out one of "
                 "them."
             )
-        for name in ("enable_elastic_ep", "cluster_key_file"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is not supported with {lb}: each server has its engines for itself, "
-                    "and the load balancer knows how many there are; leave out one of them."
-                )
+        if self.enable_elastic_ep:
+            raise ConfigError(
+                f"enable_elastic_ep is not supported with {lb}: each server has its engines for "
+                "itself, and the load balancer knows how many there are; leave out one of them."
+            )
         if not self.external:
             if local is None:
                 raise ConfigError(

@@ -526,7 +526,6 @@ BALANCED = [
     ({"data_parallel_rank": 1, "data_parallel_hybrid_lb": True}, False, "leave out one of them"),
     ({"data_parallel_rank": 1}, True, "headless: a node has no server"),
     ({"data_parallel_rank": 1, "enable_elastic_ep": True}, False, "enable_elastic_ep is not supp"),
-    ({"data_parallel_rank": 1, "cluster_key_file": "k"}, False, "cluster_key_file is not supp"),
     ({"data_parallel_hybrid_lb": True}, False, "needs data_parallel_size_local"),
     (
         {

@@ -141,9 +141,6 @@ async def relay(request: Request) -> Response:
     headers = [
         (name, value) for name, value in request.headers.items() if name not in _NOT_PASSED_ON
     ]
-    if state.router.server_api_key is not None:
-        headers = [header for header in headers if header[0] != "authorization"]
-        headers.append(("authorization", f"Bearer {state.router.server_api_key}"))
     headers += [("accept-encoding", "identity"), ("x-request-id", context.request_id)]
     # Still percent-encoded; a proxy may have left its own path in front.
     path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -83,6 +83,13 @@ class RouterConfig(Section, frozen=True):
         int,
         Meta(description="Number of decode servers that the router starts itself.", ge=0, le=1024),
     ] = 0
+    backend: Annotated[
+        Literal["local", "ray"],
+        Meta(
+            description="Where the router's own servers are: on this machine, or on nodes of a Ray"
+            " cluster, each with --num-threads CPUs."
+        ),
+    ] = "local"
     min_replicas: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(description="With --max-replicas: fewest servers of its own, of each kind."),
@@ -162,6 +169,11 @@ class RouterConfig(Section, frozen=True):
             missing = "decode" if split["prefill"] else "prefill"
             raise ConfigError(
                 f"There is no {missing} server: give --{missing}-servers URL ... or --{missing} N."
+            )
+        if self.backend != "local" and not self.num_own:
+            raise ConfigError(
+                f"backend={self.backend!r} is for servers that the router starts, and it starts "
+                "none; give --replicas N, or leave it out."
             )
         for url in self.urls:
             _check_url(url)

@@ -34,11 +34,15 @@ class Upstream:
         name: how it is called in logs and metrics.
         url: where it answers, without a slash at the end.
         socket: the Unix socket on which it listens; None: it listens at the URL's host.
+        api_key: sent instead of the client's; None: that one is passed on.
     """
 
-    def __init__(self, name: str, url: str, socket: str | None = None) -> None:
+    def __init__(
+        self, name: str, url: str, socket: str | None = None, api_key: str | None = None
+    ) -> None:
         self.name = name
         self.url = url
+        self.api_key = api_key
         connector: aiohttp.BaseConnector
         if socket is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
@@ -82,6 +86,9 @@ class Upstream:
         Raises:
             aiohttp.ClientError: the server cannot be reached, or broke the connection.
         """
+        if self.api_key is not None:
+            headers = [header for header in headers if header[0].lower() != "authorization"]
+            headers.append(("authorization", f"Bearer {self.api_key}"))
         return await self.http.request(
             method,
             URL(self.url + path, encoded=True),

@@ -14,7 +14,7 @@ from octavo.errors import OctavoError, QueueFullError
 from octavo.router.autoscale import autoscale
 from octavo.router.config import RouterConfig
 from octavo.router.metrics import RouterMetrics
-from octavo.router.own_servers import OwnServers
+from octavo.router.own_servers import LocalStarter, OwnServers, Starter
 from octavo.router.pool import Pool, Upstream
 from octavo.server.http_state import HttpState
 
@@ -54,18 +54,20 @@ class RouterState(HttpState):
     def start(self) -> None:
         """Begins to look at servers, and starts its own."""
         router = self.router
-        for url in router.servers + router.decode_servers:
-            self.answering.add(Upstream(url, url.rstrip("/")))
-        for url in router.prefill_servers:
-            self._pool_of("prefill").add(Upstream(url, url.rstrip("/")))
+        for role, urls in (
+            ("decode", router.servers + router.decode_servers),
+            ("prefill", router.prefill_servers),
+        ):
+            for url in urls:
+                upstream = Upstream(url, url.rstrip("/"), api_key=router.server_api_key)
+                self._pool_of(role).add(upstream)
         counts = {"replica": router.replicas, "decode": router.decode, "prefill": router.prefill}
         for role, count in counts.items():
             if count:
                 own = OwnServers(
                     self._pool_of(role),
                     role,
-                    self._flags[role],
-                    Path(self._folder.name),
+                    self._starter(self._flags[role]),
                     self.config.shutdown_timeout,
                     self._fail,
                 )
@@ -75,6 +77,13 @@ class RouterState(HttpState):
         if least is not None and most is not None:
             scaling = autoscale(self._own, least, most, router.target_load)
             self._scaling = asyncio.create_task(scaling)
+
+    def _starter(self, flags: list[str]) -> Starter:
+        if self.router.backend == "local":
+            return LocalStarter(flags, Path(self._folder.name))
+        from octavo.router.ray_server import RayStarter
+
+        return RayStarter(flags)
 
     def _pool_of(self, role: str) -> Pool:
         if role != "prefill":

@@ -68,9 +68,9 @@ class FakeServer:
         await self.real.close()
 
 
-def upstream(name, server):
+def upstream(name, server, api_key=None):
     """A server as the router sees it."""
-    made = Upstream(name, "http://server")
+    made = Upstream(name, "http://server", api_key=api_key)
     server.real, made.http = made.http, server
     return made
 
@@ -122,7 +122,7 @@ class Routed:
             (self.state.prefilling, self.prefill),
         ):
             for number, server in enumerate(servers):
-                pool.add(upstream(f"s{number}", server))
+                pool.add(upstream(f"s{number}", server, self.state.router.server_api_key))
         transport = httpx.ASGITransport(build_app(self.state))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://router", timeout=20)
         while not all(u.ready for pool in self.state.pools for u in pool.upstreams):

@@ -8,7 +8,7 @@ from octavo.config import EngineConfig, ServerConfig, build_section, section_fie
 from octavo.device import num_cpus
 from octavo.errors import ConfigError
 from octavo.router.config import PASSED_ON, REFUSED, SHARED, RouterConfig, own_server_settings
-from octavo.router.own_servers import flags_of_kinds
+from octavo.router.server_flags import HOST, flags_of_kinds
 
 A, B = "http://a:8000", "http://b:8000"
 
@@ -27,6 +27,7 @@ A, B = "http://a:8000", "http://b:8000"
         ({"servers": [f"{A}/v1"]}, "has a path"),
         ({"servers": [A, f"{A}/"]}, "named twice"),
         ({"prefill_servers": [A], "decode_servers": [A]}, "named twice"),
+        ({"servers": [A], "backend": "ray"}, "backend='ray' is for servers that the router starts"),
         ({"replicas": 1, "max_replicas": 2}, "go together"),
         ({"servers": [A], "min_replicas": 1, "max_replicas": 2}, "for servers that --replicas"),
         ({"replicas": 3, "min_replicas": 1, "max_replicas": 2}, "starts with 3 servers"),
@@ -46,6 +47,7 @@ def test_settings_that_contradict(settings, message):
         ("replicas", -1),
         ("prefill", 5000),
         ("decode", "x"),
+        ("backend", "slurm"),
         ("min_replicas", 0),
         ("max_replicas", 0),
         ("target_load", 0),
@@ -125,6 +127,21 @@ def test_prefill_servers_hand_over_and_decode_servers_fetch():
     assert list(words) == ["prefill"]
     config = json.loads(value(words["prefill"], "--kv-transfer-config"))
     assert (config["kv_connector"], config["kv_role"]) == ("Mine", "kv_producer")
+
+
+def test_servers_on_ray():
+    ray = {"backend": "ray"}
+    for settings in ({}, {"num_threads": 2, "tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match="backend='ray' needs num_threads"):
+            flags(ray | {"replicas": 1}, settings)
+    words = flags(ray | {"replicas": 2}, {"num_threads": 2})["replica"]
+    assert value(words, "--num-threads") == "2"
+    assert "--gpu-memory-utilization" not in words
+    with pytest.raises(ConfigError, match="need cluster_key_file"):
+        flags(ray | {"prefill": 1, "decode": 1}, {"num_threads": 1})
+    words = flags(ray | {"prefill": 1, "decode": 1}, {"num_threads": 1, "cluster_key_file": "/key"})
+    config = json.loads(value(words["decode"], "--kv-transfer-config"))
+    assert config["kv_connector_extra_config"]["host"] == HOST
 
 
 def test_what_makes_no_sense_for_the_servers_there_are():
