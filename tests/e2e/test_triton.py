@@ -48,9 +48,8 @@ def tokens(model: str, params: list[SamplingParams], **settings: object) -> list
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("case", ["gemma2", "glm4"])
-def test_greedy_tokens_are_the_same(case: str, tmp_path: Path) -> None:
-    model = folder(case, tmp_path)
+def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
+    model = folder("gemma2", tmp_path)
     params = [GREEDY] * 4
     assert tokens(model, params, attention_backend="triton") == tokens(model, params)
 

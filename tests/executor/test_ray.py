@@ -268,8 +268,7 @@ class TestStages:
             two.shutdown()
         assert gone([worker.pid for worker in groups[0].workers])
 
-    @pytest.mark.parametrize("rank", [0, 1])
-    @pytest.mark.parametrize("how", ["killed", "broken"])
+    @pytest.mark.parametrize(("how", "rank"), [("killed", 0), ("broken", 1)])
     def test_a_node_that_fails_ends_the_engine(self, connected, groups, rank, how):
         llm = self.make()
         self.generate(llm)

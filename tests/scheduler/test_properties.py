@@ -322,7 +322,7 @@ class ConnectorMachine(SchedulerMachine):
 
 TestConnectorMachine = ConnectorMachine.TestCase
 TestConnectorMachine.settings = settings(
-    max_examples=80,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -330,7 +330,7 @@ TestConnectorMachine.settings = settings(
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=80,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
