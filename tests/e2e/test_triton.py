@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import openai
-import pytest
 
 from octavo import LLM, SamplingParams
 from tests.e2e.harness import serve
