@@ -114,7 +114,8 @@ def read_job(
         fields.get(name) not in (None, False, 0)
         for name in ("prompt_logprobs", "echo", "use_beam_search")
     )
-    job.splits = not several and not asks_prompt
+    # Servers take kv_transfer_params with one answer only; a wrong n is for them to refuse.
+    job.splits = not several and not asks_prompt and fields.get("n") in (None, 1)
     text = _prompt_text(fields)
     job.pieces = _pieces(text, [fields.get("model"), salt, _authorization(headers)])
     job.weight = 1 + len(text) // _WEIGHT_NBYTES
