@@ -406,7 +406,7 @@ class P2PWorker(OffloadingWorker):
         super().begin(metadata)
         assert isinstance(metadata, P2PMetadata)
         for req_id, wanted in metadata.fetches.items():
-            self._fetchers.submit(self._fetch, req_id, wanted)
+            self._fetchers.submit(self._fetch, req_id, wanted, time.monotonic())
         if self._layout.rank == 0:
             for request_id, peers in metadata.fetched:
                 self._fetchers.submit(self._tell, request_id, peers)
@@ -416,11 +416,11 @@ class P2PWorker(OffloadingWorker):
         for peer in peers:
             self._client.tell(peer, request_id)
 
-    def _fetch(self, req_id: str, wanted: Fetch) -> None:
+    def _fetch(self, req_id: str, wanted: Fetch, since: float) -> None:
         damaged = {block_id for _, block_id, _, _ in wanted.blocks}
         try:
             assert self._client is not None
-            damaged = self._client.fetch(wanted.peers, wanted.blocks)
+            damaged = self._client.fetch(wanted.peers, wanted.blocks, since)
         except Exception as error:
             hosts = ", ".join(sorted({peer.host for peer in wanted.peers}))
             logger.warning("KV blocks cannot be fetched from %s: %s", hosts, error)
