@@ -28,7 +28,8 @@ class Rank:
 
     def __init__(self, folder, slots=3, file_slots=5):
         extra = {
-            **{"cpu_bytes_to_use": slots * LAYOUT.image_nbytes, "file_path": str(folder)},
+            "cpu_bytes_to_use": slots * LAYOUT.image_nbytes,
+            "file_path": str(folder),
             "file_bytes_to_use": file_slots * LAYOUT.image_nbytes,
         }
         config = KVTransferConfig(

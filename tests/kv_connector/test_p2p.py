@@ -44,8 +44,13 @@ def connector(kv, slots=50, *, key=None, model="model", role="kv_both", **extra)
         )
     made = P2PConnector(config, KVConnectorRole.SCHEDULER, layout)
     address = {
-        **{"host": "127.0.0.1", "port": 1, "machine": "m", "pid": 1, "descriptor": 3},
-        **{"nonce": "00" * 16, "part": msgspec.to_builtins(layout.part)},
+        "host": "127.0.0.1",
+        "port": 1,
+        "machine": "m",
+        "pid": 1,
+        "descriptor": 3,
+        "nonce": "00" * 16,
+        "part": msgspec.to_builtins(layout.part),
     }
     made.set_xfer_handshake_metadata([address])
     return made
