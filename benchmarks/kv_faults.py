@@ -295,7 +295,7 @@ class Pair:
 
     async def metric(self, engine: AsyncLLM, name: str) -> float:
         """The value of a metric."""
-        text = engine.render_metrics()
+        text = (await engine.render_metrics()).decode()
         return sum(
             float(line.rpartition(" ")[2])
             for line in text.splitlines()
@@ -303,9 +303,11 @@ class Pair:
         )
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes and descriptors of this process, in which both engines' front ends are."""
-        process = psutil.Process()
-        return process.memory_info().rss, process.num_fds()
+        """Bytes and descriptors of this process, with both front ends, and of the engines."""
+        there = [psutil.Process(), self.core_of(file=False), self.core_of(file=True)]
+        processes = [process for process in there if process is not None]
+        nbytes = sum(process.memory_info().rss for process in processes)
+        return nbytes, sum(process.num_fds() for process in processes)
 
     async def rest(self) -> None:
         """Waits until no engine has blocks in use.

@@ -139,6 +139,23 @@ def test_with_and_without_a_prefix_hit(dtype, expected, async_scheduling):
         assert answers(llm, [TARGETS[0]]) == expected[:1]
 
 
+def test_with_keys_and_values_that_were_kept_elsewhere(dtype, expected, tmp_path):
+    nbytes = 2**25
+    extra = {"cpu_bytes_to_use": nbytes, "file_path": str(tmp_path), "file_bytes_to_use": nbytes}
+    kept = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    settings = {"dtype": dtype, "max_model_len": 512, "kv_transfer_config": kept}
+    with LLM(**settings) as llm:
+        assert alone(llm) == expected
+        llm.reset_prefix_cache()
+        assert alone(llm) == expected
+        llm.reset_prefix_cache()
+        assert answers(llm, [*others(8), *TARGETS])[8:] == expected
+        assert llm.stats().external_prefix_cache_hits >= 4 * (PROMPT_LEN - 37 - 16)
+    with LLM(**settings) as llm:  # the file
+        assert answers(llm, [*others(8), *TARGETS])[8:] == expected
+        assert llm.stats().external_prefix_cache_hits >= 2 * (PROMPT_LEN - 37 - 16)
+
+
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_n_answers_are_those_of_n_requests(dtype, enable_prefix_caching):
     """Of the prompt siblings compute the last token only."""

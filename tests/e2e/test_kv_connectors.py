@@ -7,7 +7,8 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.config import BUILTIN_DRAFT_MODEL
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, SleepError
+from tests.models.harness import make_hf
 
 TEXT = "Once upon a time there was a little dog who liked to run in the park with his friend. "
 PROMPTS = [TEXT * 4 + f"Then number {i} came, and" for i in range(3)]
@@ -100,6 +101,54 @@ def test_every_tier(settings, plain, tmp_path):
     assert stats.num_failed_loads == 0
     assert stats.external_prefix_cache_hits >= 64
     assert stats.num_used_blocks == 0
+    llm.llm_engine.shutdown()
+
+
+def test_private_prompts_several_answers_and_sleep(plain, tmp_path):
+    config = offloading(file_path=str(tmp_path / "kv"), file_bytes_to_use=2**26)
+    llm = LLM(**SIZE, enable_sleep_mode=True, kv_transfer_config=config)
+
+    def ask(salt):
+        llm.reset_prefix_cache()
+        prompt = {"prompt": PROMPTS[0], "cache_salt": salt} if salt else PROMPTS[0]
+        (output,) = found = generate(llm, [prompt])
+        assert bits(found) == plain()[:1]
+        return output.num_cached_tokens
+
+    assert ask("mine") == 0
+    assert ask("yours") == ask(None) == 0
+    assert ask("mine") >= 64
+    assert ask(None) >= 64
+    many = msgspec.structs.replace(PARAMS, n=3)
+    llm.reset_prefix_cache()
+    loaded = generate(llm, PROMPTS[:1], many)[0].outputs
+    assert loaded[0].token_ids == plain()[0][0]
+    with pytest.raises(SleepError, match="level=2 may bring other weights"):
+        llm.sleep(2)
+    llm.sleep(1)
+    llm.wake_up()
+    assert ask(None) >= 64
+    llm.llm_engine.shutdown()
+    llm = LLM(**SIZE, enable_prefix_caching=False)
+    computed = generate(llm, PROMPTS[:1], many)[0].outputs
+    assert [it.token_ids for it in loaded] == [it.token_ids for it in computed]
+    llm.llm_engine.shutdown()
+
+
+def test_a_window_that_has_left_most_of_the_prompt(tmp_path):
+    sizes = {"num_hidden_layers": 2, "sliding_window": 40}
+    make_hf("MistralForCausalLM", **sizes).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, **SIZE}
+    prompt = {"prompt_token_ids": [5 + i * i % 90 for i in range(150)]}
+    llm = LLM(**settings)
+    want = bits(generate(llm, [prompt]))
+    llm.llm_engine.shutdown()
+    llm = LLM(**settings, kv_transfer_config=offloading())
+    for known in (0, 144):
+        llm.reset_prefix_cache()
+        outputs = generate(llm, [prompt])
+        assert bits(outputs) == want
+        assert cached(outputs) == [known]
     llm.llm_engine.shutdown()
 
 
