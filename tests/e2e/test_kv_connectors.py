@@ -110,14 +110,14 @@ def test_private_prompts_several_answers_and_sleep(plain, tmp_path):
 
     def ask(salt):
         llm.reset_prefix_cache()
-        prompt = {"prompt": PROMPTS[0], "cache_salt": salt} if salt else PROMPTS[0]
-        (output,) = found = generate(llm, [prompt])
+        params = msgspec.structs.replace(PARAMS, cache_salt=salt)
+        (output,) = found = generate(llm, PROMPTS[:1], params)
         assert bits(found) == plain()[:1]
         return output.num_cached_tokens
 
     assert ask("mine") == 0
-    assert ask("yours") == ask(None) == 0
-    assert ask("mine") >= 64
+    assert ask("yours") == 0
+    assert ask(None) == 0
     assert ask(None) >= 64
     many = msgspec.structs.replace(PARAMS, n=3)
     llm.reset_prefix_cache()
@@ -136,7 +136,9 @@ def test_private_prompts_several_answers_and_sleep(plain, tmp_path):
 
 
 def test_a_window_that_has_left_most_of_the_prompt(tmp_path):
-    sizes = {"num_hidden_layers": 2, "sliding_window": 40}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 100}
+    sizes |= {"sliding_window": 40, "max_position_embeddings": 256, "head_dim": 16}
     make_hf("MistralForCausalLM", **sizes).save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "skip_tokenizer_init": True, **SIZE}
     prompt = {"prompt_token_ids": [5 + i * i % 90 for i in range(150)]}
