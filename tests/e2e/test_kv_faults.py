@@ -26,13 +26,13 @@ def test_a_changed_answer_is_seen(monkeypatch):
         logprob = -1.0
 
     class One:
-        token_ids, logprobs = [1, 2], [{1: Row}, {2: Row}]
+        token_ids, logprobs = (1, 2), ({1: Row}, {2: Row})
 
     class Output:
-        outputs = [One]
+        outputs = (One,)
 
     before = kv_faults.answer_of(Output)
     monkeypatch.setattr(Row, "logprob", -1.0 - 2**-40)
     changed = kv_faults.answer_of(Output)
-    monkeypatch.setattr(One, "token_ids", [1, 3])
+    monkeypatch.setattr(One, "token_ids", (1, 3))
     assert len({before, changed, kv_faults.answer_of(Output)}) == 3
