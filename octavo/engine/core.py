@@ -468,7 +468,8 @@ class EngineCore:
 
         Raises:
             RequestError: level or mode is unknown.
-            SleepError: the engine was made without sleep mode, and level is not 0.
+            SleepError: the engine was made without sleep mode, and level is not 0; or it has a KV
+                connector, and level is 2.
         """
         if level not in (0, 1, 2):
             raise RequestError(f"level={level!r} is not allowed; it is 0, 1 or 2.", "level")
@@ -478,6 +479,11 @@ class EngineCore:
             raise SleepError(
                 "This engine keeps its memory; start it with enable_sleep_mode "
                 "(--enable-sleep-mode), or take level=0, which only pauses it."
+            )
+        if level == 2 and self.scheduler.has_connector:
+            raise SleepError(
+                "level=2 may bring other weights, and what kv_transfer_config keeps is of these; "
+                "take level=1, or start the engine without kv_transfer_config."
             )
         if mode != "wait":
             self._finish_steps()

@@ -412,7 +412,7 @@ class P2PWorker(OffloadingWorker):
         assert isinstance(metadata, P2PMetadata)
         for req_id, wanted in metadata.fetches.items():
             blocks = {block_id for _, block_id, _, _ in wanted.blocks}
-            fetch = partial(self._fetch, wanted, blocks)
+            fetch = partial(self._fetch, wanted, blocks, time.monotonic())
             self._fetchers.submit(self.loaded.run, req_id, blocks, fetch)
         if self._layout.rank == 0:
             for request_id, peers in metadata.fetched:
@@ -423,10 +423,10 @@ class P2PWorker(OffloadingWorker):
         for peer in peers:
             self._client.tell(peer, request_id)
 
-    def _fetch(self, wanted: Fetch, blocks: set[int]) -> set[int]:
+    def _fetch(self, wanted: Fetch, blocks: set[int], since: float) -> set[int]:
         assert self._client is not None
         try:
-            return self._client.fetch(wanted.peers, wanted.blocks)
+            return self._client.fetch(wanted.peers, wanted.blocks, since)
         except Exception as error:
             hosts = ", ".join(sorted({peer.host for peer in wanted.peers}))
             logger.warning("KV blocks cannot be fetched from %s: %s", hosts, error)

@@ -207,12 +207,15 @@ class PeerClient:
         self._secret, self._kv_caches, self._timeout = secret, kv_caches, timeout
         self._own = kv_caches.layout.part
 
-    def fetch(self, peers: Sequence[PeerAddress], blocks: Sequence[Block]) -> set[int]:
+    def fetch(
+        self, peers: Sequence[PeerAddress], blocks: Sequence[Block], since: float
+    ) -> set[int]:
         """Copies blocks to the KV cache; returns those that are not what they should be.
 
         Args:
             peers: the ranks that have them; each a part, perhaps divided otherwise than here.
             blocks: what is wanted.
+            since: when they were asked for, by `time.monotonic`: what comes late is not waited for.
 
         Raises:
             OSError: a peer is not to be reached, or too slow, or they do not have all.
@@ -222,17 +225,20 @@ class PeerClient:
         for peer in peers:
             found = peer.part.cells() & missing
             if found:
-                damaged |= self._fetch_part(peer, blocks)
+                damaged |= self._fetch_part(peer, blocks, since + self._timeout)
                 missing -= found
         if missing:
             raise OSError("it has not all layers and heads")
         return damaged
 
-    def _fetch_part(self, peer: PeerAddress, blocks: Sequence[Block]) -> set[int]:
+    def _fetch_part(self, peer: PeerAddress, blocks: Sequence[Block], end: float) -> set[int]:
         memory = _open(peer)
         if memory is None:
-            return self._receive(peer, blocks)
+            return self._receive(peer, blocks, end)
         with contextlib.closing(memory):
+            num_slots = (len(memory) - _HEADER) // peer.part.image_nbytes
+            if any(not 0 <= slot < num_slots for _, _, slot, _ in blocks):
+                raise OSError("it has no such blocks")
             images = np.frombuffer(memory, np.uint8)[_HEADER:]
             try:
                 return self._copy(images, peer.part, blocks)
@@ -241,8 +247,6 @@ class PeerClient:
 
     def _copy(self, images: Bytes, part: KVPart, blocks: Sequence[Block]) -> set[int]:
         start, size = int(images.ctypes.data), part.image_nbytes
-        if any(not 0 <= slot < len(images) // size for _, _, slot, _ in blocks):
-            raise OSError("it has no such blocks")
         return self._kv_caches.load(
             [
                 BlockImage(group_id, block_id, start + slot * size, block_hash)
@@ -251,12 +255,11 @@ class PeerClient:
             part,
         )
 
-    def _receive(self, peer: PeerAddress, blocks: Sequence[Block]) -> set[int]:
+    def _receive(self, peer: PeerAddress, blocks: Sequence[Block], end: float) -> set[int]:
         """Over TCP; what does not come is asked for again."""
         batches = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
         waiting, asked = list(range(len(batches)))[::-1], dict[int, float]()
         damaged: set[int] = set()
-        end = time.monotonic() + self._timeout
         with self._connect(peer) as socket:
             while waiting or asked:
                 now = time.monotonic()
@@ -321,7 +324,8 @@ def _open(peer: PeerAddress) -> mmap.mmap | None:
         return None
     path = f"/proc/{peer.pid}/fd/{peer.descriptor}"
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # In another container the process may be another one, and that a pipe nobody writes to.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None  # another container, perhaps
     try:

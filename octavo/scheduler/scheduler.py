@@ -463,6 +463,11 @@ class Scheduler:
         )
 
     @property
+    def has_connector(self) -> bool:
+        """Whether keys and values are kept elsewhere, too."""
+        return self._connector is not None
+
+    @property
     def num_loads(self) -> int:
         """Requests for which a KV connector loads blocks."""
         return self.kv_cache_manager.num_loads

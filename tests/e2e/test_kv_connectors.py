@@ -9,7 +9,8 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.config import BUILTIN_DRAFT_MODEL
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, SleepError
+from tests.models.harness import make_hf
 
 TEXT = "Once upon a time there was a little dog who liked to run in the park with his friend. "
 PROMPTS = [TEXT * 4 + f"Then number {i} came, and" for i in range(3)]
@@ -194,6 +195,56 @@ def test_a_folder_that_cannot_be_written_to(plain, tmp_path, monkeypatch, caplog
 
 def full(*args):
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_private_prompts_several_answers_and_sleep(plain, tmp_path):
+    config = offloading(file_path=str(tmp_path / "kv"), file_bytes_to_use=2**26)
+    llm = LLM(**SIZE, enable_sleep_mode=True, kv_transfer_config=config)
+
+    def ask(salt):
+        llm.reset_prefix_cache()
+        params = msgspec.structs.replace(PARAMS, cache_salt=salt)
+        (output,) = found = generate(llm, PROMPTS[:1], params)
+        assert bits(found) == plain()[:1]
+        return output.num_cached_tokens
+
+    assert ask("mine") == 0
+    assert ask("yours") == 0
+    assert ask(None) == 0
+    assert ask(None) >= 64
+    many = msgspec.structs.replace(PARAMS, n=3)
+    llm.reset_prefix_cache()
+    loaded = generate(llm, PROMPTS[:1], many)[0].outputs
+    assert loaded[0].token_ids == plain()[0][0]
+    with pytest.raises(SleepError, match="level=2 may bring other weights"):
+        llm.sleep(2)
+    llm.sleep(1)
+    llm.wake_up()
+    assert ask(None) >= 64
+    llm.llm_engine.shutdown()
+    llm = LLM(**SIZE, enable_prefix_caching=False)
+    computed = generate(llm, PROMPTS[:1], many)[0].outputs
+    assert [it.token_ids for it in loaded] == [it.token_ids for it in computed]
+    llm.llm_engine.shutdown()
+
+
+def test_a_window_that_has_left_most_of_the_prompt(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 100}
+    sizes |= {"sliding_window": 40, "max_position_embeddings": 256, "head_dim": 16}
+    make_hf("MistralForCausalLM", **sizes).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, **SIZE}
+    prompt = {"prompt_token_ids": [5 + i * i % 90 for i in range(150)]}
+    llm = LLM(**settings)
+    want = bits(generate(llm, [prompt]))
+    llm.llm_engine.shutdown()
+    llm = LLM(**settings, kv_transfer_config=offloading())
+    for known in (0, 144):
+        llm.reset_prefix_cache()
+        outputs = generate(llm, [prompt])
+        assert bits(outputs) == want
+        assert cached(outputs) == [known]
+    llm.llm_engine.shutdown()
 
 
 def test_draft_models_have_not_computed_what_was_loaded():

@@ -92,7 +92,13 @@ def test_long_prompts_weigh_more():
 
 @pytest.mark.parametrize(
     "extra",
-    [{"prompt": ["a", "b"]}, {"echo": True}, {"prompt_logprobs": 1}, {"use_beam_search": True}],
+    [
+        {"prompt": ["a", "b"]},
+        {"echo": True},
+        {"prompt_logprobs": 1},
+        {"n": 2},
+        {"use_beam_search": True},
+    ],
 )
 def test_what_needs_the_whole_prompt_is_not_split(extra):
     assert not job({"prompt": "a"} | extra).splits
@@ -107,7 +113,7 @@ def test_a_prefill_server_is_asked_for_one_token():
             "max_tokens": 9,
             "max_completion_tokens": 9,
             "min_tokens": 5,
-            "n": 3,
+            "n": 1,
         }
     )
     asked = json.loads(made.prefill_body())
@@ -118,6 +124,6 @@ def test_a_prefill_server_is_asked_for_one_token():
     decoding = json.loads(made.decode_body({"x": 1}))
     assert (decoding["kv_transfer_params"], decoding["n"], decoding["stream"]) == (
         {"x": 1},
-        3,
+        1,
         True,
     )

@@ -1,0 +1,223 @@
+"""The scheduler's half of a `P2PConnector`: what it hands over, and whom it believes."""
+
+import msgspec
+import pytest
+
+from octavo.config import CacheConfig, EngineConfig, KVTransferConfig
+from octavo.errors import ConfigError, RequestError
+from octavo.kv_connector import p2p
+from octavo.kv_connector.base import KVConnectorRole
+from octavo.kv_connector.p2p import P2PConnector
+from octavo.messages import KVConnectorOutput
+from octavo.request import RequestStatus
+from tests.fakes import FakeEngine, expected_output, pages
+from tests.transfers import FakeTransfers, make_layout
+
+PROMPT = list(range(30))
+PREFILL = {"do_remote_decode": True}
+
+
+@pytest.fixture(autouse=True)
+def own_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(p2p.time, "monotonic", lambda: now[0])
+    return now
+
+
+def connector(kv, slots=50, *, key=None, model="model", role="kv_both", **extra):
+    layout = make_layout(kv)
+    layout = type(layout)(model, layout.block_size, layout.dtype, layout.groups)
+    extra |= {"cpu_bytes_to_use": slots * layout.image_nbytes}
+    transfer = KVTransferConfig(
+        kv_connector="P2PConnector", engine_id="0", kv_role=role, kv_connector_extra_config=extra
+    )
+    config = EngineConfig(cache=CacheConfig(kv_transfer_config=transfer))
+    if key is not None:
+        key.chmod(0o600)
+        config = EngineConfig(
+            cache=config.cache, parallel=type(config.parallel)(cluster_key_file=str(key))
+        )
+    made = P2PConnector(config, KVConnectorRole.SCHEDULER, layout)
+    address = {
+        "host": "127.0.0.1",
+        "port": 1,
+        "machine": "m",
+        "pid": 1,
+        "descriptor": 3,
+        "nonce": "00" * 16,
+        "part": msgspec.to_builtins(layout.part),
+    }
+    made.set_xfer_handshake_metadata([address])
+    return made
+
+
+def make_engine(caches=None, **options):
+    engine = FakeEngine(
+        caches=caches or pages(None), make_connector=lambda kv: connector(kv, **options)
+    )
+    engine.transfers = FakeTransfers(engine.executor)
+    engine.on_step = engine.transfers.step
+    return engine
+
+
+def half(engine):
+    return engine.scheduler._connector._half
+
+
+def prefill(engine, name="a", prompt=PROMPT):
+    request = engine.add(name, prompt, max_tokens=1)
+    request.kv_transfer_params = PREFILL
+    engine.run()
+    (handed,) = (o.kv_transfer_params for o in engine.outputs[name] if o.kv_transfer_params)
+    return handed
+
+
+def ask(engine, params, name="x"):
+    request = engine.add(name, PROMPT)
+    request.kv_transfer_params = params
+    engine.scheduler._check_transfer(request)
+    return request
+
+
+def test_a_prompt_is_handed_over_signed():
+    one, two = make_engine(), make_engine()
+    handed = prefill(one)
+    assert [len(slots) for slots in handed["remote_block_ids"]] == [3]
+    assert handed["do_remote_prefill"]
+    request = ask(two, handed)
+    two.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    output = KVConnectorOutput(finished_recving=["x"], invalid_block_ids=[])
+    blocks = half(two)._fetching["x"].blocks
+    assert [slot for _, _, slot, _ in blocks] == handed["remote_block_ids"][0]
+    for _, block_id, slot, block_hash in blocks:
+        found, content = one.transfers.slots[slot]
+        assert found == block_hash
+        two.executor.memory[block_id] = content.copy()
+    two.scheduler.update_connector_output(output)
+    two.run()
+    assert two.tokens("x") == expected_output(request.sampling_params, PROMPT, 128)
+    assert half(two)._fetching == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"signature": ""},
+        {"signature": "0" * 64},
+        {"remote_request_id": "b"},
+        {"remote_block_ids": [[0, 1, 2]] * 2},
+        {"remote_layout": "00" * 32},
+        {"remote_port": 2},
+        {"remote_peers": []},
+        {"remote_host": "10.0.0.1"},
+    ],
+    ids=str,
+)
+def test_what_was_changed_is_refused(change):
+    engine = make_engine()
+    handed = prefill(engine)
+    with pytest.raises(RequestError, match="not signed with this server's key"):
+        ask(engine, handed | change)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"unknown": 1}, {"do_remote_prefill": "yes"}, {"remote_block_ids": 5}, {"remote_peers": [1]}],
+    ids=str,
+)
+def test_what_is_no_such_thing_is_refused(params):
+    with pytest.raises(RequestError, match="kv_transfer_params"):
+        ask(make_engine(), params)
+
+
+def test_another_key_is_refused(tmp_path):
+    keys = [tmp_path / "one", tmp_path / "two"]
+    for key in keys:
+        key.write_text(key.name * 32)
+    handed = prefill(make_engine(key=keys[0]))
+    ask(make_engine(key=keys[0]), handed)
+    with pytest.raises(RequestError, match="cluster-key-file"):
+        ask(make_engine(key=keys[1]), handed)
+
+
+def test_blocks_of_another_model_are_computed():
+    handed, engine = prefill(make_engine(model="another")), make_engine()
+    request = ask(engine, handed)
+    engine.run()
+    assert engine.tokens("x") == expected_output(request.sampling_params, PROMPT, 128)
+    assert request.num_cached_tokens == 0
+
+
+def test_a_consumer_that_never_comes(clock):
+    engine = make_engine(release_timeout=50)
+    prefill(engine)
+    connector = half(engine)
+    assert connector._memory._pins
+    clock[0] += 49
+    prefill(engine, "b", [*range(50, 80)])
+    assert connector.num_expired == 0
+    clock[0] += 2
+    engine.add("c", [1], max_tokens=1)
+    engine.run()
+    assert list(connector._handed) == ["b"]
+    assert engine.scheduler.make_stats().num_expired_transfers == 1
+    clock[0] += 50
+    engine.add("d", [1], max_tokens=1)
+    engine.run()
+    assert connector.num_expired == 2
+    assert not connector._memory._pins
+
+
+def test_a_consumer_that_comes(clock):
+    engine = make_engine(release_timeout=50)
+    prefill(engine)
+    told = KVConnectorOutput(finished_sending=["a"])
+    engine.scheduler.update_connector_output(told)
+    assert not half(engine)._memory._pins
+    engine.scheduler.update_connector_output(told)  # twice, or too late
+    engine.scheduler.update_connector_output(KVConnectorOutput(finished_sending=["unknown"]))
+    clock[0] += 100
+    engine.add("c", [1], max_tokens=1)
+    engine.run()
+    assert half(engine).num_expired == 0
+
+
+def test_prompts_of_the_same_beginning_are_kept_until_both_are_fetched():
+    engine = make_engine()
+    prefill(engine)
+    prefill(engine, "b")
+    for name, left in (("a", 3), ("b", 0)):
+        engine.scheduler.update_connector_output(KVConnectorOutput(finished_sending=[name]))
+        assert len(half(engine)._memory._pins) == left
+
+
+def test_memory_that_is_full_of_prompts_to_be_fetched():
+    engine = make_engine(slots=4)
+    assert prefill(engine)["remote_block_ids"] == [[0, 1, 2]]
+    handed = prefill(engine, "b", [*range(50, 80)])
+    assert handed["remote_block_ids"] == [[3, -1, -1]]
+    other = make_engine()
+    request = other.add("b", [*range(50, 80)])
+    request.kv_transfer_params = handed
+    other.step()
+    assert len(half(other)._fetching["b"].blocks) == 1  # in part
+
+
+def test_a_consumer_hands_nothing_over():
+    engine = make_engine(role="kv_consumer")
+    request = engine.add("a", PROMPT, max_tokens=1)
+    request.kv_transfer_params = PREFILL
+    engine.run()
+    assert not any(output.kv_transfer_params for output in engine.outputs["a"])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
+def test_an_address_that_is_none(host):
+    with pytest.raises(ConfigError, match="no address that others could connect to"):
+        make_engine(host=host)
