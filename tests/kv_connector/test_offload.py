@@ -55,8 +55,8 @@ class Rank:
         self.told.clear()
         self.worker.begin(OffloadingMetadata(0, [], {"r": loads}))
         assert self.told.wait(10)
-        assert self.worker.take_finished() == {"r"}
-        return self.worker.take_damaged()
+        assert self.worker.loaded.take_finished() == {"r"}
+        return self.worker.loaded.take_damaged()
 
     def same(self, first, second):
         return all((tensor[first] == tensor[second]).all() for tensor in self.tensors)

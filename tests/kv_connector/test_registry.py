@@ -30,7 +30,7 @@ def test_by_name():
 @pytest.mark.parametrize(
     ("name", "path", "says"),
     [
-        ("Other", None, "'Other' is not one of OffloadingConnector, P2PConnector"),
+        ("Other", None, "'Other' is not one of OffloadingConnector, Multi"),
         ("Other", "json", "'json' has no Other"),
         ("Other", "no.such.module", "'no.such.module' has no Other"),
         ("JSONDecoder", "json", "json.JSONDecoder is no octavo.kv_connector"),
