@@ -290,7 +290,8 @@ def bodies(streams: int, max_tokens: int) -> list[dict[str, Any]]:
     """What is asked, the same each time: prompts of many blocks that begin alike by threes."""
     made = []
     for number, (path, body) in enumerate(requests(4 * streams * _NUM_PROMPTS, max_tokens)):
-        if path == COMPLETIONS and body.get("stream") and "prompt_logprobs" not in body:
+        # Those to one answer: kv_transfer_params go with no other.
+        if path == COMPLETIONS and body.get("stream") and body.get("n", 1) == 1:
             begin = f"This is the beginning of story number {number // 3}. " * 8
             made.append(body | {"prompt": begin + body["prompt"]})
     return made[: streams * _NUM_PROMPTS]
@@ -313,7 +314,7 @@ async def storm(
             number = stream * _NUM_PROMPTS + rng.randrange(_NUM_PROMPTS)
             body = asked[number]
             if rng.random() < 0.6:
-                one = body | {"max_tokens": 1, "stream": False, "n": 1, "min_tokens": 0}
+                one = body | {"max_tokens": 1, "stream": False, "min_tokens": 0}
                 one["kv_transfer_params"] = {"do_remote_decode": True}
                 params = (await first.ask(COMPLETIONS, one)).first.get("kv_transfer_params")
                 body = body if params is None else body | {"kv_transfer_params": params}

@@ -221,7 +221,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Where keys and values go beside the KV cache, and come from. Names are vLLM's."""
 
     kv_connector: Annotated[str, Meta(min_length=1)]
-    """OffloadingConnector, SharedStorageConnector, or a class of `kv_connector_module_path`."""
+    """OffloadingConnector, SharedStorageConnector, P2PConnector, MultiConnector, or a class of
+    `kv_connector_module_path`."""
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     """kv_producer only saves, kv_consumer only loads."""
     kv_connector_extra_config: dict[str, Any] = {}

@@ -14,7 +14,7 @@ def test_what_is_asked_for_begins_alike_and_is_always_the_same():
 def test_twelve_faults_under_six_streams(capsys):
     flags = ["--faults", "12", "--streams", "6", "--max-tokens", "16"]
     flags += ["--flags", "--num-threads", "1", "--max-model-len", "512"]
-    passed = kv_faults.main([*flags, "--no-warm-spare", "--kv-cache-memory-bytes", "16M"]) == 0
+    passed = kv_faults.main([*flags, "--no-warm-spare"]) == 0
     out = capsys.readouterr().out
     assert passed, out
     assert "12 faults" in out
