@@ -26,6 +26,8 @@ class TextPrompt(TypedDict):
     """A prompt as text."""
 
     prompt: str
+    cache_salt: NotRequired[str]
+    """Its scope of the prefix cache, as `SamplingParams.cache_salt`; also of the other forms."""
 
 
 class TokensPrompt(TypedDict):
@@ -33,6 +35,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class EmbedsPrompt(TypedDict):
@@ -42,6 +45,7 @@ class EmbedsPrompt(TypedDict):
     """A torch tensor, or a numpy array, [tokens, hidden size] of floating-point numbers."""
     prompt: NotRequired[str]
     """Its text, which outputs repeat."""
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, object]
@@ -144,7 +148,14 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
         self._check_params(params)
-        _check_salts([cache_salt or "", params.cache_salt or ""])
+        salt = _read_salt(prompt) or params.cache_salt
+        if salt and params.cache_salt and salt != params.cache_salt:
+            raise RequestError(
+                "cache_salt is given with the prompt and in the parameters, and they differ; give "
+                "it once.",
+                "cache_salt",
+            )
+        _check_salts([cache_salt or "", salt or ""])
         embeds = self._read_embeds(prompt, params)
         if embeds is not None:
             assert isinstance(prompt, Mapping)
@@ -174,7 +185,7 @@ class InputProcessor:
                 grammar_backend=self._grammar_backend,
             ),
             arrival_time=arrival_time,
-            cache_salt=_join_salts(cache_salt, params.cache_salt),
+            cache_salt=_join_salts(cache_salt, salt),
             deadline=deadline,
             n=params.n,
             turn=turn,
@@ -411,6 +422,14 @@ def _check_salts(salts: list[str]) -> None:
             f"cache_salt has {length} characters; at most {MAX_CACHE_SALT_LENGTH} are allowed.",
             "cache_salt",
         )
+
+
+def _read_salt(prompt: Prompt) -> str | None:
+    """The scope that a prompt names itself."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt is a {type(salt).__name__}; give a text.", "cache_salt")
+    return salt
 
 
 def _join_salts(scope: str | None, salt: str | None) -> str | None:

@@ -605,3 +605,20 @@ class TestRenewed:
         small = make(spec=Spec(vocab_size=4), tokenizer=None)
         with pytest.raises(RequestError, match="out of vocabulary"):
             small.renew(self.record(), SamplingParams(logit_bias={5: 1.0}), 2.0)
+
+
+def test_a_prompt_may_name_its_scope():
+    def salt(prompt, **fields):
+        params = SamplingParams(**fields)
+        return make().process("r", prompt, params, arrival_time=0.0)[0].cache_salt
+
+    own = salt("a", cache_salt="mine")
+    assert salt({"prompt": "a", "cache_salt": "mine"}) == own
+    assert salt({"prompt_token_ids": [1], "cache_salt": "mine"}) == own
+    assert salt({"prompt": "a", "cache_salt": "mine"}, cache_salt="mine") == own
+    assert salt({"prompt": "a", "cache_salt": None}) is None
+    for prompt in ({"prompt": "a", "cache_salt": 5}, {"prompt": "a", "cache_salt": "x" * 1025}):
+        with pytest.raises(RequestError, match="cache_salt"):
+            salt(prompt)
+    with pytest.raises(RequestError, match="and they differ"):
+        salt({"prompt": "a", "cache_salt": "mine"}, cache_salt="other")
