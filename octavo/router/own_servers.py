@@ -173,8 +173,6 @@ class OwnServers:
 
     async def close(self) -> None:
         """Ends them all."""
-        for process in self._processes.values():
-            process.terminate()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
