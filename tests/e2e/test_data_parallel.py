@@ -158,7 +158,7 @@ def test_nothing_is_left_after_the_end(server):
 
 
 def test_what_one_engine_alone_can_do(tmp_path):
-    with pytest.raises(ConfigError, match="are for engines on several machines"):
+    with pytest.raises(ConfigError, match="is for engines on several machines"):
         LLM(MODEL, data_parallel_address="localhost")
 
     async def start():

@@ -104,7 +104,7 @@ def test_steps_never_wait(llama: str, llm: LLM, gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "enforce_eager"), [("llama", True), ("gemma2", False), ("gpt2", False), ("mpt", False)]
+    ("case", "enforce_eager"), [("llama", True), ("gemma2", False), ("gpt2", False)]
 )
 def test_steps_of_other_kinds_never_wait(
     case: str, enforce_eager: bool, tmp_path: Path, gpu: FakeGpu

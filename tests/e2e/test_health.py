@@ -43,7 +43,7 @@ def ask(server: Server, ending: threading.Event, **fields: object) -> None:
             server.post("/v1/completions", {**body, **fields}, timeout=30)
 
 
-@pytest.mark.parametrize("load", ["idle", "loaded", "expiring"])
+@pytest.mark.parametrize("load", ["loaded", "expiring"])
 def test_a_frozen_engine_is_replaced(server, load):
     ending = threading.Event()
     fields = {"deadline_ms": 200} if load == "expiring" else {}

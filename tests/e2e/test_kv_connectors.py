@@ -281,7 +281,6 @@ def test_a_damaged_file_changes_no_answer(plain, tmp_path):
     [
         ({}, {}, "bfloat16"),
         ({}, {"tensor_parallel_size": 2}, "float32"),
-        ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, "bfloat16"),
     ],
     ids=str,
 )

@@ -109,8 +109,7 @@ def worker_of(server):
     return worker
 
 
-@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("number", "busy"), [(signal.SIGKILL, False), (signal.SIGSTOP, True)])
 def test_a_server_outlives_its_worker(server, number, busy):
     body = {"model": MODEL, "prompt": "The dog", "max_tokens": 230, "ignore_eos": True, "seed": 5}
     harness.wait_for(server, "/ready")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import random
 from pathlib import Path
 
-import openai
-
 from octavo import LLM, SamplingParams
-from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
 from tests.triton import needs_triton
@@ -51,26 +47,3 @@ def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
     model = folder("gemma2", tmp_path)
     params = [GREEDY] * 4
     assert tokens(model, params, attention_backend="triton") == tokens(model, params)
-
-
-def test_served_to_several_clients_at_once(tmp_path: Path) -> None:
-    """The built-in model behind the real server, streamed through OpenAI's client."""
-    texts = ["One day, a little", "Tom had a red", "The cat"]
-    with LLM(dtype="float32", max_model_len=64) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=3)
-        expected = [o.outputs[0].text for o in llm.generate(texts, params, use_tqdm=False)]
-    flags = ["--dtype", "float32", "--attention-backend", "triton", "--max-model-len", "64"]
-    with (
-        serve(tmp_path, *flags, "--max-num-seqs", "4") as server,
-        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
-        concurrent.futures.ThreadPoolExecutor() as pool,
-    ):
-
-        def ask(text: str) -> str:
-            chunks = client.completions.create(
-                model="octavo/stories", prompt=text, temperature=0.0, max_tokens=3, stream=True
-            )
-            return "".join(chunk.choices[0].text for chunk in chunks)
-
-        assert list(pool.map(ask, texts)) == expected
-        assert server.metric("octavo:generation_tokens_total") == 9

@@ -30,6 +30,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'octa
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from octavo.executor import ray as of_ray  # noqa: E402
+from octavo.executor import ray_session  # noqa: E402
 from octavo.executor.ray import RayExecutor  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -185,14 +186,14 @@ def test_an_address_without_a_cluster(monkeypatch, address):
 def test_what_an_old_cluster_has_left_is_no_cluster(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert of_ray._find_cluster() is None
+    assert ray_session._find_cluster() is None
     (tmp_path / "ray").mkdir()
     note = tmp_path / "ray" / "ray_current_cluster"
     note.write_text("127.0.0.1:1")
-    assert of_ray._find_cluster() is None
+    assert ray_session._find_cluster() is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         note.write_text(f"127.0.0.1:{server.getsockname()[1]}")
-        assert of_ray._find_cluster() == note.read_text()
+        assert ray_session._find_cluster() == note.read_text()
 
 
 def test_without_ray(monkeypatch):

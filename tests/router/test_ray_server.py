@@ -1,4 +1,4 @@
-"""A router's own servers on nodes of a Ray cluster."""
+"""A router's own servers in the care of actors, on a Ray cluster that it starts."""
 
 import secrets
 
@@ -10,36 +10,34 @@ from tests.e2e.test_router import PROMPTS, SIZE, answers, wait_for_servers
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'octavo[ray]')")
 
-from tests.executor.test_ray import cluster as cluster  # noqa: E402
-from tests.executor.test_ray import pytestmark as pytestmark  # noqa: E402
 
-
-def servers():
-    """The servers' processes, whoever has started them."""
+def servers(key):
+    """The processes of servers that have a key, whoever has started them."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "serve" in words and "--kv-transfer-config" in words:
+        if "serve" in words and str(key) in words:
             config = words[words.index("--kv-transfer-config") + 1]
             found["decode" if "kv_consumer" in config else "prefill"] = process
     return found
 
 
-def test_prefill_and_decode_on_two_nodes(cluster, tmp_path):
+def test_prefill_and_decode_in_actors(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (key := tmp_path / "key").write_text(secrets.token_hex(32))
     key.chmod(0o600)
     flags = [*SIZE, "--prefill", "1", "--decode", "1", "--backend", "ray", "--no-warm-spare"]
     flags += ["--cluster-key-file", str(key), "--health-check-interval", "0.2"]
     with harness.serve(tmp_path, *flags, what="router") as router:
         wait_for_servers(router, 2)
-        before = servers()
+        before = servers(key)
         assert len(before) == 2
         expected = answers(router.url, PROMPTS[:2])
         assert 'router_prefills_total{where="remote"} 2.0' in router.get("/metrics").text
         kill = before["decode"].kill
         assert answers(router.url, PROMPTS[:2], at=20, then=kill) == expected
         assert router.metric("octavo:router_server_restarts_total") == 1
-        after = servers()
+        after = servers(key)
         assert after["prefill"] == before["prefill"]
         router.process.terminate()
         _, alive = psutil.wait_procs(after.values(), timeout=20)
