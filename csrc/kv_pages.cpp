@@ -50,37 +50,31 @@ uint64_t pass(const char* from, char* to, size_t nbytes, uint64_t seed) {
   return sum ? sum : 1;
 }
 
-struct Job {
-  const KvPages& p;
-  uint8_t* bad;  // null: pages are saved
-};
-
-void run(void* context, int64_t begin, int64_t end) {
-  const Job& job = *static_cast<Job*>(context);
-  const KvPages& p = job.p;
-  for (int64_t page = begin; page < end; page++) {
-    const char* from = reinterpret_cast<const char*>(p.from[page]);
-    char* to = reinterpret_cast<char*>(p.to[page]);
-    uint64_t* sums = reinterpret_cast<uint64_t*>(p.sums[page]);
-    uint8_t wrong = 0;
-    for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
-      const int64_t at = chunk * p.chunk_nbytes;
-      const uint64_t sum =
-          pass<true>(from + at, to + at, size_t(p.chunk_nbytes), p.seeds[page] + uint64_t(chunk));
-      if (!job.bad)
-        sums[chunk] = sum;
-      else
-        wrong |= sums[chunk] != sum;
-    }
-    if (job.bad) job.bad[page] = wrong;
+// `one` does a chunk: its index among the page's, its bytes' offset, and its sum.
+template <class F>
+void each_chunk(const KvPages& p, int64_t page, F one) {
+  const char* from = reinterpret_cast<const char*>(p.from[page]);
+  char* to = reinterpret_cast<char*>(p.to[page]);
+  for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
+    const int64_t at = chunk * p.chunk_nbytes;
+    one(chunk, pass<true>(from + at, to + at, size_t(p.chunk_nbytes),
+                          p.seeds[page] + uint64_t(chunk)));
   }
 }
 
-void run_all(Job job) {
-  const KvPages& p = job.p;
-  const int64_t nbytes = p.chunks * p.chunk_nbytes;
-  const int64_t pages = nbytes < kPiece ? kPiece / (nbytes ? nbytes : 1) : 1;
-  run_parallel(p.pages, pages, p.pages * nbytes > kPiece, run, &job);
+struct Load {
+  const KvPages& p;
+  uint8_t* bad;
+};
+
+void load(void* context, int64_t begin, int64_t end) {
+  const Load& job = *static_cast<Load*>(context);
+  for (int64_t page = begin; page < end; page++) {
+    const uint64_t* sums = reinterpret_cast<const uint64_t*>(job.p.sums[page]);
+    uint8_t wrong = 0;
+    each_chunk(job.p, page, [&](int64_t i, uint64_t sum) { wrong |= sums[i] != sum; });
+    job.bad[page] = wrong;
+  }
 }
 
 }  // namespace
@@ -89,8 +83,18 @@ uint64_t chunk_sum(const char* data, size_t nbytes, uint64_t seed) {
   return pass<false>(data, nullptr, nbytes, seed);
 }
 
-void save_pages(const KvPages& p) { run_all({p, nullptr}); }
+void save_pages(const KvPages& p) {
+  for (int64_t page = 0; page < p.pages; page++) {
+    uint64_t* sums = reinterpret_cast<uint64_t*>(p.sums[page]);
+    each_chunk(p, page, [&](int64_t i, uint64_t sum) { sums[i] = sum; });
+  }
+}
 
-void load_pages(const KvPages& p, uint8_t* bad) { run_all({p, bad}); }
+void load_pages(const KvPages& p, uint8_t* bad) {
+  const int64_t nbytes = p.chunks * p.chunk_nbytes;
+  const int64_t pages = nbytes < kPiece ? kPiece / (nbytes ? nbytes : 1) : 1;
+  Load job{p, bad};
+  run_parallel(p.pages, pages, p.pages * nbytes > kPiece, load, &job);
+}
 
 }  // namespace octavo

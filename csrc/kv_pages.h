@@ -18,7 +18,7 @@ struct KvPages {
 // sum that was not written (zero).
 uint64_t chunk_sum(const char* data, size_t nbytes, uint64_t seed);
 
-// Copies pages and writes their sums.
+// Copies pages and writes their sums, on the calling thread alone: others compute meanwhile.
 void save_pages(const KvPages& p);
 
 // Copies pages back; bad [pages] is 1 where a sum is another one, and the copy is not to be used.

@@ -18,6 +18,7 @@
 #include "philox.h"
 #include "plan.h"
 #include "pool.h"
+#include "progress.h"
 #include "read_memory.h"
 #include "suffix_automaton.h"
 
@@ -201,6 +202,15 @@ NB_MODULE(_native, m) {
           },
           nb::call_guard<Release>())
       .def("__len__", &Plan::size);
+
+  nb::class_<StepProgress>(m, "StepProgress")
+      .def(nb::init<>())
+      .def("reset", &StepProgress::reset)
+      .def("reach",
+           [](StepProgress& progress, int32_t layers) {
+             recording ? recording->mark(progress, layers) : progress.reach(layers);
+           })
+      .def("wait", &StepProgress::wait, nb::call_guard<Release>());
 
   using ByName = std::map<std::string, Address>;
   nb::class_<StepArrays>(m, "StepArrays")

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "progress.h"
 
 namespace octavo {
 
@@ -83,6 +84,11 @@ class Plan {
     calls_.push_back(std::make_unique<Call<Args>>(std::move(name), kernel, args, rows_, part_));
   }
 
+  // A run tells `progress`, when it is here, that so many layers are there.
+  void mark(StepProgress& progress, int32_t layers) {
+    calls_.push_back(std::make_unique<Mark>(progress, layers));
+  }
+
   void run(const StepSizes& sizes) {
     for (auto& call : calls_) call->run(sizes);
   }
@@ -93,6 +99,13 @@ class Plan {
   struct AnyCall {
     virtual ~AnyCall() = default;
     virtual void run(const StepSizes& sizes) = 0;
+  };
+
+  struct Mark : AnyCall {
+    StepProgress& progress;
+    int32_t layers;
+    Mark(StepProgress& progress, int32_t layers) : progress(progress), layers(layers) {}
+    void run(const StepSizes&) override { progress.reach(layers); }
   };
 
   template <class Args>

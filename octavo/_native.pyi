@@ -57,6 +57,19 @@ class Plan:
 
     def __len__(self) -> int: ...
 
+class StepProgress:
+    """How many layers of a step have their keys and values in the cache; see csrc/progress.h."""
+
+    def __init__(self) -> None: ...
+    def reset(self) -> None:
+        """Another step begins."""
+
+    def reach(self, layers: int, /) -> None:
+        """So many are there; while a plan records, whenever it comes here."""
+
+    def wait(self, layers: int, /) -> None:
+        """Returns once there are so many."""
+
 def share_rows(index: int, size: int, /) -> None:
     """If a plan records: has calls from now on run for every `size`-th row of those that `bind`
     counts, from `index` on; (0, 1): for all."""
@@ -78,7 +91,7 @@ def chunk_sum(data: int, nbytes: int, seed: int, /) -> int:
 def save_pages(
     *, from_: int, to: int, sums: int, seeds: int, pages: int, chunks: int, chunk_nbytes: int
 ) -> None:
-    """Copies pages and writes a sum for each of their chunks; see csrc/kv_pages.h.
+    """Copies pages on this thread, and writes a sum for each of their chunks; see csrc/kv_pages.h.
 
     Args:
         from_: uint64 [pages], addresses.

@@ -480,9 +480,21 @@ class LLM:
         """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
         return self.llm_engine.apply_model(func)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forgets all cached prefixes.
+
+        Args:
+            reset_running_requests: requests that run start over, with the tokens they have, so that
+                they hold nothing.
+            reset_connector: what a KV connector keeps is forgotten as well.
+
+        Returns:
+            False: requests hold blocks, and nothing is forgotten; or the connector's folder is
+            shared with other engines, and stays as it is.
+        """
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Gives memory back to the system until `wake_up`; see `LLMEngine.sleep`."""

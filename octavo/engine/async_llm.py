@@ -557,10 +557,13 @@ class AsyncLLM:
         """Whether it is not."""
         return self._dead is None
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False if running requests hold blocks."""
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forgets all cached prefixes; see `LLM.reset_prefix_cache`."""
         self._attach()
-        return bool(await self._client.call_utility("reset_prefix_cache"))
+        what = reset_running_requests, reset_connector
+        return bool(await self._client.call_utility("reset_prefix_cache", *what))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Computes nothing more until `wake_up`, and gives memory back to the system.

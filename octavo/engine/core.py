@@ -413,9 +413,13 @@ class EngineCore:
         """State and counters of the scheduler."""
         return self.scheduler.make_stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False if running requests hold blocks."""
-        was_reset = self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forgets all cached prefixes; see `Scheduler.reset_prefix_cache`."""
+        if reset_running_requests:
+            self._finish_steps()
+        was_reset = self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
         self._publish_kv_events()
         return was_reset
 

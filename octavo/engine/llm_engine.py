@@ -290,9 +290,12 @@ class LLMEngine:
         """State and counters of the scheduler and the KV cache."""
         return msgspec.convert(complete(self.client.call_utility("stats")), SchedulerStats)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
-        return bool(complete(self.client.call_utility("reset_prefix_cache")))
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forgets all cached prefixes; see `LLM.reset_prefix_cache`."""
+        what = reset_running_requests, reset_connector
+        return bool(complete(self.client.call_utility("reset_prefix_cache", *what)))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Computes nothing more until `wake_up`, and gives memory back to the system.

@@ -108,8 +108,9 @@ class KVConnectorBase(ABC):
 
         Returns:
             Tokens behind these, in whole blocks; and whether they come beside steps, until
-            `get_finished` says that they have. If not, they are there when `start_load_kv` and
-            `wait_for_layer_load` of the next step have returned. The request waits either way.
+            `get_finished` says that they have. If not, they are there when `start_load_kv` of the
+            next step, and `wait_for_layer_load` for each layer, have returned. The request waits
+            either way.
         """
 
     @abstractmethod
@@ -146,9 +147,9 @@ class KVConnectorBase(ABC):
         """A request has its last token: the `kv_transfer_params` of whoever goes on with it."""
         return None
 
-    def reset_cache(self) -> None:
-        """Forgets all that was saved."""
-        return
+    def reset_cache(self) -> bool:
+        """Forgets all that was saved; False if that is not possible."""
+        return True
 
     # The worker's half.
 
@@ -165,11 +166,15 @@ class KVConnectorBase(ABC):
         """Begins with what is to be loaded, before a step; on the thread that computes."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Returns when what does not come beside steps is there of a layer."""
+        """Returns when what does not come beside steps is there of a layer.
+
+        Like `save_kv_layer` it is called where a step has metadata: while a long step is computed
+        on a thread beside it, otherwise behind it.
+        """
         return
 
     def save_kv_layer(self, layer: int) -> None:
-        """A layer has been computed for all tokens of the step."""
+        """A layer has the keys and values of all tokens of the step."""
         return
 
     @abstractmethod

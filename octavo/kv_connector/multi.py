@@ -158,10 +158,10 @@ class MultiConnector(KVConnectorBase):
         said = [connector.request_finished(request) for connector in self._connectors]
         return next((params for params in said if params is not None), None)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> bool:
         """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.reset_cache()
+        done = [connector.reset_cache() for connector in self._connectors]
+        return all(done)
 
     # The worker's half
 

@@ -25,7 +25,7 @@ from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVCon
 from octavo.kv_connector.image_cache import EVICTION_POLICIES, ImageCache, Key
 from octavo.kv_connector.image_file import ImageFile, read_records
 from octavo.kv_connector.layout import KVLayout
-from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches
+from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches, LayerSaves
 from octavo.kv_connector.results import Complaint, LoadResults
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
 from octavo.messages import KVConnectorOutput, SchedulerOutput
@@ -196,9 +196,10 @@ class OffloadingConnector(KVConnectorBase):
         """See `KVConnectorBase`."""
         self._scheduler.finished(output)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> bool:
         """See `KVConnectorBase`."""
         self._scheduler.reset()
+        return True
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """See `KVConnectorBase`."""
@@ -209,9 +210,13 @@ class OffloadingConnector(KVConnectorBase):
         assert isinstance(metadata, OffloadingMetadata)
         self._worker.begin(metadata)
 
+    def save_kv_layer(self, layer: int) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.save_layer(layer)
+
     def wait_for_save(self) -> None:
         """See `KVConnectorBase`."""
-        self._worker.save()
+        self._worker.spill()
 
     def step_failed(self) -> None:
         """See `KVConnectorBase`."""
@@ -432,6 +437,7 @@ class OffloadingWorker:
         self._staging = np.zeros(self._size, np.uint8)
         """For what is loaded while there is no place in memory."""
         self._metadata = OffloadingMetadata()
+        self._saving: LayerSaves | None = None
         self._failed_epoch = -1
         self._complaint = Complaint()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
@@ -443,7 +449,7 @@ class OffloadingWorker:
 
     def begin(self, metadata: OffloadingMetadata) -> None:
         """Begins to load."""
-        self._metadata = metadata
+        self._metadata, self._saving = metadata, None
         for req_id, loads in metadata.loads.items():
             blocks = {load.block_id for load in loads}
             self._loader.submit(self.loaded.run, req_id, blocks, partial(self._copy, loads))
@@ -452,21 +458,32 @@ class OffloadingWorker:
         """What is saved before the scheduler knows of it rests on what was not computed."""
         self._failed_epoch = self._metadata.epoch
 
-    def save(self) -> None:
-        """Copies what the step has computed."""
-        metadata, self._metadata = self._metadata, OffloadingMetadata(self._metadata.epoch)
-        if not metadata.saves or metadata.epoch <= self._failed_epoch:
-            return
+    def save_layer(self, layer: int) -> None:
+        """Copies what the step has computed of a layer."""
+        if self._saving is None:
+            self._saving = self._begin_saving()
+        self._saving.save_layer(layer)
+
+    def _begin_saving(self) -> LayerSaves:
         assert self.kv_caches is not None
-        for save in metadata.saves:
+        for save in self._saves:
             _wait(self._spills.pop(save.slot, None))
-        self.kv_caches.save(
+        return self.kv_caches.saving(
             [
                 BlockImage(s.group_id, s.block_id, self._address(s.slot), s.block_hash)
-                for s in metadata.saves
+                for s in self._saves
             ]
         )
-        for save in metadata.saves:
+
+    @property
+    def _saves(self) -> list[Save]:
+        """What of the step is to be saved."""
+        metadata = self._metadata
+        return [] if metadata.epoch <= self._failed_epoch else metadata.saves
+
+    def spill(self) -> None:
+        """Has what the step has saved written to the file, too."""
+        for save in self._saves:
             if save.file_slot != _NO_SLOT:
                 spill = self._spiller.submit(self._spill, save)
                 self._spills[save.slot] = self._file_spills[save.file_slot] = spill

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,11 +45,18 @@ class KVCaches:
 
     def save(self, images: Sequence[BlockImage]) -> None:
         """Copies blocks to their images, checksums included."""
+        saving = self.saving(images)
+        for layer in range(saving.num_layers):
+            saving.save_layer(layer)
+
+    def saving(self, images: Sequence[BlockImage]) -> LayerSaves:
+        """Blocks that are to be copied to their images, layer by layer."""
+        by_layer: dict[int, _Pages] = {}
         for group_id, some in _by_group(images).items():
             pages = self._pages(group_id, some, self.layout.part)
-            _native.save_pages(
-                from_=pages.here.ctypes.data, to=pages.there.ctypes.data, **pages.others()
-            )
+            for i, layer in enumerate(self.layout.groups[group_id].layer_indices):
+                by_layer[layer] = pages.of_sides(2 * i, 2 * i + 2)
+        return LayerSaves(by_layer)
 
     def load(self, images: Sequence[BlockImage], part: KVPart | None = None) -> set[int]:
         """Copies images to their blocks; returns those blocks whose images are damaged.
@@ -62,14 +69,14 @@ class KVCaches:
         damaged: set[int] = set()
         for group_id, some in _by_group(images).items():
             pages = self._pages(group_id, some, part or self.layout.part)
-            bad = np.zeros(len(pages.here), np.uint8)
+            bad = np.zeros(pages.here.shape, np.uint8)
             _native.load_pages(
                 from_=pages.there.ctypes.data,
                 to=pages.here.ctypes.data,
                 bad=bad.ctypes.data,
                 **pages.others(),
             )
-            of_block = bad.reshape(len(some), -1).any(axis=1)
+            of_block = bad.any(axis=1)
             damaged.update(some[i].block_id for i in np.flatnonzero(of_block))
         return damaged
 
@@ -95,10 +102,10 @@ class KVCaches:
         sums = part.sums_offset + (numbers * heads + first) * SUM_NBYTES
         seeds = (2 * np.array(layers, np.uint64)).repeat(2) + sides + 1
         return _Pages(
-            here=_flat(here + blocks * (2 * size)),
-            there=_flat(starts + (numbers * heads + first) * chunk),
-            sums=_flat(starts + sums),
-            seeds=_flat(hashes + seeds * _SPREAD + begin),
+            here=_addresses(here + blocks * (2 * size)),
+            there=_addresses(starts + (numbers * heads + first) * chunk),
+            sums=_addresses(starts + sums),
+            seeds=_addresses(hashes + seeds * _SPREAD + begin),
             chunks=max(0, end - begin),
             chunk_nbytes=chunk,
         )
@@ -106,7 +113,7 @@ class KVCaches:
 
 @dataclass(frozen=True)
 class _Pages:
-    """Addresses of pages, block by block, and what else copying them takes."""
+    """Addresses of pages [blocks, sides], and what else copying them takes."""
 
     here: Addresses
     """In the KV cache."""
@@ -117,19 +124,49 @@ class _Pages:
     chunks: int
     chunk_nbytes: int
 
+    def of_sides(self, begin: int, end: int) -> _Pages:
+        """Some of each block's."""
+        return replace(
+            self,
+            here=_addresses(self.here[:, begin:end]),
+            there=_addresses(self.there[:, begin:end]),
+            sums=_addresses(self.sums[:, begin:end]),
+            seeds=_addresses(self.seeds[:, begin:end]),
+        )
+
     def others(self) -> dict[str, int]:
         """The arguments of the native functions beside the two addresses."""
         return {
             "sums": self.sums.ctypes.data,
             "seeds": self.seeds.ctypes.data,
-            "pages": len(self.here),
+            "pages": self.here.size,
             "chunks": self.chunks,
             "chunk_nbytes": self.chunk_nbytes,
         }
 
 
-def _flat(array: Addresses) -> Addresses:
-    return np.ascontiguousarray(array, np.uint64).reshape(-1)
+class LayerSaves:
+    """Copies of blocks to their images: what `KVCaches.saving` gives."""
+
+    def __init__(self, by_layer: dict[int, _Pages]) -> None:
+        self._by_layer = by_layer
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the rank up to the last one that has something to copy."""
+        return max(self._by_layer, default=-1) + 1
+
+    def save_layer(self, layer: int) -> None:
+        """Copies what is of a layer of the rank, checksums included."""
+        pages = self._by_layer.get(layer)
+        if pages is not None:
+            _native.save_pages(
+                from_=pages.here.ctypes.data, to=pages.there.ctypes.data, **pages.others()
+            )
+
+
+def _addresses(array: Addresses) -> Addresses:
+    return np.ascontiguousarray(array, np.uint64)
 
 
 def _by_group(images: Sequence[BlockImage]) -> dict[int, list[BlockImage]]:

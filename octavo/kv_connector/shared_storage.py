@@ -6,6 +6,7 @@ started is looked for there, whoever has written it.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable
@@ -21,12 +22,14 @@ from octavo.errors import ConfigError, reason_of
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
 from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
 from octavo.kv_connector.layout import KVLayout, KVPart
-from octavo.kv_connector.pages import BlockImage, KVCaches
+from octavo.kv_connector.pages import BlockImage, KVCaches, LayerSaves
 from octavo.kv_connector.results import Complaint, LoadResults
 from octavo.kv_connector.shared_folder import SharedFolder
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
 from octavo.messages import SchedulerOutput
 from octavo.request import Request
+
+logger = logging.getLogger(__name__)
 
 # Threads that write: they mostly wait for the disk.
 _WRITERS = 4
@@ -115,6 +118,7 @@ class SharedStorageConnector(KVConnectorBase):
         settings = SharedStorageSettings.of(self.transfer_config)
         folder = settings.folder(config, layout)
         num_slots = settings.num_slots(layout)
+        self._path = settings.shared_storage_path
         self._half: _Scheduler | _Worker
         if role is KVConnectorRole.SCHEDULER:
             self._half = _Scheduler(self.transfer_config, layout, folder)
@@ -158,6 +162,11 @@ class SharedStorageConnector(KVConnectorBase):
         """See `KVConnectorBase`."""
         self._scheduler.epoch += 1
 
+    def reset_cache(self) -> bool:
+        """See `KVConnectorBase`; what is in the folder is not this engine's alone."""
+        logger.warning("%s is shared and stays as it is; remove it to empty it", self._path)
+        return False
+
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """See `KVConnectorBase`."""
         self._worker.kv_caches = kv_caches
@@ -167,9 +176,13 @@ class SharedStorageConnector(KVConnectorBase):
         assert isinstance(metadata, SharedStorageMetadata)
         self._worker.begin(metadata)
 
+    def save_kv_layer(self, layer: int) -> None:
+        """See `KVConnectorBase`."""
+        self._worker.save_layer(layer)
+
     def wait_for_save(self) -> None:
         """See `KVConnectorBase`."""
-        self._worker.save()
+        self._worker.write()
 
     def step_failed(self) -> None:
         """See `KVConnectorBase`."""
@@ -273,6 +286,12 @@ class _Worker:
         for slot in range(num_slots):
             self._free.put(slot)
         self._metadata = SharedStorageMetadata()
+        self._saving: LayerSaves | None = None
+        """Of what follows."""
+        self._begun: list[tuple[Block, int]] = []
+        """What the step saves, and where."""
+        self._left: list[Block] = []
+        """What there is no place for yet."""
         self._failed_epoch = -1
         self._complaint = Complaint()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
@@ -280,7 +299,8 @@ class _Worker:
 
     def begin(self, metadata: SharedStorageMetadata) -> None:
         """Begins to load."""
-        self._metadata = metadata
+        self._metadata, self._saving, self._begun = metadata, None, []
+        self._left = [] if metadata.epoch <= self._failed_epoch else metadata.saves
         for req_id, blocks in metadata.loads.items():
             block_ids = {block.block_id for block in blocks}
             self._loader.submit(self.loaded.run, req_id, block_ids, partial(self._copy, blocks))
@@ -288,47 +308,52 @@ class _Worker:
     def step_failed(self) -> None:
         """What is saved before the scheduler knows of it rests on what was not computed."""
         self._failed_epoch = self._metadata.epoch
+        for _, slot in self._begun:
+            self._free.put(slot)
 
     # Saving
 
-    def save(self) -> None:
-        """Copies what the step has computed, as far as there is room within a second."""
-        metadata, self._metadata = self._metadata, SharedStorageMetadata(self._metadata.epoch)
-        if metadata.epoch <= self._failed_epoch:
-            return
+    def save_layer(self, layer: int) -> None:
+        """Copies what the step has computed of a layer, of the blocks that there is room for."""
+        if self._saving is None:
+            assert self.kv_caches is not None
+            self._begun = self._take_places(0.0)
+            self._saving = self.kv_caches.saving(self._images(self._begun))
+        self._saving.save_layer(layer)
+
+    def write(self) -> None:
+        """Has it written, and copies the other blocks, as far as there is room within a second."""
+        assert self.kv_caches is not None
         until = time.monotonic() + _MOST_WAITING
-        left = metadata.saves
-        while left:
-            slots = self._take_slots(len(left), max(0.0, until - time.monotonic()))
-            if not slots:
+        self._write_soon(self._begun)
+        while self._left:
+            some = self._take_places(max(0.0, until - time.monotonic()))
+            if not some:
                 self._complaint.make("KV blocks are not written as fast as they are computed")
                 return
-            self._save(left[: len(slots)], slots)
-            left = left[len(slots) :]
+            self.kv_caches.save(self._images(some))
+            self._write_soon(some)
 
-    def _take_slots(self, number: int, timeout: float) -> list[int]:
-        """As many places as are free, up to a number; waits for the first one."""
-        slots: list[int] = []
+    def _take_places(self, timeout: float) -> list[tuple[Block, int]]:
+        """Blocks that are left, with places, as far as these are free; waits for the first one."""
+        found: list[tuple[Block, int]] = []
         try:
-            slots.append(self._free.get(timeout=timeout))
-            while len(slots) < number:
-                slots.append(self._free.get_nowait())
+            for block in self._left:
+                found.append((block, self._free.get(timeout=0.0 if found else timeout)))
         except queue.Empty:
             pass
-        return slots
+        self._left = self._left[len(found) :]
+        return found
 
-    def _save(self, blocks: list[Block], slots: list[int]) -> None:
-        assert self.kv_caches is not None
+    def _images(self, blocks: list[tuple[Block, int]]) -> list[BlockImage]:
         base = int(self._memory.ctypes.data)
-        self.kv_caches.save(
-            [
-                BlockImage(
-                    block.group_id, block.block_id, base + slot * self._size, block.block_hash
-                )
-                for block, slot in zip(blocks, slots, strict=True)
-            ]
-        )
-        for block, slot in zip(blocks, slots, strict=True):
+        return [
+            BlockImage(block.group_id, block.block_id, base + slot * self._size, block.block_hash)
+            for block, slot in blocks
+        ]
+
+    def _write_soon(self, blocks: list[tuple[Block, int]]) -> None:
+        for block, slot in blocks:
             self._writers.submit(self._write, block, slot)
 
     def _write(self, block: Block, slot: int) -> None:

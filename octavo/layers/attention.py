@@ -63,6 +63,8 @@ class Attention:
                 self.ops.rotary_embedding, step.positions, query, self.cos_sin_cache, self.is_neox
             )
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
+        if step.progress is not None:
+            step.progress.reach(self.cache + 1)
         if self.columns is None:
             out = self.ops.empty(tokens, self.num_heads, self.head_size, like=x)
             whole = out.view(tokens, -1)

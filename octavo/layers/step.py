@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from octavo import _native
 from octavo.attention.base import AttentionBackend, AttentionMetadata
 
 
@@ -24,6 +25,7 @@ class StepContext:
         embeds: [T, embed_size], what to take instead of the tokens' rows in the embedding's table;
             changed.
         received: what the stage before has handed on, (x, residual) as `Layer` takes them.
+        progress: is told of each layer whose keys and values are in the cache.
         handed: filled by the model, where the layers behind are another stage's: likewise.
     """
 
@@ -35,4 +37,5 @@ class StepContext:
     kept: dict[int, Tensor] = field(default_factory=dict)
     embeds: Tensor | None = None
     received: tuple[Tensor, Tensor | None] | None = None
+    progress: _native.StepProgress | None = None
     handed: tuple[Tensor, Tensor | None] | None = None

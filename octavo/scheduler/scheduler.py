@@ -486,9 +486,21 @@ class Scheduler:
         """
         return min((r.next_deadline for r in self._held.values()), default=math.inf)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all known prefixes; False, with nothing changed, while requests hold blocks."""
-        return self.kv_cache_manager.reset_prefix_cache()
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forgets all known prefixes; False while requests hold blocks: nothing is forgotten then.
+
+        Args:
+            reset_running_requests: those that run give their blocks back, and start over; no step
+                may be in flight.
+            reset_connector: what a KV connector keeps is forgotten as well; False if it cannot.
+        """
+        while reset_running_requests and self.running:
+            self._preempt(self.running.pop(), None)
+        if not self.kv_cache_manager.reset_prefix_cache():
+            return False
+        return not reset_connector or self._connector is None or self._connector.reset_cache()
 
     def take_kv_events(self) -> list[AnyKVEvent]:
         """What has become of known prefixes since the last call, if that is taken down."""

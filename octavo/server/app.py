@@ -307,10 +307,29 @@ async def server_info(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forgets all cached prefixes; `success` is false while requests hold blocks."""
+    """Forgets all cached prefixes; `success` is false while requests hold blocks.
+
+    With `reset_running_requests=true` these start over, and hold none. With `reset_external=true`
+    what a KV connector keeps is forgotten as well, unless other engines share it.
+    """
     _check_admin(request)
+    restart, external = (
+        _flag(request, name) for name in ("reset_running_requests", "reset_external")
+    )
     engine = await state_of(request).get_engine()
-    return _json({"success": await engine.reset_prefix_cache()})
+    return _json({"success": await engine.reset_prefix_cache(restart, external)})
+
+
+def _flag(request: Request, name: str) -> bool:
+    """A query parameter that is true or false.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    value = request.query_params.get(name, "false")
+    if value not in ("true", "false"):
+        raise RequestError(f"{name}={show(value)} is not allowed; it is true or false.", name)
+    return value == "true"
 
 
 async def sleep(request: Request) -> Response:

@@ -25,6 +25,7 @@ _ALWAYS = (400, 421, 500)
 _GUARDED = (*_ALWAYS, 401, 503)
 _WITH_BODY = (*_GUARDED, 404, 408, 413, 415, 429)
 _ADMIN = (*_GUARDED, 403, 415)
+_FLAG = ("false", "true")
 
 
 class InvocationBody(RootModel[ChatBody | CompletionBody]):
@@ -117,7 +118,11 @@ OPERATIONS: dict[str, Operation] = {
     "/server_info": Operation(
         answers.ServerInfo, (*_GUARDED, 403), query={"config_format": ("text", "json")}
     ),
-    "/reset_prefix_cache": Operation(answers.CacheReset, _ADMIN),
+    "/reset_prefix_cache": Operation(
+        answers.CacheReset,
+        _ADMIN,
+        query={"reset_running_requests": _FLAG, "reset_external": _FLAG},
+    ),
     "/sleep": Operation(
         answers.FellAsleep,
         (*_ADMIN, 404),

@@ -88,6 +88,7 @@ class EagerSteps:
         buffers: for a step of the largest size.
         kept_layers: layers whose hidden states are returned.
         received: where the input of a stage is that is not the first one.
+        progress: see `StepContext`.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class EagerSteps:
         buffers: StepBuffers,
         kept_layers: tuple[int, ...] = (),
         received: tuple[Tensor, Tensor | None] | None = None,
+        progress: _native.StepProgress | None = None,
     ) -> None:
         self._buffers = buffers
         self.model = model
@@ -106,7 +108,7 @@ class EagerSteps:
         self.kv_caches = kv_caches
         self.layer_groups = layer_groups
         self.kept_layers = kept_layers
-        self._received = received
+        self._received, self._progress = received, progress
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """See `StepRunner`."""
@@ -151,6 +153,7 @@ class EagerSteps:
             backend=self.backend,
             kept_layers=self.kept_layers,
             received=received,
+            progress=self._progress,
         )
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
 
+from octavo import _native
 from octavo.errors import ConfigError
 from octavo.kv_connector.base import KVConnectorBase, KVConnectorRole
 from octavo.kv_connector.pages import KVCaches
 from octavo.kv_connector.registry import make_connector
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.worker.model_runner import ModelRunner
+
+# Tokens of a step from which on another thread goes along with it: less is copied faster than that
+# thread is woken for each layer.
+_LONG_STEP = 64
 
 
 class KVTransfers:
@@ -23,6 +29,7 @@ class KVTransfers:
     Args:
         connector: the worker's half.
         num_layers: layers that this rank keeps something of.
+        progress: is told which of them a step has computed.
         report: is given what has been finished, on any thread.
     """
 
@@ -30,9 +37,12 @@ class KVTransfers:
         self,
         connector: KVConnectorBase,
         num_layers: int,
+        progress: _native.StepProgress,
         report: Callable[[KVConnectorOutput], object],
     ) -> None:
-        self._connector, self._num_layers, self._report = connector, num_layers, report
+        self._connector, self._report = connector, report
+        self._num_layers, self._progress = num_layers, progress
+        self._beside = ThreadPoolExecutor(1, "octavo-kv-layers")
         self._decoder = msgspec.msgpack.Decoder(connector.metadata_type)
         self._nothing = connector.metadata_type()
         self._lock = threading.Lock()
@@ -40,24 +50,42 @@ class KVTransfers:
 
     @contextlib.contextmanager
     def step(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
-        """Loads before a step, and saves behind it."""
+        """Loads and saves, each layer while a step computes the next ones."""
         connector, encoded = self._connector, scheduler_output.kv_connector_metadata
         connector.start_load_kv(self._nothing if encoded is None else self._decoder.decode(encoded))
-        for layer in range(self._num_layers):
-            connector.wait_for_layer_load(layer)
+        self._progress.reset()
+        self._stopped, beside = False, None
+        if encoded is not None and scheduler_output.total_num_scheduled_tokens >= _LONG_STEP:
+            beside = self._beside.submit(self._go_along)
+        try:
+            yield
+            self._progress.reach(self._num_layers)
+            if beside is not None:
+                beside.result()
+            elif encoded is not None:
+                self._go_along()
+            connector.wait_for_save()
+        except BaseException:
+            self._stopped = True
+            self._progress.reach(self._num_layers)
+            if beside is not None:
+                wait([beside])
+            connector.step_failed()
+            raise
         if loaded := scheduler_output.kv_loads_before:
             with self._lock:
                 invalid = connector.get_block_ids_with_load_errors()
             self._report(KVConnectorOutput([], loaded, sorted(invalid)))
-        try:
-            yield
-        except BaseException:
-            connector.step_failed()
-            raise
-        for layer in range(self._num_layers):
-            connector.save_kv_layer(layer)
-        connector.wait_for_save()
         self._tell()
+
+    def _go_along(self) -> None:
+        """Loads and saves each layer as a step comes to it."""
+        for layer in range(self._num_layers):
+            self._connector.wait_for_layer_load(layer)
+            self._progress.wait(layer + 1)
+            if self._stopped:
+                return
+            self._connector.save_kv_layer(layer)
 
     def _tell(self) -> None:
         with self._lock:  # a request's blocks go with it
@@ -72,6 +100,7 @@ class KVTransfers:
 
     def shutdown(self) -> None:
         """Ends the connector."""
+        self._beside.shutdown()
         self._connector.shutdown()
 
 
@@ -100,4 +129,5 @@ def make_transfers(
         )
     tensors = [tensor.data_ptr() for tensor in runner.state.kv_tensors]
     connector.register_kv_caches(KVCaches(layout, tensors, num_blocks))
-    return KVTransfers(connector, len(setup.part.caches), report)
+    assert runner.progress is not None
+    return KVTransfers(connector, len(setup.part.caches), runner.progress, report)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from octavo import _native
 from octavo.attention.base import KV_CACHE_DTYPES
 from octavo.device import cpu_memory
 from octavo.kernels.memory import is_host, release_memory, to_device
@@ -193,6 +194,10 @@ class ModelRunner:
         self._forced: dict[str, tuple[int, list[int]]] = {}
         """Of requests whose grammar leaves one way on: the number of tokens that the row had, and
         those that follow."""
+        self.progress: _native.StepProgress | None = None
+        """Of the current step, for a KV connector."""
+        if config.cache.kv_transfer_config is not None:
+            self.progress = _native.StepProgress()
         self._step: _ComputedStep | None = None
         self._draft_probs: torch.Tensor | None = None
         """Of the current step's drafts; see `Proposal`."""
@@ -264,6 +269,7 @@ class ModelRunner:
             StepBuffers(batch.layout(setup.largest_step)),
             setup.kept_layers,
             received,
+            self.progress,
         )
         steps = self.platform.make_steps(setup, self.ops, eager, batch, capture=capture)
         if self.group is not None:

@@ -230,6 +230,36 @@ def test_with_blocks_from_elsewhere(dtype, expected, preemption_mode, tmp_path):
         assert stats.num_preemptions > 0
 
 
+def test_with_prompts_that_another_engine_computed(dtype, expected):
+    def engine(role):
+        settings = {"cpu_bytes_to_use": 2**24}
+        config = {"kv_connector": "P2PConnector", "kv_role": role}
+        config["kv_connector_extra_config"] = settings
+        return LLM(dtype=dtype, max_model_len=512, kv_transfer_config=config)
+
+    def with_transfer(sampling_params, transfer, **fields):
+        extra = {"kv_transfer_params": transfer}
+        return replace(sampling_params, extra_args=extra, **fields)
+
+    with engine("kv_producer") as one, engine("kv_consumer") as two:
+        crowd = others(12)
+        remote = {"do_remote_decode": True}
+        there = one.generate(
+            [{"prompt_token_ids": ids} for ids, _ in TARGETS],
+            [with_transfer(p, remote, max_tokens=1) for _, p in TARGETS],
+            use_tqdm=False,
+        )
+        targets = [
+            (ids, with_transfer(p, output.kv_transfer_params))
+            for (ids, p), output in zip(TARGETS, there, strict=True)
+        ]
+        result = answers(two, [*crowd[:4], targets[0], *crowd[4:], targets[1]])
+        assert [result[4], result[13]] == expected
+        stats = two.llm_engine.stats()
+        assert stats.external_prefix_cache_hits >= 240
+        assert stats.num_failed_loads == 0
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -178,6 +178,19 @@ def test_reset_prefix_cache(core):
     assert core.stats().prefix_cache_hits == before
 
 
+def test_running_requests_start_over_so_that_all_is_forgotten(core):
+    prompt = list(range(40))
+    core.add_request(request("0", prompt, max_tokens=20))
+    item, tokens = core.scheduler.requests["0"], []
+    while len(tokens) < 5:
+        tokens += [token for output in core.step().outputs for token in output.new_token_ids]
+    assert not core.reset_prefix_cache()
+    assert core.reset_prefix_cache(True)
+    tokens += run(core).tokens["0"]
+    assert tokens == expected_output(item.sampling_params, prompt, 64)
+    assert core.stats().num_preemptions == 1
+
+
 def test_a_refusal_is_work_until_it_has_been_told(core):
     assert not core.has_work()
     assert not core.has_unfinished_requests()

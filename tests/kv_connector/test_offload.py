@@ -45,9 +45,14 @@ class Rank:
         """(block, slot, place in the file) each."""
         saves = [Save(0, b, slot, digest(b), at, 1 + b) for b, slot, at in blocks]
         self.worker.begin(OffloadingMetadata(epoch, saves))
-        self.worker.save()
+        self.end_step()
         for spill in list(self.worker._file_spills.values()):
             spill.result()
+
+    def end_step(self):
+        for layer in range(len(self.tensors)):
+            self.worker.save_layer(layer)
+        self.worker.spill()
 
     def load(self, *blocks):
         """Those that are damaged, of (block, slot, place in the file, whose) each."""
@@ -129,7 +134,7 @@ def test_steps_that_failed_save_nothing(rank):
     rank.worker.begin(OffloadingMetadata(0, [Save(0, 1, 0, digest(1), NONE, 0)]))
     rank.worker.step_failed()
     rank.worker.begin(OffloadingMetadata(0, [Save(0, 2, 1, digest(2), NONE, 0)]))
-    rank.worker.save()
+    rank.end_step()
     assert not np.any(rank.worker._memory)
     rank.save((3, 2, NONE), epoch=1)
     assert np.any(rank.worker._memory)

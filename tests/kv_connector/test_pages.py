@@ -22,7 +22,9 @@ def make_cache(layout, seed=0):
     size = 2 * layout.page_nbytes
     count = max(layout.num_pages) // 2
     tensors = [rng.integers(0, 256, (BLOCKS, size), np.uint8) for _ in range(count)]
-    return tensors, KVCaches(layout, [t.ctypes.data for t in tensors], BLOCKS)
+    caches = KVCaches(layout, [t.ctypes.data for t in tensors], BLOCKS)
+    caches.owner = tensors  # it has addresses only
+    return tensors, caches
 
 
 def image_of(layout, buffer, index, group_id=0, block_id=3, block_hash=b"h" * 32):
@@ -46,6 +48,26 @@ def test_there_and_back(dtype):
         assert (other[6] == tensor[3]).all()
         assert (other[0] == tensor[5]).all()
         assert (other[1:6] == old[1:6]).all()
+
+
+def test_layers_are_saved_one_by_one():
+    layout = make_layout(pages(None, 9, None, 9), "float32")
+    _tensors, caches = make_cache(layout)
+    buffer = np.zeros(2 * layout.image_nbytes, np.uint8)
+    images = [image_of(layout, buffer, i, i, block_id=2 + i) for i in (0, 1)]
+    caches.save(images)
+    whole = buffer.copy()
+    buffer[:] = 0
+    saving = caches.saving(images)
+    before = 0
+    for layer in range(4):
+        saving.save_layer(layer)
+        there = np.flatnonzero(buffer)
+        assert len(there) > before
+        assert (buffer[there] == whole[there]).all()
+        before = len(there)
+    assert (buffer == whole).all()
+    caches.saving([]).save_layer(0)  # nothing
 
 
 def test_every_bit_counts():

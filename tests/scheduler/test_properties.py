@@ -228,9 +228,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.resume()
         self.scheduler.check_integrity()
 
-    @rule()
-    def reset_prefix_cache(self):
-        assert self.scheduler.reset_prefix_cache() == (not self.scheduler.running)
+    @rule(restart=st.booleans(), connector=st.booleans())
+    def reset_prefix_cache(self, restart, connector):
+        while restart and self.engine.in_flight:
+            self.engine.update()
+        idle = restart or not self.scheduler.running
+        assert self.scheduler.reset_prefix_cache(restart, connector) == idle
+        assert not (restart and self.scheduler.running)
 
     def teardown(self):
         if not hasattr(self, "engine"):

@@ -106,7 +106,7 @@ class FakeAsyncLLM:
         self.live: dict[str, tuple[EngineCoreRequest, int]] = {}
         """By core id: the request, and which of its answers it is."""
         self.aborted: list[str] = []
-        self.was_reset = False
+        self.was_reset, self.resets = False, []
         self.profiling = False
         self.asleep = self.scaling = False
         self.num_engines = 1
@@ -216,8 +216,9 @@ class FakeAsyncLLM:
         if self.load_error is not None:
             raise self.load_error
 
-    async def reset_prefix_cache(self):
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.was_reset = True
+        self.resets.append((reset_running_requests, reset_connector))
         return True
 
     async def sleep(self, level, mode):

@@ -318,6 +318,13 @@ def test_reset_prefix_cache():
         response = await served.post("/reset_prefix_cache")
         assert response.json() == {"success": True}
         assert served.engine.was_reset
+        await served.post("/reset_prefix_cache?reset_running_requests=true")
+        await served.post("/reset_prefix_cache?reset_external=true&reset_running_requests=false")
+        assert served.engine.resets == [(False, False), (True, False), (False, True)]
+        response = await served.post("/reset_prefix_cache?reset_external=maybe")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "reset_external"
+        assert len(served.engine.resets) == 3
 
     with_server(scenario, enable_admin=True)
 
@@ -535,7 +542,7 @@ def test_request_ids():
 
 def test_an_unexpected_error_is_a_500_and_harms_no_other():
     async def scenario(served):
-        async def broken():
+        async def broken(*what):
             raise RuntimeError("boom")
 
         served.engine.reset_prefix_cache = broken

@@ -115,7 +115,7 @@ def test_what_is_logged_during_a_request_carries_its_id(caplog):
     seen = []
 
     async def scenario(served):
-        async def broken():
+        async def broken(*what):
             seen.append(REQUEST_ID.get())
             raise RuntimeError("boom")
 

@@ -1,5 +1,6 @@
 """A captured step gives the bits of the eager one, for every family and any sizes of steps."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,9 @@ KEPT = (0, 1)
 OPS = NativeOps()
 
 
-def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
+def make_steps(
+    folder: Path, dtype: str, progress: _native.StepProgress | None = None
+) -> tuple[EagerSteps, InputBatch]:
     spec = read_spec(folder)
     model = load_model(
         spec,
@@ -63,6 +66,7 @@ def make_steps(folder: Path, dtype: str) -> tuple[EagerSteps, InputBatch]:
         [kv.layer_to_group[i] for i in layers],
         StepBuffers(batch.layout(StepSize(MAX_TOKENS, MAX_REQS, MAX_REQS * (1 + MAX_FORCED)))),
         KEPT,
+        progress=progress,
     ), batch
 
 
@@ -147,6 +151,39 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
         assert eager.isfinite().all()
         for other in others:
             assert torch.equal(eager, other)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_layers_are_told_once_their_keys_and_values_are_there(
+    captured: bool, tmp_path: Path
+) -> None:
+    save_config(tmp_path, *CASES["llama"])
+    progress = _native.StepProgress()
+    steps, batch = make_steps(tmp_path, "float32", progress)
+    runner = capture(steps, "float32", False) if captured else steps
+    batch.append_blocks(
+        batch.add("a", NewRequestData([5] * MAX_LEN, MAX_LEN, CoreSamplingParams(), 0)),
+        [list(range(1, BLOCKS + 1))],
+    )
+    layers = len(steps.kv_caches)
+
+    def follow() -> list[torch.Tensor]:
+        seen = []
+        for layer, cache in enumerate(steps.kv_caches):
+            progress.wait(layer + 1)
+            seen.append(cache[1 : MAX_TOKENS // BLOCK_SIZE + 1].clone())
+        return seen
+
+    inputs = batch.gather([ScheduledRequest("a", MAX_TOKENS)], {}, runner.buffers(MAX_TOKENS, 1))
+    with ThreadPoolExecutor(1) as pool, torch.inference_mode():
+        progress.reset()  # recording has told nothing
+        beside = pool.submit(follow)
+        assert not beside.done()
+        runner.run(inputs, None)
+        for seen, cache in zip(beside.result(10), steps.kv_caches, strict=True):
+            assert seen.isfinite().all()
+            assert torch.equal(seen, cache[1 : MAX_TOKENS // BLOCK_SIZE + 1])
+        progress.wait(layers)
 
 
 def test_a_plan_computes_nothing_while_it_records() -> None:

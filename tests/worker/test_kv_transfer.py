@@ -1,6 +1,9 @@
+import time
+
 import msgspec
 import pytest
 
+from octavo._native import StepProgress
 from octavo.config import EngineConfig
 from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
 from octavo.messages import KVConnectorOutput, SchedulerOutput
@@ -21,7 +24,7 @@ class Told(KVConnectorBase):
     def __init__(self):
         layout = make_layout([AttentionCache(2, 4)])
         super().__init__(EngineConfig(), KVConnectorRole.WORKER, layout)
-        self.calls = []
+        self.calls, self.broken = [], False
         self.finished, self.invalid = (set(), set()), set()
 
     def start_load_kv(self, metadata):
@@ -31,7 +34,20 @@ class Told(KVConnectorBase):
         self.calls.append(("loaded", layer))
 
     def save_kv_layer(self, layer):
+        if self.broken:
+            raise OSError("full")
         self.calls.append(("save", layer))
+
+    def wait_for(self, call):
+        until = time.monotonic() + 10
+        while call not in self.calls:
+            assert time.monotonic() < until, self.calls
+            time.sleep(0.001)
+
+    def break_after(self, call, before):
+        before()
+        self.wait_for(call)
+        raise ZeroDivisionError
 
     def wait_for_save(self):
         self.calls.append("saved")
@@ -64,12 +80,24 @@ def reports():
 
 
 @pytest.fixture
-def transfers(told, reports):
-    return KVTransfers(told, 2, reports.append)
+def progress():
+    return StepProgress()
+
+
+@pytest.fixture
+def transfers(told, progress, reports):
+    made = KVTransfers(told, 2, progress, reports.append)
+    yield made
+    made.shutdown()
 
 
 def step(**fields):
     return SchedulerOutput(**fields)
+
+
+def long_step(tokens=500):
+    metadata = msgspec.msgpack.encode(Words())
+    return step(kv_connector_metadata=metadata, total_num_scheduled_tokens=tokens)
 
 
 def test_a_step_lies_between_loads_and_saves(told, transfers, reports):
@@ -77,24 +105,57 @@ def test_a_step_lies_between_loads_and_saves(told, transfers, reports):
     with transfers.step(step(kv_connector_metadata=words)):
         told.calls.append("step")
     assert told.calls == [
-        *(("load", "these"), ("loaded", 0), ("loaded", 1), "step"),
-        *(("save", 0), ("save", 1), "saved"),
+        *(("load", "these"), "step", ("loaded", 0), ("save", 0), ("loaded", 1), ("save", 1)),
+        "saved",
     ]
     assert not reports
 
 
+def test_another_thread_goes_along_with_a_long_step(told, transfers, progress):
+    with transfers.step(long_step()):
+        told.wait_for(("loaded", 0))
+        progress.reach(1)
+        told.wait_for(("loaded", 1))
+        assert told.calls == [("load", "nothing"), ("loaded", 0), ("save", 0), ("loaded", 1)]
+        progress.reach(2)
+        told.wait_for(("save", 1))
+        told.calls.append("step")
+    assert told.calls[-3:] == [("save", 1), "step", "saved"]
+
+
+def test_all_is_saved_though_a_step_told_of_no_layer(told, transfers):
+    for _ in range(2):
+        told.calls.clear()
+        with transfers.step(long_step()):
+            told.wait_for(("loaded", 0))
+        assert told.calls[-2:] == [("save", 1), "saved"]
+
+
 def test_a_step_without_metadata_is_told_of_as_well(told, transfers):
-    with transfers.step(step()):
+    with transfers.step(step(total_num_scheduled_tokens=500)):
         pass
-    assert told.calls[0] == ("load", "nothing")
-    assert told.calls[-1] == "saved"
+    assert told.calls == [("load", "nothing"), "saved"]
 
 
-def test_nothing_is_saved_of_a_step_that_fails(told, transfers):
-    with pytest.raises(RuntimeError, match="broken"), transfers.step(step()):
-        raise RuntimeError("broken")
+@pytest.mark.parametrize("reached", [0, 1])
+def test_nothing_more_is_saved_of_a_step_that_fails(told, transfers, progress, reached):
+    for work in (step(), long_step()):
+        told.calls.clear()
+        # It comes to the next layer, or nothing goes along.
+        last = ("loaded", reached) if work.kv_connector_metadata else ("load", "nothing")
+        with pytest.raises(ZeroDivisionError), transfers.step(work):
+            told.break_after(last, lambda: progress.reach(reached))
+        assert told.calls[-1] == "failed"
+        assert "saved" not in told.calls
+        assert ("save", reached) not in told.calls
+
+
+@pytest.mark.parametrize("work", [0, 500])
+def test_a_step_fails_when_saving_does(told, transfers, work):
+    told.broken = True
+    with pytest.raises(OSError, match="full"), transfers.step(long_step(work)):
+        pass
     assert told.calls[-1] == "failed"
-    assert "saved" not in told.calls
 
 
 def test_what_has_finished_is_told_once_with_its_blocks(told, transfers, reports):
