@@ -134,6 +134,17 @@ void release_pages(Address address, size_t nbytes) {
 #endif
 }
 
+// Has the system hand out pages now that would be handed out when they are first written.
+void touch_pages(Address address, size_t nbytes) {
+#if defined(MADV_POPULATE_WRITE)
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  const Address begin = address / page * page, end = (address + nbytes + page - 1) / page * page;
+  madvise(at<void>(begin), end - begin, MADV_POPULATE_WRITE);
+#else
+  (void)address, (void)nbytes;
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -147,6 +158,7 @@ NB_MODULE(_native, m) {
   m.def("set_num_threads", &set_num_threads);
   m.def("num_threads", &num_threads);
   m.def("release_pages", &release_pages);
+  m.def("touch_pages", &touch_pages, nb::call_guard<nb::gil_scoped_release>());
   m.def("read_memory", [](Address data, size_t nbytes, int locality) {
     if (nbytes % 64 != 0 || locality < -1 || locality > 3)
       throw nb::value_error("whole cache lines and a locality of -1 to 3 are needed");

@@ -82,6 +82,9 @@ def take_spans() -> list[tuple[str, float, float, float, float, int]]:
     `time.monotonic`."""
 
 def release_pages(address: int, nbytes: int, /) -> None: ...
+def touch_pages(address: int, nbytes: int, /) -> None:
+    """Has the system hand out the pages of mapped memory, which keep what they hold."""
+
 def read_memory(address: int, nbytes: int, locality: int, /) -> int:
     """The exclusive or of the 64-bit numbers there, read by all threads; see csrc/read_memory.h."""
 

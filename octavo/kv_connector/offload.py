@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo import _native
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
@@ -34,6 +35,7 @@ from octavo.request import Request
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
+_PIECE = 2**24  # bytes that are taken from the system at once
 
 
 class OffloadingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,7 +205,7 @@ class OffloadingConnector(KVConnectorBase):
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
         """See `KVConnectorBase`."""
-        self._worker.kv_caches = kv_caches
+        self._worker.register(kv_caches)
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         """See `KVConnectorBase`."""
@@ -428,9 +430,11 @@ class OffloadingWorker:
         self.loaded = LoadResults(notify)
         num_slots, num_file_slots = settings.num_slots(layout)
         self._file: ImageFile | None = None
+        self._num_found = 0
         if settings.file_path is not None:
             path = file_of(config, settings, layout)
             self._file = ImageFile(path, layout, num_file_slots)
+            self._num_found = sum(1 for _ in read_records(path, layout))
         if memory is None:
             memory = map_memory(num_slots * self._size).numpy()
         self._memory = memory
@@ -446,6 +450,31 @@ class OffloadingWorker:
         """By the places in memory that are read."""
         self._file_spills: dict[int, Future[None]] = {}
         """The same by those in the file that are written."""
+        self._touching = ThreadPoolExecutor(1, "octavo-kv-memory")
+        self._closing = False
+
+    def register(self, kv_caches: KVCaches) -> None:
+        """The KV cache of this rank is there."""
+        self.kv_caches = kv_caches
+        if self._num_found:
+            self._touching.submit(self._touch)
+
+    def _touch(self) -> None:
+        """Takes the memory that what an earlier run has left will need.
+
+        The system hands out new pages more slowly than a file is read: the first requests would
+        wait for them.
+        """
+        assert self.kv_caches is not None
+        for _ in self.kv_caches.touch(1 + self._num_found):  # behind the null block
+            if self._closing:
+                return
+        end = min(self._num_found * self._size, len(self._memory))
+        for start in range(0, end, _PIECE):
+            if self._closing:
+                return
+            address = int(self._memory.ctypes.data) + start
+            _native.touch_pages(address, min(_PIECE, end - start))
 
     def begin(self, metadata: OffloadingMetadata) -> None:
         """Begins to load."""
@@ -537,6 +566,8 @@ class OffloadingWorker:
 
     def shutdown(self) -> None:
         """Writes what is still to be written."""
+        self._closing = True
+        self._touching.shutdown()
         self._loader.shutdown(cancel_futures=True)
         self._spiller.shutdown()
         if self._file is not None:

@@ -172,11 +172,6 @@ class P2PConnector(OffloadingConnector):
         """See `KVConnectorBase`."""
         return self._p2p.hand_over(request)
 
-    def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorBase`."""
-        assert isinstance(self._half, P2PWorker)
-        self._half.register(kv_caches)
-
     def get_handshake_metadata(self) -> Any:
         """See `KVConnectorBase`."""
         assert isinstance(self._half, P2PWorker)
@@ -390,8 +385,8 @@ class P2PWorker(OffloadingWorker):
         self.address = self._server.address
 
     def register(self, kv_caches: KVCaches) -> None:
-        """The KV cache of this rank is there."""
-        self.kv_caches = kv_caches
+        """See `OffloadingWorker`."""
+        super().register(kv_caches)
         self._client = PeerClient(self._secret, kv_caches, self._timeout)
 
     def _peer_has(self, request_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,6 +42,13 @@ class KVCaches:
         self.layout = layout
         self.num_blocks = num_blocks
         self.tensors = np.array(tensors, np.uint64)
+
+    def touch(self, num_blocks: int) -> Iterator[None]:
+        """Has the system hand out the memory of the first blocks, a piece at each step."""
+        nbytes = 2 * self.layout.page_nbytes * min(num_blocks, self.num_blocks)
+        for tensor in self.tensors:
+            _native.touch_pages(int(tensor), nbytes)
+            yield
 
     def save(self, images: Sequence[BlockImage]) -> None:
         """Copies blocks to their images, checksums included."""

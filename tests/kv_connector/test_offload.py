@@ -1,6 +1,9 @@
 """Both halves of an `OffloadingConnector`, on arrays and real files."""
 
+import ctypes
+import mmap
 import os
+import sys
 import threading
 
 import numpy as np
@@ -127,6 +130,33 @@ def test_a_file_that_was_deleted_goes_on_until_the_end(rank, tmp_path):
     rank.worker.shutdown()
     again = Rank(tmp_path / "kv")
     assert again.load((4, 1, 0, 1)) == {4}  # a new one
+    again.worker.shutdown()
+
+
+def resident(array):
+    """Bytes of an array's pages that the system has handed out."""
+    nbytes = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    start = ctypes.c_void_p(array.ctypes.data)
+    assert libc.mincore(start, ctypes.c_size_t(nbytes), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is taken early on Linux only")
+def test_memory_for_what_an_earlier_run_left_is_taken_early(tmp_path):
+    slots = 200
+    first = Rank(tmp_path / "kv", slots, slots)
+    assert resident(first.worker._memory) == 0
+    first.save(*((1, slot, slot) for slot in range(100)))
+    first.worker.shutdown()
+    again = Rank(tmp_path / "kv", slots, slots)
+    before = [tensor.copy() for tensor in again.tensors]
+    again.worker.register(again.worker.kv_caches)
+    again.worker._touching.shutdown()
+    size = LAYOUT.image_nbytes
+    assert 100 * size <= resident(again.worker._memory) < 100 * size + mmap.PAGESIZE
+    assert all((now == old).all() for now, old in zip(again.tensors, before, strict=True))
     again.worker.shutdown()
 
 
