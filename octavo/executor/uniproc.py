@@ -7,9 +7,11 @@ their way from a GPU, a second thread waits for them, so that the worker can lau
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from octavo.executor.base import Executor, find_method
@@ -84,7 +86,10 @@ class UniProcExecutor(Executor):
 class _UniProcStep:
     """See `StepHandle`."""
 
-    __slots__ = ("_drafts", "_forward", "_results", "_sampled", "_thread", "_worker")
+    __slots__ = (
+        *("_computed", "_drafts", "_failure", "_forward", "_grammar", "_lock", "_results"),
+        *("_sampled", "_thread", "_wanted", "_worker"),
+    )
 
     def __init__(
         self,
@@ -95,35 +100,50 @@ class _UniProcStep:
     ) -> None:
         self._worker, self._thread, self._results = worker, thread, results
         self._sampled: Future[ModelRunnerOutput] = Future()
-        self._drafts: Future[Drafts] = Future()
+        self._drafts: SimpleQueue[Drafts | BaseException] = SimpleQueue()
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        """Of the next three."""
+        self._computed = self._wanted = False
+        self._grammar: GrammarOutput | None = None
         self._forward = thread.submit(self._execute, work)
 
     def _execute(self, work: SchedulerOutput) -> None:
         try:
-            self._worker.execute_model(work, self._drafts.set_result)
+            self._worker.execute_model(work, self._drafts.put)
         except BaseException as error:
-            if not self._drafts.done():
-                self._drafts.set_exception(error)
-            raise
+            self._failure = error
+            self._drafts.put(error)
+        with self._lock:
+            self._computed = True
+            wanted = self._wanted
+        if wanted:
+            self._sample()
 
     def drafts(self) -> Drafts:
-        """See `StepHandle`."""
-        return self._drafts.result()
+        """See `StepHandle`. Once."""
+        drafts = self._drafts.get()
+        if isinstance(drafts, BaseException):
+            raise drafts
+        return drafts
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
         """See `StepHandle`."""
-        self._thread.submit(self._sample, grammar)
+        with self._lock:
+            self._wanted, self._grammar = True, grammar
+            computed = self._computed
+        if computed:  # or else the thread samples by itself: handing it a call takes a while
+            self._thread.submit(self._sample)
         return self._sampled
 
-    def _sample(self, grammar: GrammarOutput | None) -> None:
-        failure = self._forward.exception()  # it has run before, on this thread
+    def _sample(self) -> None:
         try:
-            pending = self._worker.sample_tokens(grammar)  # lets go of a step that failed, too
-            if failure is not None:
-                raise failure
+            pending = self._worker.sample_tokens(self._grammar)  # of a step that failed, too
+            if self._failure is not None:
+                raise self._failure
             on_their_way = not pending.ready()
         except BaseException as error:
-            self._sampled.set_exception(self._worker.cause(failure or error))
+            self._sampled.set_exception(self._worker.cause(self._failure or error))
             return
 
         def resolve() -> None:

@@ -89,15 +89,25 @@ class Worker:
                 requests=len(scheduler_output.scheduled_reqs),
                 tokens=scheduler_output.total_num_scheduled_tokens,
             )
-            with self._breaking(), self._transferring(scheduler_output):
-                self.runner.execute_model(scheduler_output, announce)
+            try:
+                if self._transfers is None:
+                    self.runner.execute_model(scheduler_output, announce)
+                else:
+                    with self._transfers.step(scheduler_output):
+                        self.runner.execute_model(scheduler_output, announce)
+            except BaseException:
+                self._break_group()
+                raise
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Samples the tokens of the step run last; see `StepHandle.sample`."""
         with torch.inference_mode(), span("sample_tokens") as note:
             note(step=self._step)
-            with self._breaking():
+            try:
                 output = self.runner.sample_tokens(grammar)
+            except BaseException:
+                self._break_group()
+                raise
         drain_kernels()
         return output
 
@@ -137,24 +147,10 @@ class Worker:
             return group_failure(error)
         return self._platform.cause(self.device, error)
 
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Lets other ranks not wait for one that has failed."""
-        try:
-            yield
-        except BaseException:
-            if self.runner.group is not None:
-                self.runner.group.memory.break_()
-            raise
-
-    @contextlib.contextmanager
-    def _transferring(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
-        """Has the KV connector load and save what a step says."""
-        if self._transfers is None:
-            yield
-        else:
-            with self._transfers.step(scheduler_output):
-                yield
+    def _break_group(self) -> None:
+        """Lets other ranks not wait for this one, which has failed."""
+        if self.runner.group is not None:
+            self.runner.group.memory.break_()
 
     def shutdown(self) -> None:
         """Lets go of the model and the KV cache."""
