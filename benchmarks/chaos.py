@@ -41,6 +41,7 @@ import httpx
 import psutil
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ROLES = ("core", "worker", "spare", "node", "coordinator")
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "memory")
 PROGRESS_TIMEOUT = 1.0
 LAYOUTS = {
@@ -365,6 +366,7 @@ class Killer(threading.Thread):
         site: the server.
         load: what it is under.
         kills: how many.
+        roles: of what, as `Site.processes` has them.
         kinds: how, by turns at random.
         at_once: the most that die together.
         pause: seconds between, at most.
@@ -376,6 +378,7 @@ class Killer(threading.Thread):
         site: Site,
         load: Load,
         kills: int,
+        roles: tuple[str, ...],
         kinds: tuple[str, ...],
         at_once: int,
         pause: float,
@@ -384,11 +387,12 @@ class Killer(threading.Thread):
         super().__init__(daemon=True)
         self.done: Counter[tuple[str, str]] = Counter()
         """By what died, and of what."""
-        self.seconds: dict[tuple[str, str], list[float]] = {}
-        """Likewise, where it died alone: from the kill until all streams have gone on."""
+        self.seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        """Likewise, where it died alone: from the kill until one and until all streams went on."""
         self.failure: str | None = None
         self._site, self._load, self._rng = site, load, random.Random(seed)
-        self._kills, self._kinds, self._at_once, self._pause = kills, kinds, at_once, pause
+        self._kills, self._roles, self._kinds = kills, roles, kinds
+        self._at_once, self._pause = at_once, pause
 
     def run(self) -> None:
         """Kills until all is done."""
@@ -405,7 +409,7 @@ class Killer(threading.Thread):
         begun, load, rng = time.monotonic(), self._load, self._rng
         _wait(lambda: any(t > begun for t in load.heard.copy().values()), lambda: "no token came")
         time.sleep(rng.uniform(0.0, 0.3))
-        there = self._site.processes()
+        there = [it for it in self._site.processes() if it[0] in self._roles]
         most = min(self._at_once, self._kills - self.done.total(), len(there))
         victims = rng.sample(there, rng.randint(1, most)) if there else []
         killed, in_flight = time.monotonic(), set(load.heard.copy())
@@ -417,16 +421,22 @@ class Killer(threading.Thread):
             self._wait_for_ends(struck)
         elif node != "SIGSTOP":
             self._site.start_node()
-        gone = time.monotonic() + 0.02  # what was on its way has come
+        gone = time.monotonic() + 0.05  # what was on its way has come
 
         def silent() -> list[int]:
             heard = load.heard.copy()
             return [i for i in in_flight if heard.get(i, gone + 1) < gone]
 
-        _wait(lambda: not silent(), lambda: f"{len(silent())} streams silent after {struck}")
+        def what() -> str:
+            return f"{len(silent())} streams silent after {struck}"
+
+        _wait(lambda: any(t > gone for t in load.heard.copy().values()), what)
+        first = time.monotonic()
+        _wait(lambda: not silent(), what)
         if len(struck) == 1:
             key = struck[0][:2]
-            self.seconds.setdefault(key, []).append(time.monotonic() - killed)
+            times = first - killed, time.monotonic() - killed
+            self.seconds.setdefault(key, []).append(times)
         if node == "SIGSTOP":  # only somebody on its machine can end it
             self._site.start_node()
         self._wait_for_ends(struck)
@@ -472,8 +482,8 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
     for (path, body), answer in zip(asked, wanted, strict=True):
         if answer.error is not None or not answer.choices:
             raise RuntimeError(f"undisturbed, {path} {body} was not answered: {answer}")
-    kinds = tuple(args.kinds)
-    killer = Killer(site, load, args.kills, kinds, args.at_once, args.pause, args.seed)
+    roles, kinds = tuple(args.roles), tuple(args.kinds)
+    killer = Killer(site, load, args.kills, roles, kinds, args.at_once, args.pause, args.seed)
     killer.start()
     wrong: list[str] = []
     num_answers = 0
@@ -538,12 +548,15 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
         f"{layout}: {killer.done.total()} kills in {seconds:.0f} s, {num_answers} answers, "
         f"{len(wrong)} lost, changed or left"
     )
-    print("| what died | kill | times | until all streams went on: median | highest |")
-    print("| --- | --- | --- | --- | --- |")
+    print("Seconds until a stream went on, and until all did:")
+    print("| what died | kill | times | one: median | highest | all: median | highest |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for (role, kind), count in sorted(killer.done.items()):
-        times = killer.seconds.get((role, kind))
-        cells = "- | -" if not times else f"{statistics.median(times):.2f} s | {max(times):.2f} s"
-        print(f"| {role} | {kind} | {count} | {cells} |")
+        cells = ["-"] * 4
+        if times := killer.seconds.get((role, kind)):
+            values = [of(it) for it in zip(*times, strict=True) for of in (statistics.median, max)]
+            cells = [f"{it:.2f} s" for it in values]
+        print(f"| {role} | {kind} | {count} | {' | '.join(cells)} |")
     return not wrong and killer.done.total() >= args.kills
 
 
@@ -554,6 +567,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=100, help="in each layout")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["plain"])
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="of what dies")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["SIGKILL", "SIGSTOP"])
     parser.add_argument("--at-once", type=int, default=2, help="the most that die together")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between, at most")

@@ -52,6 +52,7 @@ from octavo.worker.setup import WorkerSetup
 
 if TYPE_CHECKING:
     from octavo.engine.kv_publisher import KVEventPublisher
+    from octavo.structured_output.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -362,15 +363,22 @@ def _make_grammar_backends(
     Raises:
         RequestError: the model's tokenizer will not do.
     """
-    from octavo.structured_output.llguidance_backend import LLGuidanceBackend
-    from octavo.structured_output.vocabulary import Vocabulary
-    from octavo.structured_output.xgrammar_backend import XGrammarBackend
+    from octavo.structured_output import vocabulary
     from octavo.tokenizer import Tokenizer
 
     folder = model_path if config.model.tokenizer is None else resolve_folders(config)[1]
     tokenizer = Tokenizer.from_folder(folder)
-    vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
-    return [XGrammarBackend(vocabulary), LLGuidanceBackend(vocabulary)]
+    tokens = vocabulary.Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    return [backend(tokens) for backend in import_grammar_backends()]
+
+
+def import_grammar_backends() -> tuple[Callable[[Vocabulary], GrammarBackend], ...]:
+    """The grammar backends, the one to be asked first first; takes a second or more."""
+    with _no_garbage_collection():
+        from octavo.structured_output.llguidance_backend import LLGuidanceBackend
+        from octavo.structured_output.xgrammar_backend import XGrammarBackend
+
+        return XGrammarBackend, LLGuidanceBackend
 
 
 def _log_plan(plan: MemoryPlan, details: int) -> None:

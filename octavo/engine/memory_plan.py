@@ -22,7 +22,7 @@ from octavo.worker.setup import resolve_kv_cache_dtype
 # The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
 # as objects.
 SERVER_NBYTES = 256 * 2**20
-# An interpreter with torch that waits to take the engine's place.
+# An interpreter with torch that waits to take the place of an engine or a worker.
 SPARE_NBYTES = 256 * 2**20
 
 
@@ -222,7 +222,7 @@ def make_memory_plan(
     if limit is None:
         limit = int(budget.available * cache.gpu_memory_utilization) // engines
     server = requests = of_spare = 0
-    spare_nbytes = SPARE_NBYTES * max(1, config.num_spare_workers)
+    spare_nbytes = SPARE_NBYTES * (1 + config.num_spare_workers)
     if request_memory is not None:
         server, requests, of_spare = (
             nbytes // engines for nbytes in (SERVER_NBYTES, request_memory, spare_nbytes)
