@@ -133,8 +133,11 @@ class ServerState(HttpState):
             raise EngineDeadError(str(error)) from error
 
     def fail(self, error: OctavoError) -> None:
-        """Notes that the engine is gone for good; the server has no more purpose."""
-        if self.failure is None:
+        """Notes that the engine is gone for good; the server has no more purpose.
+
+        Unless it has none anyway: who stops a server may stop its nodes in the same moment.
+        """
+        if self.failure is None and (self.num_active or not self.draining):
             self.failure = error
             self.on_failure()
 

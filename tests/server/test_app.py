@@ -119,6 +119,10 @@ def test_health_and_ready():
         ]
         served.engine.dead, served.engine.ready = None, True
         assert await probes() == [fine, (200, {"status": "ready"})]
+        served.state.draining = True  # nobody waits for an answer
+        served.state.fail(EngineDeadError("its node was stopped"))
+        assert served.state.failure is None
+        served.state.draining = False
         served.state.fail(EngineDeadError("the device is gone"))
         served.state.fail(EngineDeadError("what came of it"))
         assert await probes() == [
