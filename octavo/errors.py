@@ -12,6 +12,7 @@ The tree::
     |   |-- GrammarError                    what the answer has to look like cannot be had
     |   |-- NotFoundError                   unknown model or resource
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
+    |   |-- GivenUpError                    the engine died of the request, again and again
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
     |   |-- KVLoadError                     a KV connector could not load what it has of the prompt
     |   |-- ScalingError                    the number of engines cannot be changed so, or now
@@ -108,6 +109,16 @@ class StepFailedError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, None, "step_failed")
+
+
+class GivenUpError(RequestError):
+    """The engine died again and again with the request in flight; it must not be asked again."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "given_up")
 
 
 class KVLoadError(RequestError):

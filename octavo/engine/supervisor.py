@@ -423,7 +423,7 @@ class Supervisor:
                 finish_reason=FinishReason.ERROR,
                 error="The engine died again and again with this request in flight, so it is "
                 f"given up: {reason}.",
-                error_kind="StepFailedError",
+                error_kind="GivenUpError",
             )
         ]
 

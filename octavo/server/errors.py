@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, GivenUpError, OctavoError, RequestError
 from octavo.server.known_routes import elsewhere
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,8 @@ def error_response(error: BaseException) -> Response:
     if isinstance(error, BodyTooLargeError | UnavailableError):
         headers["Connection"] = "close"
     status = error_status(error)
-    if status == 408:
-        headers["x-should-retry"] = "false"  # OpenAI's clients would repeat a 408 by themselves
+    if status == 408 or isinstance(error, GivenUpError):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would repeat it by themselves
     return Response(error_json(error), status, headers, "application/json")
 
 

@@ -459,7 +459,7 @@ def test_a_suspect_is_tried_where_it_was_and_the_others_go_on_elsewhere():
             assert "a" not in engines.ends
             await engines.die(1)
             await engines.say(1, READY)
-        assert engines.ends["a"].error_kind == "StepFailedError"
+        assert engines.ends["a"].error_kind == "GivenUpError"
         await engines.add("d")
         assert engines.ids(1) == ["d"]
 

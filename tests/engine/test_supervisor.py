@@ -334,7 +334,7 @@ def test_a_request_that_kills_alone_is_given_up():
         await engine.say()
         assert engine.client.ids == []
         end = engine.ends["a"]
-        assert (end.finish_reason, end.error_kind) == (FinishReason.ERROR, "StepFailedError")
+        assert (end.finish_reason, end.error_kind) == (FinishReason.ERROR, "GivenUpError")
         assert KILLED in end.error
         await engine.say(READY)
         await engine.add("b")

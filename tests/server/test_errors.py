@@ -40,6 +40,12 @@ CASES = [
         ("rate_limit_error", "max_ttft_ms", "deadline_unmet"),
         {"retry-after": "7"},
     ),
+    (
+        errors.GivenUpError("m"),
+        500,
+        ("server_error", None, "given_up"),
+        {"x-should-retry": "false"},
+    ),
     (errors.EngineDeadError("m"), 503, ("server_error", None, "engine_unavailable"), {}),
     (errors.ModelError("m"), 500, ("server_error", None, "internal_error"), {}),
     (
