@@ -28,13 +28,13 @@ lint: dev
 types: dev
 	$(BIN)/mypy
 
-# Two processes, for two cores; a file's tests share what they set up. In this order the long files
-# come early, so that both processes have work until the end. What measures how long the
+# Three processes, for two cores: tests of servers wait now and then. A file's tests share what they set
+# up. In this order the long files come early, so that all have work until the end. What measures how long the
 # event loop is held runs before them, alone.
 TIMED := tests/server/test_event_loop.py
 unit: dev
 	$(BIN)/python -m pytest $(TIMED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore $(TIMED)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(TIMED)
 
 # Fills dist/: the source distribution, and the wheel that is built from it. Its tag names the oldest
 # glibc it runs with. Then it is tried as a user would who has no compiler.

@@ -223,6 +223,7 @@ def test_workers_that_may_differ_are_the_engine_s_end(name, reason):
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(worker, error, reason):
+    gc.collect()  # what earlier tests have left
     before, children = set(os.listdir("/proc/self/fd")), psutil.Process().children()
     with pytest.raises(error, match=reason):
         make(2, worker)

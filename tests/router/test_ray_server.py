@@ -1,6 +1,7 @@
 """A router's own servers in the care of actors, on a Ray cluster that it starts."""
 
 import secrets
+import tempfile
 
 import psutil
 import pytest
@@ -22,8 +23,17 @@ def servers(key):
     return found
 
 
-def test_prefill_and_decode_in_actors(tmp_path, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+@pytest.fixture
+def ray_folder(monkeypatch):
+    """Where nobody else's cluster is found; sockets have names of 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as path:
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("RAY_TMPDIR", path)
+        yield
+
+
+@pytest.mark.usefixtures("ray_folder")
+def test_prefill_and_decode_in_actors(tmp_path):
     (key := tmp_path / "key").write_text(secrets.token_hex(32))
     key.chmod(0o600)
     flags = [*SIZE, "--prefill", "1", "--decode", "1", "--backend", "ray", "--no-warm-spare"]
