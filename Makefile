@@ -28,6 +28,9 @@ lint: dev
 types: dev
 	$(BIN)/mypy
 
+# Tests start hundreds of processes: each would compile Octavo's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Three processes, for two cores: tests of servers wait now and then. A file's tests share what they set
 # up. In this order the long files come early, so that all have work until the end. What measures how long the
 # event loop is held runs before them, alone.

@@ -113,7 +113,7 @@ def test_sampling_covers_each_setting():
 
 
 def test_every_candidate_can_be_served_and_is_not_the_default():
-    candidates = sample_configs(tune.SPACE, 10_000, 0, tune._is_valid)
+    candidates = sample_configs(tune.SPACE, 1_000, 0, tune._is_valid)
     given_ = [tune._given(c) for c in candidates]
     assert len(given_) > 50
     assert {} not in given_
@@ -328,7 +328,7 @@ def test_interrupted_before_the_first_trial_ends(fakes, tmp_path):
 def test_quantization_only_if_allowed(fakes, tmp_path):
     def tried(*flags):
         fakes.commands.clear()
-        flags = ("--num-configs", 30, "--num-prompts", 9, *flags)
+        flags = ("--num-configs", 12, "--num-prompts", 9, *flags)
         tune.run(parse("m", *CLOSED, *flags, "--result-dir", tmp_path))
         return {c[i + 1] for c in fakes.commands for i, w in enumerate(c) if w == "--quantization"}
 

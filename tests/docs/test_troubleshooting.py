@@ -1,6 +1,7 @@
 """docs/troubleshooting.md quotes what the code really says."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -19,8 +20,10 @@ def pattern(node):
     return expression, sum(len(text) for text in fixed if text is not None)
 
 
-def messages():
-    """The patterns of all texts in the code with enough words to be known by them."""
+@functools.cache
+def patterns():
+    """Those of all texts in the code with enough words to be known by them."""
+    found = []
     for path in (ROOT / "octavo").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr) or (
@@ -28,15 +31,13 @@ def messages():
             ):
                 expression, num_fixed = pattern(node)
                 if num_fixed >= 20:
-                    yield re.compile(expression + r"\Z", re.DOTALL)
-
-
-PATTERNS = list(messages())
+                    found.append(re.compile(expression + r"\Z", re.DOTALL))
+    return found
 
 
 def said(message):
     """Whether one text of the code makes up the message; less than half may stand before it."""
-    found = [match.start() for p in PATTERNS if (match := p.search(message))]
+    found = [match.start() for p in patterns() if (match := p.search(message))]
     return bool(found) and min(found) < len(message) / 2
 
 
