@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -61,7 +65,8 @@ class Session:
                 )
             else:
                 logger.info("joining the Ray cluster at %s", address)
-            ray.init(address=address, logging_level=logging.ERROR)
+            with _sigterm_kept():
+                ray.init(address=address, logging_level=logging.ERROR)
         except Exception as error:
             self._end_cluster()
             if isinstance(error, ConfigError):
@@ -128,6 +133,22 @@ def _find_cluster() -> str | None:
     except OSError:
         return None
     return noted if _answers(noted) else None  # the note outlives the cluster
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Has SIGTERM handled afterwards as before.
+
+    Ray takes it for a crash: its handler would abort the process, unless it ends within three
+    seconds. Python's `signal` is for the main thread only, and does not know of that handler.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.create_string_buffer(1024)  # more than any platform's struct sigaction
+    assert libc.sigaction(signal.SIGTERM, None, before) == 0
+    try:
+        yield
+    finally:
+        assert libc.sigaction(signal.SIGTERM, before, None) == 0
 
 
 def _ray_folder() -> str:

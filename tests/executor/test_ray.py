@@ -293,30 +293,36 @@ def short_path():
 
 
 SCRIPT = """
+import signal
+import threading
+import time
 from tests.executor.test_ray import make
 
 if __name__ == "__main__":
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
     executor = make()
     print(*executor.pids, flush=True)
-    input()
+    while not asked.wait(0.1):
+        pass
+    time.sleep(3.5)  # after three seconds Ray's handler would have aborted it
 """
 
 
-@pytest.mark.parametrize("kill", [False, True])
-def test_a_cluster_of_one_s_own_ends_with_the_process(short_path, kill):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_cluster_of_one_s_own_ends_with_the_process(short_path, how):
     variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     variables |= {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(short_path)}
     command = [sys.executable, "-c", SCRIPT]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=variables, **streams) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         below = psutil.Process(process.pid).children(recursive=True)
         assert {*pids} < {it.pid for it in below}
-        if kill:
-            process.kill()
-        else:
-            process.stdin.close()
-        process.wait(20)
+        process.send_signal(how)
+        told = process.communicate(timeout=20)[1]
+        assert process.returncode == (0 if how == signal.SIGTERM else -how), told
+        assert "SIGTERM" not in told
     assert len(pids) == 2
     assert gone([it.pid for it in below], 10)
     end = time.monotonic() + 5
