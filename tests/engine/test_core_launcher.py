@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ def test_there_is_one_spare_at_most_and_it_lives():
     assert made._spare.pid != spare.pid
     assert made._spare.describe_exit() is None
     assert spare._process.returncode is not None  # nothing is left of it
+    made.shutdown()
+
+
+def test_a_spare_has_imported_what_an_engine_needs():
+    made = launcher()
+    made.make_spare()
+    maps = Path(f"/proc/{made._spare.pid}/maps")
+    wanted = {"libtorch_cpu", "xgrammar", "llguidance"}
+    end = time.monotonic() + 60
+    while missing := {name for name in wanted if name not in maps.read_text()}:
+        assert time.monotonic() < end, missing
+        time.sleep(0.05)
     made.shutdown()
 
 

@@ -33,7 +33,7 @@ SPEC = read_spec(resolve_model(BUILTIN_MODEL))
 SCRATCH = Scratch(activations=7_000_000, logits=5_000_000, kernels=300_000)
 
 
-def plan(scratch=SCRATCH, request_memory=None, **kwargs):
+def plan(scratch=SCRATCH, request_memory=None, warm_spare=False, **kwargs):
     config = EngineConfig.from_kwargs(**kwargs)
     setup = WorkerSetup(
         config=config,
@@ -49,6 +49,7 @@ def plan(scratch=SCRATCH, request_memory=None, **kwargs):
         cpu.memory_budget(setup, (scratch,)),
         max_num_batched_tokens=2048,
         request_memory=request_memory,
+        warm_spare=warm_spare,
     )
 
 
@@ -60,6 +61,13 @@ def test_parts_add_up_and_stay_below_the_limit():
     assert result.block_nbytes == 16 * per_token
     for word in ("weights", "KV cache", "logits", f"{result.num_blocks:,} blocks"):
         assert word in result.report()
+
+
+@pytest.mark.parametrize(("layout", "spares"), [({}, 1), ({"tensor_parallel_size": 2}, 3)])
+def test_a_spare_counts_with_its_workers(layout, spares):
+    assert plan(request_memory=2**20, **layout)[0].spare == 0
+    result, _ = plan(request_memory=2**20, warm_spare=True, **layout)
+    assert result.spare == spares * 256 * 2**20
 
 
 def test_every_part_is_what_is_taken():
