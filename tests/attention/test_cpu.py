@@ -120,11 +120,11 @@ def test_batch_and_chunks_change_no_bit(
         return case.run(backend)
 
     whole = run((length, length))
-    for size in (7, 16, 33, 100, 130):
+    for size in (13, 33, 130):
         ends = [*range(size, length, size), length]
         chunks = [run((end, (end - 1) % size + 1)) for end in ends]
         assert_same(torch.cat(chunks), whole)
-    for end in (1, 2, 15, 16, 17, 50, 64, 65, 66, 128, 129, 200):
+    for end in (1, 2, 16, 17, 65, 128, 200):
         assert_same(run((end, 1)), whole[end - 1 : end])
         others = (80, 1), (90, 60), (end, 1), (33, 33), (1, 1)
         among = run(*others, seeds=(1, 2, 7, 3, 4))

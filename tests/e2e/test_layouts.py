@@ -448,16 +448,19 @@ def random_life(llm, seed):
     return lives
 
 
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    with LLM(str(folder), **SETTINGS | {"max_num_seqs": 4}) as llm:
+        return [random_life(llm, seed) for seed in range(3)]
+
+
 @pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 28}])
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2), (1, 3)])
-def test_requests_that_come_and_go(layout, more, folder, in_ranks):
+def test_requests_that_come_and_go(layout, more, folder, undisturbed, in_ranks):
     """A row that a request has left may have another one while its tokens are on their way."""
-    settings = SETTINGS | {"max_num_seqs": 4} | more
-    with LLM(str(folder), **settings) as llm:
-        expected = [random_life(llm, seed) for seed in range(3)]
     in_ranks(*layout)
-    with LLM(str(folder), **settings) as llm:
-        for seed, lives in enumerate(expected):
+    with LLM(str(folder), **SETTINGS | {"max_num_seqs": 4} | more) as llm:
+        for seed, lives in enumerate(undisturbed):
             got = random_life(llm, seed)
             both = {n for n in lives if lives[n] is not None and got[n] is not None}
             assert len(both) > 15
