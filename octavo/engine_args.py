@@ -73,7 +73,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
     ]
 
 
-class EngineArgs(make_dataclass("_EngineArgs", _fields())):  # type: ignore[misc]
+class EngineArgs(make_dataclass("_EngineArgs", _fields())):  # type: ignore[misc]  # made by settings
     """vLLM's dataclass of an engine's settings: all of Octavo's, and those that only vLLM has.
 
     `model` comes first. Values are checked by `create_engine_config`.
@@ -101,7 +101,7 @@ class EngineArgs(make_dataclass("_EngineArgs", _fields())):  # type: ignore[misc
 
 
 class AsyncEngineArgs(
-    make_dataclass(  # type: ignore[misc]
+    make_dataclass(  # type: ignore[misc]  # made by settings
         "_AsyncEngineArgs",
         [("enable_log_requests", bool, field(default=False))],
         bases=(EngineArgs,),

@@ -44,7 +44,7 @@ def check(path: str | Path) -> None:
     if Path(path).suffix.lower() not in _FORMATS:
         raise BenchError(f"--plot {path}: must end in {' or '.join(_FORMATS)}.")
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure  # noqa: F401  # is it there?
     except ImportError:
         raise BenchError(
             "Plots need matplotlib, which is not installed; install it with "

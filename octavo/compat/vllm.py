@@ -27,7 +27,7 @@ from octavo.llm import LLM
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An argument parser whose flags may have underscores for dashes: vLLM's."""
 
-    def parse_known_args(  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]  # its overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """See `argparse.ArgumentParser`."""

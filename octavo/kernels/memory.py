@@ -6,6 +6,7 @@ import math
 import mmap
 import sys
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ def release_memory(tensor: Tensor) -> None:
 
 
 class _Nowhere:
-    __array_interface__ = {  # noqa: RUF012
+    __array_interface__: ClassVar = {
         "version": 3,
         "typestr": "|u1",
         "shape": (2**62,),

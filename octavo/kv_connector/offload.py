@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.config import EngineConfig, KVTransferConfig
@@ -546,7 +545,7 @@ class OffloadingWorker:
         """Reads an image from the file."""
         assert self._file is not None
         _wait(self._file_spills.pop(load.file_slot, None))
-        image = _bytes_of(self._staging)
+        image = self._staging.data
         if load.slot != _NO_SLOT:
             _wait(self._spills.get(load.slot))
             image = self._image(load.slot)
@@ -562,7 +561,7 @@ class OffloadingWorker:
         return int(self._memory.ctypes.data) + slot * self._size
 
     def _image(self, slot: int) -> memoryview:
-        return _bytes_of(self._memory)[slot * self._size : (slot + 1) * self._size]
+        return self._memory.data[slot * self._size : (slot + 1) * self._size]
 
     def shutdown(self) -> None:
         """Writes what is still to be written."""
@@ -579,10 +578,6 @@ def file_of(config: KVTransferConfig, settings: OffloadingSettings, layout: KVLa
     assert settings.file_path is not None
     name = f"{layout.identity.hex()[:16]}-{config.engine_id}-{layout.rank}of{layout.world_size}"
     return Path(settings.file_path).expanduser() / f"{name}.kv"
-
-
-def _bytes_of(array: NDArray[np.uint8]) -> memoryview:
-    return memoryview(array)  # type: ignore[arg-type]
 
 
 def _wait(future: Future[None] | None) -> None:

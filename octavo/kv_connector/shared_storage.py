@@ -357,7 +357,7 @@ class _Worker:
             self._writers.submit(self._write, block, slot)
 
     def _write(self, block: Block, slot: int) -> None:
-        image = memoryview(self._memory)[slot * self._size : (slot + 1) * self._size]  # type: ignore[arg-type]
+        image = self._memory.data[slot * self._size : (slot + 1) * self._size]
         try:
             self._folder.write(block.group_id, block.block_hash, image)
         except OSError as error:
@@ -412,7 +412,7 @@ class _Worker:
                     if file.part != part:
                         raise OSError("files of one rank have different parts")
                     at = len(images) * part.image_nbytes
-                    file.read(memoryview(memory)[at : at + part.image_nbytes])  # type: ignore[arg-type]
+                    file.read(memory.data[at : at + part.image_nbytes])
             except OSError as error:
                 damaged.add(block.block_id)
                 self._complaint.make(f"KV blocks cannot be read ({reason_of(error)})")

@@ -277,7 +277,7 @@ def read_safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]
             if int.from_bytes(stream.read(8), "little") > MOST_JSON_NBYTES:
                 raise ValueError("the header's length is impossible")
         with safe_open(file, framework="numpy") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # no dict
             return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(

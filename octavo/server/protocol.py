@@ -61,7 +61,7 @@ class Protocol(HttpToolsProtocol):
 
     # What asyncio calls
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Counts the connection, and refuses it if its client has too many."""
         super().connection_made(transport)
         if self.client is not None:

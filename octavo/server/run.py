@@ -105,7 +105,7 @@ def run_server(
 class _UvicornServer(uvicorn.Server):
     """A uvicorn server that leaves signals to us: its own handlers know no draining."""
 
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator
         """Captures none."""
         return nullcontext()
 
@@ -160,7 +160,7 @@ async def serve_app(
     server = _UvicornServer(
         uvicorn.Config(
             app,
-            http=make_protocol(config.max_connections_per_client),  # type: ignore[arg-type]
+            http=make_protocol(config.max_connections_per_client),  # type: ignore[arg-type]  # a subclass
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             ws="none",
             log_config=None,

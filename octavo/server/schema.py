@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
@@ -219,7 +219,7 @@ class Message(Body):
     """One message of a chat; a list of text parts has become one text."""
 
     unsupported = known_fields.MESSAGE
-    inner = {"content": ContentPart}  # noqa: RUF012
+    inner: ClassVar[Mapping[str, type[Body]]] = {"content": ContentPart}
 
     role: str
     content: Annotated[
@@ -332,7 +332,7 @@ class GenerationBody(StructuredOutputsBody):
     early_stopping: bool | Literal["never"] | None = None
 
     unsupported = known_fields.GENERATION
-    inner = {  # noqa: RUF012
+    inner: ClassVar[Mapping[str, type[Body]]] = {
         **StructuredOutputsBody.inner,
         "stream_options": StreamOptions,
     }
@@ -557,7 +557,7 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     unsupported = known_fields.CHAT
-    inner = {**GenerationBody.inner, "messages": Message}  # noqa: RUF012
+    inner: ClassVar[Mapping[str, type[Body]]] = {**GenerationBody.inner, "messages": Message}
 
     def check(self) -> None:
         """See `GenerationBody.check`."""
@@ -586,7 +586,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
     unsupported = known_fields.TOKENIZE
-    inner = {"messages": Message}  # noqa: RUF012
+    inner: ClassVar[Mapping[str, type[Body]]] = {"messages": Message}
 
     def check(self) -> None:
         """Refuses fields that contradict one another."""

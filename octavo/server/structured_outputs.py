@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -51,7 +52,7 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """OpenAI's `response_format`; vLLM's structural tags; llama.cpp's `schema` of a json_object."""
 
-    inner = {"json_schema": JsonSchema}  # noqa: RUF012
+    inner: ClassVar[Mapping[str, type[Body]]] = {"json_schema": JsonSchema}
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -101,7 +102,7 @@ class StructuredOutputs(Body):
 class StructuredOutputsBody(Body):
     """The fields of a request for text that say what the answer has to look like."""
 
-    inner = {  # noqa: RUF012
+    inner: ClassVar[Mapping[str, type[Body]]] = {
         "response_format": ResponseFormat,
         "structured_outputs": StructuredOutputs,
     }

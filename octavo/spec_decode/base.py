@@ -69,19 +69,19 @@ class Proposer(ABC):
     def __init__(self, target: Target) -> None:
         self.target = target
 
-    def add_row(self, row: int, data: NewRequestData) -> None:  # noqa: B027
+    def add_row(self, row: int, data: NewRequestData) -> None:
         """Takes in a request, new or resumed, whose tokens are in its row."""
 
-    def remove_row(self, row: int) -> None:  # noqa: B027
+    def remove_row(self, row: int) -> None:
         """Forgets a request; its tokens are still in its row."""
 
-    def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+    def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         """Copies what it keeps in KV blocks, as the target does before a step."""
 
-    def forget_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:
         """The target's KV of these blocks comes from elsewhere now: nothing was computed here."""
 
-    def observe(self, inputs: StepInputs, result: StepResult) -> None:  # noqa: B027
+    def observe(self, inputs: StepInputs, result: StepResult) -> None:
         """Looks at a step that has been sampled.
 
         Args:

@@ -55,7 +55,7 @@ class CudaGraphs:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: cuBLAS keeps a workspace for every stream that it has seen.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, step: Callable[[], None]) -> Graph:
         """Captures a function on a stream of its own, after having run it once."""
@@ -112,7 +112,7 @@ class DeviceSteps:
             torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._apart)
             for _ in range(_HOST_BUFFERS)
         ]
-        self._copied = [torch.cuda.Event() if self._apart else None for _ in self._host]  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() if self._apart else None for _ in self._host]
         self._at = 0
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         # Behind the rows one more, which the padding of captured steps writes: row -1.

@@ -87,12 +87,12 @@ class SampledTokens:
         if not is_host(tokens.device):
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
             self._event.record()
 
     def ready(self) -> bool:
         """Whether `numpy` returns at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or bool(self._event.query())
 
     def numpy(self) -> LongArray:
         """int64 [S]; waits for them. -1: the row's logits were not finite."""

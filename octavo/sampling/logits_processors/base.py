@@ -83,10 +83,10 @@ class LogitsProcessor(ABC):
             request only.
         """
 
-    def remove_row(self, row: int) -> None:  # noqa: B027
+    def remove_row(self, row: int) -> None:
         """Forgets a request; also called after an `add_row` that raised or returned False."""
 
-    def append(self, rows: LongArray, tokens: LongArray) -> None:  # noqa: B027
+    def append(self, rows: LongArray, tokens: LongArray) -> None:
         """Takes in one more generated token (both int64 [R]) for some of its rows, none twice."""
 
     def select(self, step: StepRows) -> StepRows:
