@@ -22,6 +22,7 @@ The tree::
     |   `-- DeadlineError                   the request's own deadline passed
     |       `-- FirstTokenError             it passed before the first token came
     |-- EngineDeadError                     the engine process is gone; says the root cause
+    |   |-- EngineStoppedError              a signal held it or one of its workers
     |   `-- NodeMissingError                its machine is not there, or not any more
     `-- BenchError                          a benchmark cannot be run; says what is missing
         `-- DatasetError (ValueError)       a data set is unusable; names file, line and field
@@ -204,6 +205,10 @@ class FirstTokenError(DeadlineError):
 
 class EngineDeadError(OctavoError):
     """The engine cannot go on, or its process has ended; the message is the root cause."""
+
+
+class EngineStoppedError(EngineDeadError):
+    """A signal such as SIGSTOP held the engine or a worker, so it was killed; no request did it."""
 
 
 class NodeMissingError(EngineDeadError):

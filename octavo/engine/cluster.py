@@ -88,6 +88,8 @@ class Exited(msgspec.Struct):
 
     launch_id: bytes
     how: str
+    was_stopped: bool = False
+    """Whether a signal such as SIGSTOP had held it."""
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,7 @@ class Hub:
             exited = _decode(payload, Exited)
             process = self._processes.get(exited.launch_id)
             if process is not None:
+                process.was_stopped = exited.was_stopped
                 process.end(exited.how)
         elif kind == LEAVE:
             self._lose(node, "was stopped")
@@ -424,7 +427,8 @@ class RemoteProcess:
         self.node, self._host = node, host
         self._hub, self._launch_id = hub, launch_id
         self._ended: str | None = None
-        self._killed_for: str | None = None
+        self.was_stopped = False
+        """See `EngineProcess`."""
         self._unsent: list[tuple[bytes, bytes]] | None = []
         """Until it is there; None: it is."""
         self._said: deque[tuple[bytes, bytes]] = deque()

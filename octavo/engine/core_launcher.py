@@ -54,6 +54,8 @@ class CoreProcess:
         self.pid = self._process.pid
         self._killed_for: str | None = None
         self._stopped_for = 0.0
+        self.was_stopped = False
+        """Whether `kill_if_stopped` ended it."""
 
     def start(self, setup: CoreProcessSetup) -> None:
         """Has it load the model and compute. Once only."""
@@ -116,6 +118,7 @@ class CoreProcess:
         """
         self._stopped_for = self._stopped_for + nap if is_stopped(self.pid) else 0.0
         if self._stopped_for >= limit:
+            self.was_stopped = True
             self.kill(f"the engine process was stopped by a signal for {self._stopped_for:.1f} s")
 
     def shutdown(self, timeout: float = 5.0) -> None:

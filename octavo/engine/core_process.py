@@ -42,7 +42,7 @@ from octavo.engine.wire import (
     CoreProcessSetup,
     CoreReady,
 )
-from octavo.errors import EngineDeadError, OctavoError
+from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
 from octavo.logs import setup_logging
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
@@ -120,7 +120,8 @@ def main() -> None:
             recorder.close()
     except OctavoError as error:
         status = 1
-        output_queue.put((DEAD, CoreDead(str(error))))
+        stopped = isinstance(error, EngineStoppedError)
+        output_queue.put((DEAD, CoreDead(str(error), stopped)))
     except BaseException as error:
         status = 1
         logger.exception("the engine core failed")

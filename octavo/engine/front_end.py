@@ -45,6 +45,8 @@ class CoordinatorProcess:
         self._folder, self._number = folder, number
         self._life = self._talked_to = life
         self._killed_for: str | None = None
+        self.was_stopped = False
+        """See `EngineProcess`; the first process looks after that."""
 
     def replace(self) -> None:
         """The first process has started another one. May be called in any thread."""

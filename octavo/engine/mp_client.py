@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.engine import wire
-from octavo.errors import EngineDeadError, make_error
+from octavo.errors import EngineDeadError, EngineStoppedError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
 # How long the process' end may go unnoticed.
@@ -62,6 +62,11 @@ class EngineProcess(Protocol):
         """How it ended, for people; None while it runs."""
         ...
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it was ended because a signal such as SIGSTOP held it."""
+        ...
+
     def kill(self, reason: str) -> None:
         """Ends it at once; `describe_exit` will say why."""
         ...
@@ -109,7 +114,7 @@ class AsyncMPClient:
                     continue
                 message = await self._channel.receive(0.0)
                 if message is None:
-                    raise EngineDeadError(ended)
+                    raise _death(ended, self.process.was_stopped)
             try:
                 outputs = self._take(*message)
             except (msgspec.DecodeError, asyncio.InvalidStateError) as error:
@@ -141,7 +146,8 @@ class AsyncMPClient:
         elif kind == wire.RESULT:
             self._finish_call(msgspec.msgpack.decode(payload, type=UtilityResult))
         elif kind == wire.DEAD:
-            raise EngineDeadError(msgspec.msgpack.decode(payload, type=wire.CoreDead).error)
+            dead = msgspec.msgpack.decode(payload, type=wire.CoreDead)
+            raise _death(dead.error, dead.stopped)
         return None
 
     async def add_request(self, request: EngineCoreRequest) -> None:
@@ -196,3 +202,7 @@ class AsyncMPClient:
             future.set_exception(make_error(result.error_kind, result.error))
         else:
             future.set_result(result.value)
+
+
+def _death(how: str, was_stopped: bool) -> EngineDeadError:
+    return EngineStoppedError(how) if was_stopped else EngineDeadError(how)

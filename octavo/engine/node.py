@@ -137,6 +137,7 @@ class _Node:
         logger.info("joining the head node %s", self._reached.address)
         self._tell(cluster.JOIN, self._join)
         said = told = time.monotonic()
+        limit = self._server_config.progress_timeout / 2  # before the head loses patience
         while not self._stopped:
             if self._socket.poll(int(_POLL_SECONDS * 1000)):
                 kind, payload = self._socket.recv_multipart()
@@ -150,7 +151,7 @@ class _Node:
                     self._heard += max(0.0, now - told - 2 * ALIVE_SECONDS)  # we slept
                     self._tell(cluster.ALIVE)
                 for process in self._processes.values():
-                    process.kill_if_stopped(ALIVE_SECONDS, self._server_config.progress_timeout)
+                    process.kill_if_stopped(ALIVE_SECONDS, limit)
                 told = now
             if self._heard is None:
                 self._note_connections()
@@ -280,7 +281,7 @@ class _Node:
             if how is not None:
                 process.shutdown(0.0)
                 del self._processes[launch_id]
-                self._tell(cluster.EXITED, Exited(launch_id, how))
+                self._tell(cluster.EXITED, Exited(launch_id, how, process.was_stopped))
 
     def _why_alone(self, seconds: float) -> str:
         """Why the head has not answered, as far as one can know."""

@@ -23,7 +23,7 @@ from octavo.engine.cluster import RemoteLauncher
 from octavo.engine.core_launcher import CoreLauncher
 from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreReady
-from octavo.errors import EngineDeadError, StepFailedError, reason_of
+from octavo.errors import EngineDeadError, EngineStoppedError, StepFailedError, reason_of
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -348,7 +348,8 @@ class Supervisor:
         self._note_restart(noticed, error)
         self._began = self._began or (noticed, str(error), 0)
         # Now: what comes from here on was not in flight.
-        failed = self._find_culprit(str(error)) if was_up else []
+        theirs = was_up and not isinstance(error, EngineStoppedError)
+        failed = self._find_culprit(str(error)) if theirs else []
         self._client.fail_calls(
             StepFailedError("The engine was started again before it answered; ask again.")
         )
@@ -520,7 +521,7 @@ class Supervisor:
         waited = 0.0
         while not (await asyncio.wait({client.ready}, timeout=interval))[0]:
             waited += interval if self._listening else 0.0
-            self._process.kill_if_stopped(interval, self._progress_timeout)
+            self._process.kill_if_stopped(interval, self._progress_timeout / 2)
             if self.ready.done() and waited >= limit:
                 client.process.kill(f"the model was not loaded after {waited:.1f} s")
         client.ready.result()
@@ -532,6 +533,7 @@ class Supervisor:
             while not (await asyncio.wait({answer}, timeout=interval))[0]:
                 if self._listening and not self._num_changes:
                     silent += interval
+                self._process.kill_if_stopped(interval, self._progress_timeout / 2)
                 if silent >= self._progress_timeout:
                     client.process.kill(f"the engine has not answered for {silent:.1f} s")
             return msgspec.convert(answer.result(), SchedulerStats)

@@ -68,6 +68,8 @@ class CoreDead(msgspec.Struct):
     """Sent when the core cannot start or cannot go on."""
 
     error: str
+    stopped: bool = False
+    """Whether it was an `EngineStoppedError`."""
 
 
 class EnginesState(msgspec.Struct):

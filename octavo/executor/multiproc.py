@@ -28,7 +28,13 @@ import msgspec
 
 from octavo.device import is_stopped
 from octavo.distributed import GroupMemory, Rank
-from octavo.errors import EngineDeadError, OctavoError, UnsupportedError, signal_name
+from octavo.errors import (
+    EngineDeadError,
+    EngineStoppedError,
+    OctavoError,
+    UnsupportedError,
+    signal_name,
+)
 from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
 from octavo.executor.wire import (
@@ -472,11 +478,11 @@ class WorkerGroup(ABC):
         with self._lock:
             return self._steps.pop(number)
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
         """The engine cannot go on: says so once, to all who wait, and ends the other workers."""
         if self._num_steps:
             what += f"; the last step handed in was {self._num_steps}"
-        self._give_up(EngineDeadError(what))
+        self._give_up(kind(what))
 
     def _give_up(self, error: Exception) -> None:
         with self._lock:
@@ -636,7 +642,10 @@ class _ProcessGroup(WorkerGroup):
         for worker in self.workers:
             stopped = is_stopped(worker.process.pid)
             if stopped and worker.stopped:
-                self._fail(f"{worker} is stopped by a signal such as SIGSTOP, and was killed")
+                self._fail(
+                    f"{worker} is stopped by a signal such as SIGSTOP, and was killed",
+                    EngineStoppedError,
+                )
             worker.stopped = stopped
 
     def _send(self, data: bytes) -> None:

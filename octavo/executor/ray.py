@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from octavo.device import SWITCH_INTERVAL
 from octavo.distributed import GroupMemory, Rank
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, EngineStoppedError
 from octavo.executor.message_queue import QueueClosedError
 from octavo.executor.multiproc import MultiprocExecutor, WorkerGroup
 from octavo.executor.ray_session import SESSION
@@ -585,7 +585,10 @@ class _ActorGroup(WorkerGroup):
         for worker in self.workers:
             stopped = worker.is_stopped()
             if stopped and worker.stopped:
-                self._fail(f"{worker} is stopped by a signal such as SIGSTOP, and was killed")
+                self._fail(
+                    f"{worker} is stopped by a signal such as SIGSTOP, and was killed",
+                    EngineStoppedError,
+                )
             worker.stopped = stopped
 
     def _release(self) -> None:

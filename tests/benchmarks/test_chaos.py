@@ -64,6 +64,7 @@ def test_what_is_lost_or_changed_is_counted(monkeypatch, change):
 def test_nine_deaths_of_replicas_workers_and_a_node_under_32_streams(capsys):
     """One server with everything: an engine here and one on a node, each with two workers."""
     flags = ["--kills", "9", "--at-once", "5", "--pause", "0.2", "--max-tokens", "24"]
+    flags += ["--roles", "core", "worker", "node"]
     # Each that is stopped takes a second to be found.
     flags += ["--kinds", "SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP", "--layout", "nodes-tp2"]
     flags += ["--flags", "--num-threads", "1", "--max-model-len", "256"]
@@ -71,4 +72,5 @@ def test_nine_deaths_of_replicas_workers_and_a_node_under_32_streams(capsys):
     out = capsys.readouterr().out
     assert passed, out
     assert "9 kills" in out
+    assert "spare" not in out
     assert ", 0 lost, changed or left" in out

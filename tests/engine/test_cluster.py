@@ -246,8 +246,9 @@ def test_how_an_engine_ended_is_told(key):
     async def test(hub, joined):
         node, process, launch_id = await make_engine(hub, key)
         await node.send(cluster.EXITED, Exited(b"another", "?"))
-        await node.send(cluster.EXITED, Exited(launch_id, "the engine process was killed"))
+        await node.send(cluster.EXITED, Exited(launch_id, "the engine process was killed", True))
         await until(process.describe_exit)
+        assert process.was_stopped
         assert process.describe_exit() == "the engine process was killed (on a node)"
 
     run(test, key)

@@ -126,8 +126,10 @@ def test_one_that_stays_stopped_is_killed():
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     process.kill_if_stopped(0.5, 1.0)
     assert process.describe_exit() is None
+    assert not process.was_stopped
     process.kill_if_stopped(0.5, 1.0)
     process.shutdown()
+    assert process.was_stopped
     assert process.describe_exit() == (
         "the engine process was stopped by a signal for 1.0 s and was killed"
     )

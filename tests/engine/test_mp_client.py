@@ -8,7 +8,7 @@ import pytest
 
 from octavo.engine import wire
 from octavo.engine.mp_client import AsyncMPClient
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, EngineStoppedError
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs
 
 
@@ -17,7 +17,7 @@ class Process:
 
     def __init__(self, *messages):
         self.messages = deque(messages)
-        self.closed, self.killed = False, None
+        self.closed, self.killed, self.was_stopped = False, None, False
 
     def open_channel(self):
         return self
@@ -77,6 +77,18 @@ def test_the_rest_is_left_to_who_waits(message, error):
         with pytest.raises(EngineDeadError, match=error):
             await client.get_output()
         assert (process.killed is not None) == (message[0] == wire.OUTPUTS)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_that_a_signal_held_the_engine_is_known(said):
+    async def main():
+        dead = wire.CoreDead("a worker is stopped", stopped=True)
+        process = Process(*([(wire.DEAD, msgspec.msgpack.encode(dead))] if said else []))
+        process.was_stopped = not said
+        with pytest.raises(EngineStoppedError):
+            await AsyncMPClient(process).get_output()
 
     asyncio.run(main())
 

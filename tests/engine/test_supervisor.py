@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.engine import supervisor
 from octavo.engine.supervisor import Supervisor
 from octavo.engine.wire import CoreReady
-from octavo.errors import EngineDeadError, StepFailedError
+from octavo.errors import EngineDeadError, EngineStoppedError, StepFailedError
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -147,9 +147,9 @@ class Engine:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    async def die(self, reason=KILLED):
+    async def die(self, reason=KILLED, kind=EngineDeadError):
         before = len(Client.made)
-        await self.say(EngineDeadError(reason))
+        await self.say(kind(reason))
         while len(Client.made) == before:
             await asyncio.sleep(0.001)
 
@@ -339,6 +339,26 @@ def test_a_request_that_kills_alone_is_given_up():
         await engine.say(READY)
         await engine.add("b")
         assert engine.client.ids == ["b"]
+
+    run(test)
+
+
+def test_that_a_signal_held_the_engine_tells_nothing_of_requests():
+    async def test(engine):
+        await engine.add("a", "b")
+        await engine.die()
+        await engine.say(READY)
+        for _ in range(4):
+            await engine.die("it was stopped", EngineStoppedError)
+            await engine.say(READY)
+            assert engine.client.ids == ["a", "b"]
+        await engine.die()
+        for _ in range(4):
+            await engine.say(READY)
+            assert engine.client.ids == ["a"]
+            await engine.die("it was stopped", EngineStoppedError)
+        assert engine.supervisor.deaths_of("a") == 2
+        assert engine.ends == {}
 
     run(test)
 
@@ -556,7 +576,7 @@ def test_a_model_that_is_not_loaded_again():
         assert len(process.naps) >= 4
         assert len(set(process.naps)) == 1
         nap, limit = process.naps[0]
-        assert limit == pytest.approx(4 * nap)
+        assert limit == pytest.approx(2 * nap)
 
     run(test, progress_timeout=0.1)
 

@@ -15,7 +15,13 @@ import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.distributed import Rank
-from octavo.errors import ConfigError, EngineDeadError, ModelError, UnsupportedError
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStoppedError,
+    ModelError,
+    UnsupportedError,
+)
 from octavo.executor import multiproc
 from octavo.executor.multiproc import MultiprocExecutor
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
@@ -176,8 +182,9 @@ def test_a_worker_that_is_gone_or_stopped_is_found_and_named(number, reason):
     result = step.sample()
     begin = time.monotonic()
     os.kill(pids[1], number)
-    with pytest.raises(EngineDeadError, match=reason):
+    with pytest.raises(EngineDeadError, match=reason) as caught:
         result.result(20)
+    assert isinstance(caught.value, EngineStoppedError) == (number == signal.SIGSTOP)
     assert time.monotonic() - begin < 5, "on a busy machine"
     for call in (
         lambda: executor.execute(work("b")),

@@ -16,7 +16,7 @@ import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.distributed import Rank
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, EngineStoppedError
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import GrammarOutput
@@ -136,7 +136,8 @@ class TestDeaths:
         waiting, pids = executor.execute(work("wait")).sample(), executor.pids
         os.kill(pids[1], which)
         assert told.wait(2)
-        assert isinstance(seen[0], EngineDeadError)
+        kind = EngineStoppedError if which == signal.SIGSTOP else EngineDeadError
+        assert type(seen[0]) is kind
         for part in (f"worker 1 (pid {pids[1]} on ", text, "the last step handed in was 2"):
             assert part in str(seen[0])
         with pytest.raises(EngineDeadError, match="worker 1"):
