@@ -15,12 +15,12 @@
 #include <immintrin.h>
 #endif
 
+#include "pool.h"
+
 namespace octavo {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-constexpr auto kSpin = std::chrono::microseconds(50);  // as threads of the pool do (pool.cpp)
 
 void pause() {
 #if defined(__x86_64__)
@@ -72,7 +72,7 @@ void shared_barrier(const BarrierArgs& a) {
   }
   auto open = [&] { return b.round.load(std::memory_order_acquire) != round; };
   const auto start = Clock::now();
-  while (Clock::now() - start < kSpin)
+  while (Clock::now() - start < std::chrono::microseconds(spin_microseconds()))
     for (int i = 0; i < 32; i++) {
       if (open()) return check();
       pause();
@@ -104,7 +104,7 @@ void counter_wait(SharedCounter* counter, uint32_t value, const SharedBarrier& g
                   double timeout) {
   const auto start = Clock::now();
   auto reached = [&] { return counter_reached(*counter, value); };
-  while (Clock::now() - start < kSpin)
+  while (Clock::now() - start < std::chrono::microseconds(spin_microseconds()))
     for (int i = 0; i < 32; i++) {
       if (reached()) return;
       pause();

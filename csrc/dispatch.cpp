@@ -103,10 +103,11 @@ static KernelTable with_bytes(KernelTable table, const char* isa,
 // Zen 5 reads 50 GB/s by any fetch, and a decode step of smollm2-135m gains 3 % by this one. On Intel it
 // has only the first cache's few line buffers to go to: 10 to 15 GB/s where others read 28.
 #if defined(__x86_64__)
-const bool streams_past_caches = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+static const bool past_caches = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
 #else
-const bool streams_past_caches = false;
+static const bool past_caches = false;
 #endif
+Tuning tuning{past_caches, 10000};
 
 static std::vector<const KernelTable*> find_available() {
   std::vector<const KernelTable*> found;

@@ -137,8 +137,8 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
       };
       constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
       if (rows <= kStreamed) {
-        ahead = block + (streams_past_caches ? kPastCachesAhead : kStreamAhead) / sizeof(T);
-        if (streams_past_caches)
+        ahead = block + (tuning.past_caches ? kPastCachesAhead : kStreamAhead) / sizeof(T);
+        if (tuning.past_caches)
           pass(Fetch<kLines<T>, 0>{});
         else
           pass(Fetch<kLines<T>, 2>{});

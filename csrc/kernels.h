@@ -393,8 +393,13 @@ constexpr int kMaxHeadSize = 512;
 
 // Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
 
-// Whether memory is read at full speed with fetches that leave the caches alone (prefetchnta).
-extern const bool streams_past_caches;
+// What suits the machine; it decides how fast something is computed, never what. See
+// octavo/kernels/tuning.py, which sets it while no kernel runs.
+struct Tuning {
+  bool past_caches;  // weights that are used once are fetched past the caches (prefetchnta)
+  int64_t grain;     // vector operations worth sharing; five times as many are worth waking a thread
+};
+extern Tuning tuning;
 
 // A buffer of the calling thread, 64-byte aligned, kept for the next call; there are three of them.
 void* scratch(size_t bytes, int which = 0);

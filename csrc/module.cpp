@@ -157,6 +157,15 @@ NB_MODULE(_native, m) {
   });
   m.def("set_num_threads", &set_num_threads);
   m.def("num_threads", &num_threads);
+  m.def("tuning", [] {
+    return nb::make_tuple(tuning.past_caches, spin_microseconds(), tuning.grain);
+  });
+  m.def("set_tuning", [](bool past_caches, int64_t spin_us, int64_t grain) {
+    if (spin_us < 0 || spin_us > 10000 || grain < 0)
+      throw nb::value_error("a spin of 0 to 10,000 us and a grain of 0 or more are needed");
+    tuning = {past_caches, grain};
+    set_spin_microseconds(spin_us);
+  });
   m.def("release_pages", &release_pages);
   m.def("touch_pages", &touch_pages, nb::call_guard<nb::gil_scoped_release>());
   m.def("read_memory", [](Address data, size_t nbytes, int locality) {

@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 // Longer than the pauses between the kernels of a step, far shorter than a time slice: a waiting
 // thread neither has to be woken for each kernel nor keeps its core from others.
-constexpr auto kSpin = std::chrono::microseconds(50);
+std::atomic<int64_t> spin_time{50};  // in microseconds
 
 void pause() {
 #if defined(__x86_64__)
@@ -31,10 +31,11 @@ void pause() {
 #endif
 }
 
-// Waits until `ready`, but not longer than kSpin.
+// Waits until `ready`, but not longer than that.
 template <class F>
 bool spin(F ready) {
-  for (const auto start = Clock::now(); Clock::now() - start < kSpin;)
+  const auto end = Clock::now() + std::chrono::microseconds(spin_microseconds());
+  while (Clock::now() < end)
     for (int i = 0; i < 32; i++) {
       if (ready()) return true;
       pause();
@@ -175,6 +176,10 @@ int num_threads() {
   if (n == 0) cached_size.store(n = pool().size());
   return n;
 }
+
+int64_t spin_microseconds() { return spin_time.load(std::memory_order_relaxed); }
+
+void set_spin_microseconds(int64_t time) { spin_time.store(time); }
 
 void set_num_threads(int n) {
   pool().resize(n);

@@ -14,6 +14,10 @@ using Body = void (*)(void* context, int64_t begin, int64_t end);
 // threads of its own when it needs them.
 void run_parallel(int64_t n, int64_t chunk, bool wake, Body body, void* context);
 
+// How long a thread waits awake before it sleeps or leaves its core to others.
+int64_t spin_microseconds();
+void set_spin_microseconds(int64_t time);
+
 int num_threads();  // how many threads work on a job, the caller included
 void set_num_threads(int n);  // 0: all cores that the process may run on
 

@@ -297,13 +297,12 @@ INLINE void with_type(DType dtype, F f) {
 // another thread.
 template <class F>
 inline void parallel_ranges(int64_t n, int64_t cost, F f) {
-  constexpr int64_t kWorthSharing = 10000, kWorthWaking = 50000;
-  const int64_t threads = cost < kWorthSharing ? 1 : min<int64_t>(n, num_threads());
+  const int64_t threads = cost < tuning.grain ? 1 : min<int64_t>(n, num_threads());
   const Body piece = [](void* context, int64_t begin, int64_t end) {
     (*static_cast<F*>(context))(begin, end);
   };
   if (threads <= 1) return piece(&f, 0, n);
-  run_parallel(n, max<int64_t>(1, n / (threads * 8)), cost >= kWorthWaking, piece, &f);
+  run_parallel(n, max<int64_t>(1, n / (threads * 8)), cost >= 5 * tuning.grain, piece, &f);
 }
 
 // f(0) ... f(n - 1), likewise; f may take a second argument, which is what the same thread does next, or

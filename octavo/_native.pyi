@@ -81,6 +81,13 @@ def take_spans() -> list[tuple[str, float, float, float, float, int]]:
     """(name, start, end, bytes, flops, rows) of the calls since last time; times as
     `time.monotonic`."""
 
+def tuning() -> tuple[bool, int, int]:
+    """Whether weights are fetched past the caches, microseconds that a thread waits awake, vector
+    operations that are worth sharing; see octavo/kernels/tuning.py."""
+
+def set_tuning(past_caches: bool, spin_us: int, grain: int, /) -> None:
+    """Sets these while no kernel runs."""
+
 def release_pages(address: int, nbytes: int, /) -> None: ...
 def touch_pages(address: int, nbytes: int, /) -> None:
     """Has the system hand out the pages of mapped memory, which keep what they hold."""

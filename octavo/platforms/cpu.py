@@ -7,11 +7,13 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from octavo.config import cache_folder
 from octavo.device import (
     bind_to_numa_node,
     check_isa,
     check_num_threads,
     cpu_memory,
+    cpu_model,
     num_cpus,
     numa_cpus,
     set_num_threads,
@@ -88,6 +90,8 @@ class CPUPlatform(Platform):
         """See `Platform`."""
         import torch
 
+        from octavo.kernels.tuning import tune
+
         config = setup.config.device
         # Before the pool starts and weights are read: both inherit it from this thread.
         if config.numa_node is not None:
@@ -97,6 +101,8 @@ class CPUPlatform(Platform):
             cores = num_cpus() if config.numa_node is None else len(numa_cpus(config.numa_node))
             threads = max(1, cores // setup.rank.world_size)
         set_num_threads(threads)
+        cache = cache_folder()
+        tune(None if cache is None else cache / "tuning", cpu_model())
         return torch.device("cpu")
 
     def make_ops(self, config: DeviceConfig) -> Ops:

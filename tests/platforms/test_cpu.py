@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo import _native
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
-from octavo.kernels.native import NativeOps
+from octavo.kernels import tuning
+from octavo.kernels.native import NativeOps, set_num_threads
+from octavo.kernels.tuning import Tuning
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.platforms.cpu import CPUPlatform
@@ -74,3 +77,17 @@ def test_settings_that_do_not_fit_the_machine(settings: dict[str, object], messa
 
 def test_settings_that_fit_the_machine() -> None:
     CPUPlatform().check_settings(setup(num_threads=1).config.device)
+
+
+def test_a_device_that_is_opened_goes_by_what_suits_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "measure", lambda: Tuning(False, 200, 2500))
+    try:
+        assert CPUPlatform().open_device(setup(num_threads=1)) == CPU
+        assert _native.tuning() == (False, 200, 2500)
+        assert list((tmp_path / "octavo" / "tuning").glob("*.json"))
+    finally:
+        tuning.DEFAULT.apply()
+        set_num_threads(0)
