@@ -223,7 +223,7 @@ class Site:
         self._has_node = layout.startswith("nodes")
         self._node: subprocess.Popen[bytes] | None = None
         self._of_node: list[psutil.Process] = []
-        self.log = folder / "server.log"
+        self.log, self._node_log = folder / "server.log", folder / "node.log"
         self.left: list[str] = []
         """What there is of it after its end: processes and files."""
 
@@ -269,7 +269,7 @@ class Site:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if process.status() == psutil.STATUS_STOPPED:
                         process.kill()
-        self._node = self._start(self._node_flags, self._folder / "node.log")
+        self._node = self._start(self._node_flags, self._node_log)
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
         """All but the front end, and what they are: core, worker, spare, node."""
@@ -312,6 +312,11 @@ class Site:
             if (now := self.settle()) != counts:
                 counts, since = now, time.monotonic()
         return counts
+
+    @property
+    def logs(self) -> list[Path]:
+        """Of the server, and of its node if it has one."""
+        return [path for path in (self.log, self._node_log) if path.exists()]
 
     def num_descriptors(self) -> int:
         """Of the front end."""
@@ -541,8 +546,9 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
     for line in wrong[:5]:
         print(line)
     if wrong:
-        log = [line for line in site.log.read_text().splitlines() if " POST " not in line]
-        print("The end of the server's log:", *log[-100:], sep="\n")
+        for path in site.logs:
+            log = [line for line in path.read_text().splitlines() if " POST " not in line]
+            print(f"The end of {path.name}:", *log[-100:], sep="\n")
     seconds = time.monotonic() - started
     print(
         f"{layout}: {killer.done.total()} kills in {seconds:.0f} s, {num_answers} answers, "
