@@ -202,6 +202,8 @@ class Hub:
         self._on_join = on_join
         self._key = key
         self._nodes: dict[bytes, _Node] = {}
+        self._asked: dict[bytes, float] = {}
+        """When nodes asked for engines that others have, while it is open whether these live."""
         self._processes: dict[bytes, RemoteProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._context = zmq.asyncio.Context()
@@ -364,8 +366,14 @@ class Hub:
                 f"{_span(range(self._local, self._size))}: see --data-parallel-start-rank and "
                 "--data-parallel-size-local"
             )
-        elif taken := [rank for rank in ranks if self.has(rank)]:
-            why = f"engine {taken[0]} is another node's already"
+        elif holders := [node for node in self._nodes.values() if set(node.ranks) & set(ranks)]:
+            # One that has died may not have been missed yet, and this one is to take its place.
+            asked = self._asked.setdefault(name, time.monotonic())
+            if any(node.heard <= asked for node in holders):
+                return  # it asks again
+            taken = min(set(holders[0].ranks) & set(ranks))
+            why = f"engine {taken} is another node's already"
+        self._asked.pop(name, None)
         if why is not None:
             logger.warning("the node %s was refused: %s", join.host, why)
             self.tell(name, REFUSED, why)

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 # How long the head may take to be there.
 JOIN_SECONDS = 600.0
-# How long one with the same key may take to shake hands.
-_KEY_SECONDS = 3.0
+# How long one with the same key may take to shake hands, once it is reached.
+_KEY_SECONDS = 4.0
 _REMIND_SECONDS = 10.0
 
 
@@ -120,8 +120,10 @@ class _Node:
         self._heard: float | None = None
         """When the head gave the last sign of life; None: it has not welcomed us yet."""
         self._alone_since = time.monotonic()
-        self._connected = self._shaken_hands = False
-        """Whether the head was there, and had the same key: ever."""
+        self._connected_at: float | None = None
+        """When the head was reached for the first time."""
+        self._shaken_hands = False
+        """Whether it had the same key, ever."""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ends `run`."""
@@ -156,8 +158,8 @@ class _Node:
             if self._heard is None:
                 self._note_connections()
                 alone = now - self._alone_since
-                no_key = self._connected and not self._shaken_hands
-                if alone > (_KEY_SECONDS if no_key else JOIN_SECONDS):
+                at = None if self._shaken_hands else self._connected_at
+                if alone > JOIN_SECONDS or (at is not None and now - at > _KEY_SECONDS):
                     raise EngineDeadError(self._why_alone(alone))
                 if now - said > _REMIND_SECONDS:
                     logger.warning("%s; still trying", self._why_alone(alone))
@@ -287,7 +289,7 @@ class _Node:
         """Why the head has not answered, as far as one can know."""
         if self._shaken_hands:
             return f"the head node {self._reached.address} has not answered for {seconds:.0f} s"
-        if self._connected:
+        if self._connected_at is not None:
             return (
                 f"the head node {self._reached.address} is there, but turns this node away: the "
                 "cluster_key_file must be the same on all machines"
@@ -301,7 +303,7 @@ class _Node:
         """How far one has got with the head."""
         while self._monitor.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self._monitor)
-            self._connected = True
+            self._connected_at = self._connected_at or time.monotonic()
             self._shaken_hands |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _tell(self, kind: bytes, message: object = None) -> None:

@@ -1,6 +1,7 @@
 """The head node's port: who may join, and what becomes of the engines of nodes that go."""
 
 import asyncio
+import contextlib
 import logging
 from typing import ClassVar
 
@@ -142,6 +143,11 @@ def test_an_engine_is_one_nodes_only(key):
         await first.send(cluster.JOIN, msgspec.structs.replace(JOIN, num_engines=1))
         assert (await first.receive())[0] == cluster.WELCOME  # it had not heard it
         await second.send(cluster.JOIN, JOIN)
+        with pytest.raises(TimeoutError):  # the first one may be dead
+            await second.receive(0.1)
+        await first.send(cluster.ALIVE)
+        await asyncio.sleep(0.05)
+        await second.send(cluster.JOIN, JOIN)
         kind, payload = await second.receive()
         assert kind == cluster.REFUSED
         assert "engine 2 is another node's" in msgspec.msgpack.decode(payload)
@@ -149,6 +155,23 @@ def test_an_engine_is_one_nodes_only(key):
         assert (hub.has(1), hub.has(2), hub.has(3)) == (False, True, False)
         with pytest.raises(NodeMissingError, match="no node has joined for engine 3"):
             hub.launch(3, SETUP)
+
+    run(test, key)
+
+
+def test_a_node_takes_the_place_of_one_that_has_died(key):
+    async def test(hub, joined):
+        first, second = Peer(hub, key, b"N1"), Peer(hub, key, b"N2")
+        await first.send(cluster.JOIN, JOIN)
+        assert (await first.receive())[0] == cluster.WELCOME
+        first.socket.close(linger=0)
+        kind = None
+        while kind is None:
+            await second.send(cluster.JOIN, JOIN)
+            with contextlib.suppress(TimeoutError):
+                kind, _ = await second.receive(0.05)
+        assert kind == cluster.WELCOME
+        assert joined == [range(2, 4)] * 2
 
     run(test, key)
 
