@@ -269,7 +269,7 @@ def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
 
 
 def test_dynamic_ntk(tmp_path: Path) -> None:
-    """Within the original context, and beyond it token by token with transformers' own cache."""
+    """Within the original context, and beyond it token by token as transformers generates."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = WIDE_HEADS | {"max_position_embeddings": 24, "rope_parameters": rope}
     hf_model = make_hf("LlamaForCausalLM", **config)
@@ -281,16 +281,21 @@ def test_dynamic_ntk(tmp_path: Path) -> None:
     generated = generate(model, prompts, num_tokens)
     for prompt, tokens, logits in zip(prompts, generated.tokens, generated.logits, strict=True):
         # A fresh copy: transformers keeps the base of the longest sequence seen.
-        fresh, cache, step = copy.deepcopy(hf_model), None, prompt
-        for token, row in zip(tokens, logits, strict=True):
-            with torch.inference_mode():
-                out = fresh(torch.tensor([step]), past_key_values=cache, use_cache=True)
-            cache, step = out.past_key_values, [token]
-            expected = out.logits[0, -1]
-            torch.testing.assert_close(
-                row.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0
-            )
-            assert int(expected.argmax()) == token
+        out = copy.deepcopy(hf_model).generate(
+            torch.tensor([prompt]),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert out.sequences[0, len(prompt) :].tolist() == tokens
+        torch.testing.assert_close(
+            torch.log_softmax(logits, -1),
+            torch.cat(out.logits).log_softmax(-1),
+            atol=1e-4,
+            rtol=0,
+        )
 
 
 def test_longrope(tmp_path: Path) -> None:
