@@ -10,6 +10,7 @@ The tree::
     |   |-- ContextLengthError              prompt (plus answer) does not fit the context
     |   |-- UnsupportedError                asks for something that does not work yet
     |   |-- GrammarError                    what the answer has to look like cannot be had
+    |   |-- GrammarBusyError                other grammars came first; try again after `retry_after`
     |   |-- NotFoundError                   unknown model or resource
     |   |-- StepFailedError             the engine failed while it computed; not the request's fault
     |   |-- GivenUpError                    the engine died of the request, again and again
@@ -91,6 +92,17 @@ class GrammarError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "structured_outputs", "invalid_grammar")
+
+
+class GrammarBusyError(RequestError):
+    """The grammar was not compiled in time, since others came first; try again later."""
+
+    status = 503
+    type = "server_error"
+
+    def __init__(self, message: str, retry_after: int = 5) -> None:
+        super().__init__(message, "structured_outputs", "grammar_busy")
+        self.retry_after = retry_after
 
 
 class NotFoundError(RequestError):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,15 +47,18 @@ from octavo.profiler import Profiler
 from octavo.recording import Step
 from octavo.scheduler import observer
 from octavo.scheduler.scheduler import Scheduler
-from octavo.structured_output.base import GrammarBackend
+from octavo.structured_output.client import GrammarHelper, HelperSetup
+from octavo.structured_output.compiler import COMPILE_NBYTES
 from octavo.structured_output.manager import StructuredOutputManager
 from octavo.worker.setup import WorkerSetup
 
 if TYPE_CHECKING:
     from octavo.engine.kv_publisher import KVEventPublisher
-    from octavo.structured_output.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
+"""Grammar backends, in order of preference."""
 
 MakeExecutor = Callable[[WorkerSetup, Platform], Executor]
 
@@ -199,7 +203,9 @@ def make_engine_core(
                 "CPU" if platform.name == "cpu" else "GPU",
             )
         grammars = StructuredOutputManager(
-            lambda: _make_grammar_backends(config, spec, model_path), spec.vocab_size
+            partial(_start_grammar_helper, config, spec, model_path),
+            GRAMMAR_BACKENDS,
+            spec.vocab_size,
         )
         core = EngineCore(
             scheduler,
@@ -355,30 +361,20 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
     )
 
 
-def _make_grammar_backends(
-    config: EngineConfig, spec: ModelSpec, model_path: Path
-) -> list[GrammarBackend]:
-    """The grammar backends, the one to be asked first first.
+def _start_grammar_helper(
+    config: EngineConfig, spec: ModelSpec, model_path: Path, backend: str
+) -> GrammarHelper:
+    """Start the process that loads a grammar library and the model's tokenizer.
 
     Raises:
-        RequestError: the model's tokenizer will not do.
+        OctavoError: there is no tokenizer.
+        OSError: the process cannot be started.
     """
-    from octavo.structured_output import vocabulary
-    from octavo.tokenizer import Tokenizer
-
     folder = model_path if config.model.tokenizer is None else resolve_folders(config)[1]
-    tokenizer = Tokenizer.from_folder(folder)
-    tokens = vocabulary.Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
-    return [backend(tokens) for backend in import_grammar_backends()]
-
-
-def import_grammar_backends() -> tuple[Callable[[Vocabulary], GrammarBackend], ...]:
-    """The grammar backends, the one to be asked first first; takes a second or more."""
-    with _no_garbage_collection():
-        from octavo.structured_output.llguidance_backend import LLGuidanceBackend
-        from octavo.structured_output.xgrammar_backend import XGrammarBackend
-
-        return XGrammarBackend, LLGuidanceBackend
+    setup = HelperSetup(
+        backend, str(folder), spec.vocab_size, list(spec.eos_token_ids), COMPILE_NBYTES
+    )
+    return GrammarHelper([sys.executable, "-m", "octavo.structured_output.process"], setup)
 
 
 def _log_plan(plan: MemoryPlan, details: int) -> None:

@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import queue
-import select
 import shutil
 import signal
 import sys
@@ -26,7 +25,7 @@ import zmq
 
 from octavo import clock
 from octavo.device import SWITCH_INTERVAL, signal_at_parents_end
-from octavo.engine.assemble import import_executor, import_grammar_backends, make_engine_core
+from octavo.engine.assemble import import_executor, make_engine_core
 from octavo.engine.cluster import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
@@ -140,8 +139,6 @@ def _warm_up(num_workers: int) -> None:
         make_spares(num_workers)
     else:
         import_executor()
-    if not select.select([sys.stdin], [], [], 0.0)[0]:  # else it is needed already
-        import_grammar_backends()
 
 
 class _BusyLoop:

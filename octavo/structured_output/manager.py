@@ -1,69 +1,82 @@
-"""Grammars of an engine's requests: compiled beside the steps, advanced while the model computes.
+"""The grammars of an engine's requests: compiled beside the steps, matched during the steps.
 
-Backends are libraries in C++ and Rust that let go of the interpreter's lock, and that cannot be
-interrupted. What they take too long for fails the request that asked for it; the thread that it
-keeps busy ends when the library comes back.
+Grammar libraries run in processes of their own (`process.py`), so a grammar that takes too long,
+takes too much memory or crashes its library ends a process, and only requests with that grammar.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
+import select
+import signal
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from functools import partial
+from weakref import WeakKeyDictionary, finalize
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.device import check_memory
-from octavo.errors import GrammarError, RequestError, StepFailedError
-from octavo.messages import GrammarOutput, GrammarSpec
-from octavo.request import Request, RequestStatus
-from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
+from octavo.errors import GrammarError, RequestError
+from octavo.messages import GrammarOutput
+from octavo.request import Request
+from octavo.structured_output.client import (
+    Feed,
+    GrammarProcess,
+    Match,
+    Matched,
+    MatchJob,
+    receive,
+    receive_into,
+    send,
+)
+from octavo.structured_output.compiler import (
+    NEW,
+    WAIT_SECONDS,
+    Fitted,
+    GrammarCompiler,
+    Key,
+    Ready,
+    StartHelper,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_TEXT = 512 * 2**10
 """Most characters of a grammar."""
-COMPILE_SECONDS = 10.0
-"""That compiling a grammar may take."""
-CACHE_NBYTES = 128 * 2**20
-"""Of compiled grammars that are kept."""
-COMPILE_THREADS = 2
-# Threads that a library keeps busy beyond its time: with so many, nothing is compiled.
-_MAX_LOST = 4
-# What a request's grammar may take in one step (by the clock, up to twice as long), and in all
-# (processor time): its share of a step is on everybody's way.
-_STEP_SECONDS = 1.0
+# Processor time that a grammar process may take in one step: everybody waits for it.
+_STEP_SECONDS, _STEP_SECONDS_PER_ROW, _STEP_SECONDS_PER_TOKEN = 0.15, 0.002, 0.02
+# However busy the machine is, a process must answer within so many seconds.
+_ANSWER_SECONDS = 10.0
+# Processor time of a request's grammar in all.
 _SECONDS, _SECONDS_PER_TOKEN = 2.0, 0.02
 
 _TOO_SLOW = "its grammar takes too long to match; simplify it"
 
-MakeBackends = Callable[[], Sequence[GrammarBackend]]
-_Result = CompiledGrammar | RequestError | MemoryError | None
-"""What became of a grammar; None: nobody waited for it any more."""
-
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A request's grammar, and how far it has come."""
+    """Where a request stands."""
 
-    grammar: Grammar
-    num_accepted: int = 0
+    process: GrammarProcess
+    key: int
+    """The request's key in the process."""
+    num_sent: int = 0
+    """Output tokens that the process knows."""
     seconds: float = 0.0
+    """Processor time so far."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What a request's grammar is asked for in a step."""
+    """A request's part of a step."""
 
     request: Request
-    state: _State
     drafts: list[int]
     rows: NDArray[np.int32]
     """[1 + drafts, words]"""
@@ -72,147 +85,53 @@ class _Job:
     forced: list[int] = field(default_factory=list)
     error: str | None = None
 
-    def run(self) -> None:
-        """Advances by the request's new tokens, and fills the rows."""
-        began, request, state = time.thread_time(), self.request, self.state
-        try:
-            self._fill(request.all_token_ids[request.num_prompt_tokens + state.num_accepted :])
-        except GrammarError as error:
-            self.error = error.message
-        except Exception as error:
-            check_memory()
-            logger.exception("a grammar failed")
-            self.error = f"its grammar failed: {type(error).__name__}: {error}"
-        state.seconds += time.thread_time() - began
-        if state.seconds > _SECONDS + _SECONDS_PER_TOKEN * request.num_output_tokens:
-            self.error = _TOO_SLOW
-
-    def _fill(self, new: list[int]) -> None:
-        grammar, rows = self.state.grammar, self.rows
-        accepted = grammar.accept_tokens(new)
-        self.state.num_accepted += accepted
-        if accepted < len(new):
-            self.error = (
-                f"internal error: token {new[accepted]} was sampled, which its grammar does not "
-                "allow"
-            )
-            return
-        grammar.fill_bitmask(rows[0])
-        if self.num_forced:
-            self.forced = grammar.forced_tokens(self.num_forced)
-        count = 0
-        for draft in self.drafts:
-            if not grammar.accept_tokens([draft]):
-                rows[count + 1 :] = rows[count]  # what is sampled there is dropped
-                break
-            count += 1
-            grammar.fill_bitmask(rows[count])
-        grammar.rollback(count)
-
-
-class _Jobs:
-    """Jobs that are done one after the other, until one takes too long."""
-
-    def __init__(self, jobs: Sequence[_Job]) -> None:
-        self._jobs = jobs
-        self._lock = threading.Lock()
-        self.at = 0
-        """How many are done."""
-        self._cancelled = False
-
-    def run(self) -> None:
-        """Does them."""
-        for job in self._jobs:
-            job.run()
-            with self._lock:
-                if self._cancelled:
-                    return
-                self.at += 1
-
-    def cancel(self, at: int) -> bool:
-        """Leaves the rest alone, unless more than `at` jobs are done."""
-        with self._lock:
-            self._cancelled = self.at == at
-            return self._cancelled
-
-
-class _Thread:
-    """A thread for calls that may never come back."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
-        self._calls = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="octavo-grammar", daemon=True)
-        self.thread.start()
-
-    def start(self, function: Callable[[], None]) -> Future[None]:
-        """Begins a call."""
-        future: Future[None] = Future()
-        self._calls.put((function, future))
-        return future
-
-    def end(self) -> None:
-        """Ends the thread, once it has come back."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                function()
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
-
 
 class StructuredOutputManager:
-    """Compiles grammars, and keeps where each request stands in its own.
+    """Has grammars compiled, and keeps where each request stands in its own.
 
     All methods are for the engine's thread.
 
     Args:
-        make_backends: makes the backends, the one to be asked first first; called on another
-            thread with the first grammar, for it imports large libraries.
+        start_helper: starts the helper process of a backend.
+        backends: names of the backends, in order of preference.
         vocab_size: width of the logits.
     """
 
-    def __init__(self, make_backends: MakeBackends, vocab_size: int) -> None:
+    def __init__(self, start_helper: StartHelper, backends: Sequence[str], vocab_size: int) -> None:
         self.wake: Callable[[], None] = lambda: None
-        """Is called, on any thread, when there is something to be taken."""
-        self._make_backends = make_backends
-        self._backends: Sequence[GrammarBackend] | None = None
-        self._lock = threading.Lock()
+        """Called, on another thread, when `take_finished` has something."""
+        self._start_helper, self._backends = start_helper, backends
         self._num_words = -(-vocab_size // 32)
-        self._cache: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
-        self._waiting: dict[GrammarSpec, list[Request]] = {}
-        self._done: queue.SimpleQueue[tuple[GrammarSpec, _Result]]
-        self._done = queue.SimpleQueue()
+        self._compiler: GrammarCompiler | None = None
+        self._ready: dict[Key, GrammarProcess] = {}
+        self._waiting: dict[Key, list[Request]] = {}
+        """Requests whose grammars are being compiled."""
+        self._feeding: dict[int, Request] = {}
+        """Requests whose output is being fed, by their keys."""
+        self._done: queue.SimpleQueue[Ready | Fitted] = queue.SimpleQueue()
+        self._found: list[tuple[Request, RequestError | None]] = []
         self._arrived = threading.Event()
-        self._pool: ThreadPoolExecutor | None = None
-        self._matching: _Thread | None = None
-        self._lost: list[_Thread] = []
-        """Threads that did not come back in time."""
         self._states: WeakKeyDictionary[Request, _State] = WeakKeyDictionary()
+        self._keys = itertools.count()
 
     @property
     def has_finished(self) -> bool:
-        """Whether `take_finished` would bring something."""
-        return not self._done.empty()
+        """Whether `take_finished` has something."""
+        return bool(self._found) or not self._done.empty()
 
     @property
     def is_compiling(self) -> bool:
-        """Whether something is still to come."""
-        return bool(self._waiting)
+        """Whether some request waits for its grammar."""
+        return bool(self._waiting or self._feeding)
 
     def add(self, request: Request) -> bool:
-        """Takes in a request with a grammar.
+        """Take in a request with a grammar.
 
         Returns:
-            Whether the grammar is there; otherwise the request comes with `take_finished`.
+            Whether the grammar is there; otherwise `take_finished` returns the request later.
 
         Raises:
-            GrammarError: the grammar is too large, or does not allow the output that the request
-                has already.
+            GrammarError: the grammar is too large.
         """
         spec = request.sampling_params.grammar
         assert spec is not None
@@ -221,66 +140,46 @@ class StructuredOutputManager:
                 f"The grammar has {len(spec.text)} characters; at most {MAX_TEXT} are taken. "
                 "Shorten it."
             )
-        compiled = self._cache.get(spec)
-        if compiled is not None:
-            self._cache.move_to_end(spec)
-            self._begin(request, compiled)
-            return True
-        waiting = self._waiting.setdefault(spec, [])
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._start_helper, self._backends, self._put)
+        key = (request.tenant, spec)
+        process = self._ready.get(key)
+        if process is not None and self._begin(request, process):
+            return not self._feed(request)
+        self._ready.pop(key, None)
+        waiting = self._waiting.setdefault(key, [])
         waiting.append(request)
         if len(waiting) == 1:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(COMPILE_THREADS, "octavo-grammars")
-            self._pool.submit(self._compile, spec, waiting)
+            self._compiler.compile(key, partial(_is_wanted, waiting))
         return False
 
     def take_finished(self) -> list[tuple[Request, RequestError | None]]:
-        """The requests whose grammar is there now, or cannot be had, with the reason.
+        """Return requests whose grammar is there now, or is refused, with the reason.
 
         Some may have ended meanwhile.
-
-        Raises:
-            MemoryError: a library lacked memory; what else does nobody knows.
         """
-        found: list[tuple[Request, RequestError | None]] = []
         while not self._done.empty():
-            spec, result = self._done.get()
-            if isinstance(result, MemoryError):
-                raise result
-            waiting = self._waiting.pop(spec)
-            if result is None:  # nobody wanted it when its turn came; somebody may now
-                waiting = [r for r in waiting if r.status == RequestStatus.WAITING_FOR_FSM]
-                found += [(request, None) for request in waiting if self.add(request)]
-                continue
-            if isinstance(result, CompiledGrammar):
-                self._keep(spec, result)
-            for request in waiting:
-                error = result if isinstance(result, RequestError) else None
-                if isinstance(result, CompiledGrammar):
-                    try:
-                        self._begin(request, result)
-                    except GrammarError as refusal:
-                        error = refusal
-                found.append((request, error))
+            self._take(self._done.get())
+        found, self._found = self._found, []
         return found
 
     def wait(self, seconds: float) -> None:
-        """Waits until there is something to be taken, at most that long."""
+        """Wait until `take_finished` has something, at most the given time."""
         if self._arrived.wait(seconds):
             self._arrived.clear()
 
     def make_output(
         self, requests: Sequence[tuple[Request, int]], drafts: dict[str, list[int]]
     ) -> tuple[GrammarOutput, dict[Request, str]]:
-        """Advances grammars by their requests' new tokens, and says what may come next.
+        """Advance grammars by their requests' new tokens, and return what may come next.
 
         Args:
-            requests: those of a step that have a grammar and are sampled, and how many forced
-                tokens of each are wanted.
+            requests: those of a step that have a grammar and are sampled, each with the number of
+                forced tokens wanted.
             drafts: of a step's requests, by id.
 
         Returns:
-            What the worker is to be told, and requests that fail, with the reason.
+            The worker's part, and requests that fail, with the reason.
         """
         counts = [1 + len(drafts.get(request.request_id, ())) for request, _ in requests]
         words = np.zeros((sum(counts), self._num_words), np.int32)
@@ -290,13 +189,16 @@ class StructuredOutputManager:
             jobs.append(
                 _Job(
                     request,
-                    self._states[request],
                     drafts.get(request.request_id, []),
                     words[end - count : end],
                     wanted and wanted + count,
                 )
             )
-        self._do(jobs)
+        lost = self._match(jobs)
+        if lost:  # something else has killed the process: the tokens bring it all back
+            self._revive(lost)
+            for job in self._match([job for job in lost if job.error is None]):
+                job.error = "the process of its grammar was killed again and again"
         good = [job for job in jobs if job.error is None]
         output = GrammarOutput(
             [job.request.request_id for job in good],
@@ -306,122 +208,201 @@ class StructuredOutputManager:
         return output, {job.request: job.error for job in jobs if job.error is not None}
 
     def shutdown(self) -> None:
-        """Lets go of the threads. May be called twice."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._matching is not None:
-            self._matching.end()
-        self._pool = self._matching = None
+        """End all grammar processes. May be called twice."""
+        if self._compiler is not None:
+            self._compiler.shutdown()
+        self._compiler = None
+        self._ready.clear()
 
-    def _begin(self, request: Request, compiled: CompiledGrammar) -> None:
-        state = _State(compiled.start())
-        given = request.all_token_ids[request.num_prompt_tokens :]
-        state.num_accepted = state.grammar.accept_tokens(given)
-        if state.num_accepted < len(given):
-            raise GrammarError(
-                f"The grammar does not allow the output that the request came with: token number "
-                f"{state.num_accepted} ({given[state.num_accepted]})."
-            )
-        self._states[request] = state
-        # Its end is the answer's, whatever `ignore_eos` says: nothing can follow.
-        request.stop_token_ids |= compiled.stop_token_ids
-
-    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
-        self._cache[spec] = compiled
-        while sum(c.nbytes for c in self._cache.values()) > CACHE_NBYTES and self._cache:
-            self._cache.popitem(last=False)
-
-    def _compile(self, spec: GrammarSpec, waiting: Sequence[Request]) -> None:
-        """On a thread of the pool: compiles, or says why not."""
-        result: _Result = None
-        # The list may grow meanwhile, and that is as good.
-        if any(request.status == RequestStatus.WAITING_FOR_FSM for request in list(waiting)):
-            try:
-                result = self._compile_in_time(spec)
-            except (RequestError, MemoryError) as error:
-                result = error
-            except Exception as error:
-                try:
-                    check_memory()
-                except MemoryError as want:
-                    result = want
-                else:
-                    logger.exception("a grammar could not be compiled")
-                    result = GrammarError(f"The grammar cannot be compiled: {error}")
-        self._done.put((spec, result))
+    def _put(self, result: Ready | Fitted) -> None:
+        """Take in a result, on the compiler's thread."""
+        self._done.put(result)
         self._arrived.set()
         self.wake()
 
-    def _compile_in_time(self, spec: GrammarSpec) -> CompiledGrammar:
-        backends = self._choose(spec)
-        with self._lock:
-            self._lost = [thread for thread in self._lost if thread.thread.is_alive()]
-            is_busy = len(self._lost) >= _MAX_LOST
-        if is_busy:
-            raise GrammarError(
-                "Grammars that take too long are still being worked on; try again later."
+    def _take(self, result: Ready | Fitted) -> None:
+        """Find out which requests a result is for."""
+        if isinstance(result, Fitted):
+            self._take_fed(result)
+            return
+        waiting = self._waiting.pop(result.key)
+        if isinstance(result.result, RequestError):
+            self._found += [(request, result.result) for request in waiting]
+            return
+        if isinstance(result.result, GrammarProcess):
+            self._ready[result.key] = result.result
+        # Those that came after the compiler had given up begin again.
+        for request in waiting:
+            if not request.status.finished and self.add(request):
+                self._found.append((request, None))
+        if isinstance(result.result, GrammarProcess):
+            result.result.live.discard(NEW)
+
+    def _take_fed(self, result: Fitted) -> None:
+        """Take in which of a request's tokens its grammar has accepted."""
+        fed = result.fed
+        if fed is None:  # the process has ended
+            process, feeding = result.process, self._feeding
+            keys = [k for k in feeding if self._states[feeding[k]].process is process]
+            reason = _reason_of_end(process)
+            for request in [feeding.pop(key) for key in keys]:
+                if reason is not None:
+                    self._found.append((request, GrammarError(reason)))
+                elif not request.status.finished and self.add(request):
+                    self._found.append((request, None))
+            return
+        request = self._feeding.pop(fed.key)
+        error: RequestError | None = None
+        given = request.all_token_ids[request.num_prompt_tokens :]
+        if fed.error is not None:
+            error = GrammarError(f"The output that the request came with: {fed.error}.")
+        elif fed.num_accepted < len(given):
+            error = GrammarError(
+                f"The grammar does not allow the output that the request came with: token number "
+                f"{fed.num_accepted} ({given[fed.num_accepted]})."
             )
-        errors: list[GrammarError] = []
-        found: list[CompiledGrammar] = []
+        self._found.append((request, error))
 
-        def compile_by_any() -> None:
-            for backend in backends:
-                try:
-                    found.append(backend.compile(spec))
-                    return
-                except GrammarError as error:
-                    errors.append(error)
+    def _begin(self, request: Request, process: GrammarProcess) -> bool:
+        """Join a request with its process; return whether the process is still there."""
+        assert self._compiler is not None
+        key = next(self._keys)
+        if not self._compiler.use(process, key):
+            return False
+        self._states[request] = _State(process, key)
+        finalize(request, process.live.discard, key)
+        # Its end is the answer's, whatever `ignore_eos` says: nothing can follow.
+        request.stop_token_ids |= process.stop_token_ids
+        return True
 
-        thread = _Thread()
-        call = thread.start(compile_by_any)
-        thread.end()
+    def _feed(self, request: Request) -> bool:
+        """Have the process take in a request's output; return whether there is any."""
+        given = request.all_token_ids[request.num_prompt_tokens :]
+        if not given:
+            return False
+        assert self._compiler is not None
+        state = self._states[request]
+        state.num_sent = len(given)
+        state.process.known.add(state.key)
+        self._feeding[state.key] = request
+        self._compiler.feed(state.process, Feed(state.key, given))
+        return True
+
+    def _match(self, jobs: Sequence[_Job]) -> list[_Job]:
+        """Have the processes do a step; return the jobs of those that somebody else has killed."""
+        groups: dict[GrammarProcess, list[_Job]] = {}
+        for job in jobs:
+            groups.setdefault(self._states[job.request].process, []).append(job)
+        pending = {process.steps.fileno(): process for process in groups}
+        began: dict[GrammarProcess, float | None] = {}
+        limits: dict[GrammarProcess, float] = {}
+        poll = select.poll()
+        lost: list[_Job] = []
+        for process, group in groups.items():
+            message = self._make_match(process, group)
+            began[process], limits[process] = process.seconds, _limit(message)
+            try:
+                process.steps.settimeout(_ANSWER_SECONDS)
+                send(process.steps, msgspec.msgpack.encode(message))
+                poll.register(process.steps, select.POLLIN)
+            except OSError:
+                del pending[process.steps.fileno()]
+                lost += self._note_end(process, group)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while pending:
+            for fd, _ in poll.poll(20):
+                process = pending.pop(fd)
+                poll.unregister(fd)
+                if not self._read(process, groups[process]):
+                    lost += self._note_end(process, groups[process])
+            is_late = time.monotonic() > deadline
+            for process in pending.values():
+                now, start = process.seconds, began[process]
+                took = None if now is None or start is None else now - start
+                if is_late or (took is not None and took > limits[process]):
+                    process.kill(_TOO_SLOW)  # then its socket ends
+        return lost
+
+    def _make_match(self, process: GrammarProcess, group: Sequence[_Job]) -> Match:
+        ended = process.known - process.live
+        process.known -= ended
+        jobs = []
+        for job in group:
+            request, state = job.request, self._states[job.request]
+            new = request.all_token_ids[request.num_prompt_tokens + state.num_sent :]
+            state.num_sent += len(new)
+            process.known.add(state.key)
+            jobs.append(MatchJob(state.key, new, job.drafts, job.num_forced))
+        return Match(jobs, list(ended))
+
+    def _read(self, process: GrammarProcess, group: Sequence[_Job]) -> bool:
+        """Read a process's answer; return whether there is one."""
         try:
-            call.result(COMPILE_SECONDS)
-        except TimeoutError:
-            self._lose(thread)
-            raise GrammarError(
-                f"The grammar takes more than {COMPILE_SECONDS:g} s to compile; simplify it."
-            ) from None
-        if found:
-            return found[0]
-        messages = list(dict.fromkeys(error.message for error in errors))
-        raise GrammarError("No grammar for this: " + " | ".join(messages))
+            data = receive(process.steps)
+            if data is None:
+                return False
+            answers = msgspec.msgpack.decode(data, type=list[Matched])
+            for job in group:
+                if not receive_into(process.steps, memoryview(job.rows).cast("B")):
+                    return False
+        except OSError:
+            return False
+        for job, answer in zip(group, answers, strict=True):
+            state = self._states[job.request]
+            state.seconds += answer.seconds
+            job.error, job.forced = answer.error, answer.forced
+            allowed = _SECONDS + _SECONDS_PER_TOKEN * job.request.num_output_tokens
+            if state.seconds > allowed:
+                job.error = _TOO_SLOW
+        return True
 
-    def _choose(self, spec: GrammarSpec) -> Sequence[GrammarBackend]:
-        with self._lock:
-            if self._backends is None:
-                try:
-                    self._backends = self._make_backends()
-                except Exception as error:
-                    check_memory()
-                    logger.exception("the grammar libraries could not be loaded")
-                    raise StepFailedError(
-                        f"The grammar libraries cannot be loaded: {error}"
-                    ) from error
-        return [b for b in self._backends if spec.backend in ("auto", b.name)]
+    def _note_end(self, process: GrammarProcess, group: list[_Job]) -> list[_Job]:
+        """Find out why a process has ended; return the jobs that nothing speaks against."""
+        reason = _reason_of_end(process)
+        for job in group:
+            job.error = reason
+        return group if reason is None else []
 
-    def _lose(self, thread: _Thread) -> None:
-        with self._lock:
-            self._lost.append(thread)
+    def _revive(self, jobs: Sequence[_Job]) -> None:
+        """Have the grammars of a step compiled again, and wait for them."""
+        left: dict[Request, _Job] = {}
+        for job in jobs:
+            del self._states[job.request]
+            left[job.request] = job
+            if self.add(job.request):
+                self._found.append((job.request, None))
+        deadline = time.monotonic() + WAIT_SECONDS
+        while left and time.monotonic() < deadline:
+            self.wait(0.0 if self.has_finished else 0.1)
+            others = []
+            for request, error in self.take_finished():
+                if request not in left:
+                    others.append((request, error))
+                    continue
+                left.pop(request).error = None if error is None else error.message
+            self._found += others
+        for job in left.values():
+            job.error = "the process of its grammar was killed, and no other one came in time"
 
-    def _do(self, jobs: Sequence[_Job]) -> None:
-        """Does jobs on another thread, so that no grammar can hold up everybody."""
-        while jobs:
-            if self._matching is None:
-                self._matching = _Thread()
-            todo = _Jobs(jobs)
-            call = self._matching.start(todo.run)
-            while True:
-                at = todo.at
-                try:
-                    call.result(_STEP_SECONDS)
-                    return
-                except TimeoutError:
-                    if todo.cancel(at):
-                        break
-            self._matching.end()
-            self._lose(self._matching)
-            self._matching = None
-            # The thread that is lost writes to that job's rows only.
-            jobs[at].error = _TOO_SLOW
-            jobs = jobs[at + 1 :]
+
+def _reason_of_end(process: GrammarProcess) -> str | None:
+    """Return why a process has ended; None: something else than its grammar has killed it."""
+    status = process.close()
+    if process.reason is None and status != -signal.SIGKILL:
+        return (
+            f"its grammar takes too much memory to match, or the library failed on it (status "
+            f"{status}); simplify it"
+        )
+    return process.reason
+
+
+def _is_wanted(waiting: Sequence[Request]) -> bool:
+    """Whether any of the requests still waits for its grammar; asked on another thread."""
+    return not all(request.status.finished for request in list(waiting))
+
+
+def _limit(match: Match) -> float:
+    """Return the processor time that a process may take for a step, in seconds."""
+    rows = sum(1 + len(job.drafts) for job in match.jobs)
+    tokens = sum(len(job.token_ids) for job in match.jobs)
+    return _STEP_SECONDS + rows * _STEP_SECONDS_PER_ROW + tokens * _STEP_SECONDS_PER_TOKEN

@@ -17,10 +17,9 @@ from octavo.models.cache import AttentionCache
 from octavo.profiler import Profiler
 from octavo.request import RequestStatus
 from octavo.scheduler.scheduler import Scheduler
-from octavo.structured_output.manager import StructuredOutputManager
 from tests.fakes import VOCAB, FakeExecutor, expected_output
 from tests.params import core_params
-from tests.structured_output.toys import STOP, ToyBackend, spec
+from tests.structured_output.toys import STOP, ToyBackend, make_manager, spec
 
 
 class Clock:
@@ -57,7 +56,7 @@ def make_core(
         scheduler,
         FakeExecutor(kv_cache, depth),
         clock=clock,
-        structured_output=StructuredOutputManager(lambda: [backend], VOCAB),
+        structured_output=make_manager(backend, vocab_size=VOCAB),
         profiler=profiler,
         engine_index=3,
         enable_sleep_mode=enable_sleep_mode,
@@ -560,7 +559,7 @@ def test_without_a_tokenizer_there_are_no_grammars(core):
     assert output.error_kind == "UnsupportedError"
     assert "no tokenizer" in output.error
     assert not core.has_work()
-    core.structured_output = StructuredOutputManager(lambda: [core.backend], VOCAB)
+    core.structured_output = make_manager(core.backend, vocab_size=VOCAB)
 
 
 # Sleeping

@@ -1,16 +1,36 @@
-"""A grammar backend of tests: words over the tokens' ids, by rules as plain as can be."""
+"""A grammar backend of tests: words over the tokens' ids, by rules as plain as can be.
+
+`make_manager` runs it in threads that look like processes. As a program, this file is a helper
+process with the toy backend.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
+from octavo.structured_output import process
 from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
+from octavo.structured_output.client import (
+    PROCESS_NBYTES,
+    GrammarProcess,
+    HelperSetup,
+    Loaded,
+    receive,
+    send,
+)
+from octavo.structured_output.manager import StructuredOutputManager
 
 STOP = 1
 
@@ -86,3 +106,93 @@ class ToyBackend(GrammarBackend):
 
 def spec(text: str, backend: str = "auto") -> GrammarSpec:
     return GrammarSpec("grammar", text, backend)
+
+
+class ThreadHelper:
+    """A `GrammarHelper` whose processes are threads."""
+
+    is_alive = True
+
+    def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
+        self.backend = backend
+        self.setup = HelperSetup(backend.name, "", vocab_size, [STOP], 2**30)
+        self.socket, self._theirs = socket.socketpair()
+        self.processes: list[ThreadProcess] = []
+        send(self._theirs, msgspec.msgpack.encode(Loaded()))
+
+    def read_loaded(self) -> Loaded:
+        return msgspec.msgpack.decode(receive(self.socket), type=Loaded)
+
+    def fork(self, tenant: str | None) -> ThreadProcess:
+        found = ThreadProcess(self, tenant)
+        self.processes.append(found)
+        return found
+
+    def close(self) -> None:
+        self.socket.close()
+        self._theirs.close()
+
+
+class ThreadProcess(GrammarProcess):
+    """A grammar process that is a thread; its time and memory are whatever a test sets."""
+
+    seconds = 0.0
+    nbytes = PROCESS_NBYTES
+
+    def __init__(self, helper: ThreadHelper, tenant: str | None) -> None:
+        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+        super().__init__(helper, tenant, 0, *ours)
+        self.server = process.GrammarServer(helper.backend, helper.setup)
+
+        def run() -> None:
+            with theirs[0], theirs[1], contextlib.suppress(OSError):  # killed
+                self.server.run(*theirs)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def kill(self, reason: str | None) -> None:
+        self.reason = self.reason or reason
+        for end in (self.jobs, self.steps):
+            with contextlib.suppress(OSError):  # shut down before
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> int:
+        if self.status is None:
+            self.kill(None)
+            self.status = -signal.SIGKILL
+        return self.status
+
+
+def make_manager(*backends: ToyBackend, vocab_size: int = 40) -> StructuredOutputManager:
+    by_name = {backend.name: backend for backend in backends}
+    return StructuredOutputManager(
+        lambda name: ThreadHelper(by_name[name], vocab_size), list(by_name), vocab_size
+    )
+
+
+class HostileBackend(ToyBackend):
+    """Of a process: "spin" computes for ever, "eat" takes all memory, "crash" aborts.
+
+    After "match " they do so when they are matched.
+    """
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        when, _, what = spec.text.rpartition(" ")
+        if what not in ("spin", "eat", "crash"):
+            return super().compile(spec)
+        if when != "match":
+            misbehave(what)
+        return ToyCompiled(lambda i: [3] if i < 2 else misbehave(what))
+
+
+def misbehave(what: str) -> Sequence[int]:
+    if what == "crash":
+        os.abort()
+    if what == "eat":
+        return [bytearray(2**24) for _ in range(1000)] and []
+    while True:
+        time.sleep(0)
+
+
+if __name__ == "__main__":
+    process.main(lambda setup: HostileBackend(setup.backend))

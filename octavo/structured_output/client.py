@@ -1,0 +1,312 @@
+"""The engine's side of the grammar processes: start them, talk to them, kill them.
+
+`process.py` is the other side and explains the design. A `GrammarHelper` is the process that has
+loaded one grammar library. It forks a `GrammarProcess` for each grammar of each tenant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from octavo.device import process_seconds, resident_memory
+from octavo.messages import GrammarSpec
+
+_LENGTH_BYTES = 8
+_FORK, _WAIT = b"f", b"w"
+# The helper answers in milliseconds, unless the machine is very busy.
+_HELPER_SECONDS = 10.0
+PROCESS_NBYTES = 4 * 2**20
+"""Memory that a forked process needs for itself."""
+
+
+class HelperSetup(msgspec.Struct):
+    """What a helper loads; its first message."""
+
+    backend: str
+    """Name of the backend."""
+    folder: str
+    """Folder of the tokenizer."""
+    vocab_size: int
+    """Width of the logits."""
+    eos_token_ids: list[int]
+    """The model's own stop tokens."""
+    max_nbytes: int
+    """Address space that compiling and matching one grammar may add."""
+
+
+class Loaded(msgspec.Struct):
+    """A helper's first answer: it is ready, or failed."""
+
+    error: str | None = None
+    error_kind: str | None = None
+    """Name of the error's class in `octavo.errors`."""
+
+
+class Compiled(msgspec.Struct):
+    """A grammar process's first answer."""
+
+    error: str | None = None
+    """Why the grammar is refused."""
+    stop_token_ids: list[int] = []
+
+
+class Feed(msgspec.Struct):
+    """Start a request whose output is known already."""
+
+    key: int
+    token_ids: list[int]
+
+
+class Fed(msgspec.Struct):
+    """The answer to `Feed`."""
+
+    key: int
+    num_accepted: int
+    """Accepted tokens."""
+    error: str | None = None
+
+
+class MatchJob(msgspec.Struct, array_like=True):
+    """One request's part of a step."""
+
+    key: int
+    token_ids: list[int]
+    """Output tokens that the process does not know yet."""
+    drafts: list[int]
+    num_forced: int
+    """Forced tokens wanted, counted from the last of `token_ids`."""
+
+
+class Match(msgspec.Struct, array_like=True):
+    """A step's requests that share a grammar process."""
+
+    jobs: list[MatchJob]
+    ended: list[int]
+    """Keys of requests that have ended."""
+
+
+class Matched(msgspec.Struct, array_like=True):
+    """The answer to a `MatchJob`. Rows of bitmasks follow all answers of a `Match`."""
+
+    error: str | None
+    seconds: float
+    """Processor time."""
+    forced: list[int]
+
+
+class GrammarProcess:
+    """A process that holds one compiled grammar and matches it for the requests of one tenant.
+
+    The compiler's thread uses `jobs`, the engine's thread uses `steps`.
+
+    Attributes:
+        live: keys of the requests that use it.
+        known: keys that the process has heard of, for the engine's thread only.
+        reason: why Octavo killed it; None: it did not.
+    """
+
+    def __init__(
+        self,
+        helper: GrammarHelper,
+        tenant: str | None,
+        pid: int,
+        jobs: socket.socket,
+        steps: socket.socket,
+    ) -> None:
+        self.helper, self.tenant, self.pid = helper, tenant, pid
+        self.jobs, self.steps = jobs, steps
+        self.stop_token_ids: frozenset[int] = frozenset()
+        self.live: set[int] = set()
+        self.known: set[int] = set()
+        self.reason: str | None = None
+        self.status: int | None = None
+        """Exit status, as `subprocess` gives it; None: the process is alive, or was not reaped."""
+        self._lock = threading.Lock()
+        self._first_nbytes = resident_memory(pid) or 0
+
+    def __del__(self) -> None:
+        # Two threads use the sockets, and neither knows when the other one has done so last.
+        self.jobs.close()
+        self.steps.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its own, about: what it has added since the fork, and a constant."""
+        return PROCESS_NBYTES + max(0, (resident_memory(self.pid) or 0) - self._first_nbytes)
+
+    @property
+    def seconds(self) -> float | None:
+        """Processor time so far; None: unknown."""
+        return process_seconds(self.pid)
+
+    def kill(self, reason: str) -> None:
+        """Kill the process, as its requests will be told.
+
+        Args:
+            reason: a sentence about the grammar.
+        """
+        with self._lock:
+            if self.status is None:
+                self.reason = self.reason or reason
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> int:
+        """End the process and return its exit status; -9 also if its helper is gone."""
+        with self._lock:
+            if self.status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                self.status = self.helper.wait(self.pid)
+                # The other thread may be about to use its socket, so no socket is closed.
+                for end in (self.jobs, self.steps):
+                    with contextlib.suppress(OSError):
+                        end.shutdown(socket.SHUT_RDWR)
+            return self.status
+
+
+class GrammarHelper:
+    """The process that has loaded a grammar library and the tokenizer.
+
+    Args:
+        command: its command line.
+        setup: what it loads.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], setup: HelperSetup) -> None:
+        # No library may start threads: a process with several cannot be forked safely.
+        single = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        environment = {**os.environ, **dict.fromkeys(single, "1")}
+        environment["TOKENIZERS_PARALLELISM"] = "false"
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
+            )
+        # A thread always waits for the process, so it never stays a zombie.
+        threading.Thread(target=self._process.wait, daemon=True).start()
+        self._lock = threading.Lock()
+        self._broken = False
+        send(self.socket, msgspec.msgpack.encode(setup))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there and answers."""
+        return not self._broken and self._process.poll() is None
+
+    def read_loaded(self) -> Loaded:
+        """Return its first answer; waits for it."""
+        with contextlib.suppress(OSError):
+            data = receive(self.socket)
+            if data is not None:
+                self.socket.settimeout(_HELPER_SECONDS)
+                return msgspec.msgpack.decode(data, type=Loaded)
+        return Loaded(f"the helper process ended with status {self._process.wait()}")
+
+    def fork(self, tenant: str | None) -> GrammarProcess:
+        """Return a new process, which waits for a grammar.
+
+        Args:
+            tenant: the tenant whose requests may use it.
+
+        Raises:
+            OSError: the helper is gone, or the system has no room for another process.
+        """
+        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+        try:
+            with theirs[0], theirs[1], self._lock:
+                socket.send_fds(self.socket, [_FORK], [end.fileno() for end in theirs])
+                pid = self._read_number()
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+            return GrammarProcess(self, tenant, pid, *ours)
+        except OSError:
+            for end in ours:
+                end.close()
+            raise
+
+    def wait(self, pid: int) -> int:
+        """Return the exit status of a forked process, which has ended or is about to."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(_WAIT + pid.to_bytes(_LENGTH_BYTES, "little"))
+            return self._read_number()
+        return -signal.SIGKILL  # the helper takes its processes along
+
+    def close(self) -> None:
+        """End the helper and all its processes."""
+        self._broken = True
+        self._process.kill()
+        self._process.wait()
+        self.socket.close()
+
+    def _read_number(self) -> int:
+        """Return a number that the helper sends.
+
+        Raises:
+            OSError: it is gone, or does not answer.
+        """
+        data = None if self._broken else _receive_exactly(self.socket, _LENGTH_BYTES)
+        if data is None:
+            self._broken = True
+            raise ConnectionError("the grammar helper is gone")
+        return int.from_bytes(data, "little", signed=True)
+
+
+def send(connection: socket.socket, message: bytes) -> None:
+    """Send one message."""
+    connection.sendall(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """Return the next message; None at the end.
+
+    Raises:
+        TimeoutError: the socket has a timeout, and no whole message came in that time.
+    """
+    head = _receive_exactly(connection, _LENGTH_BYTES)
+    return None if head is None else _receive_exactly(connection, int.from_bytes(head, "little"))
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> bool:
+    """Fill a buffer of bytes; return whether it is full, or the connection has ended before.
+
+    Raises:
+        TimeoutError: the socket has a timeout, and the bytes did not come in that time.
+    """
+    timeout = connection.gettimeout()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    got = 0
+    try:
+        while got < len(view):
+            count = connection.recv_into(view[got:])
+            if not count:
+                return False
+            got += count
+            if deadline is not None and got < len(view):
+                connection.settimeout(max(1e-3, deadline - time.monotonic()))
+    finally:
+        if deadline is not None:
+            connection.settimeout(timeout)
+    return True
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    return bytes(data) if receive_into(connection, memoryview(data)) else None
+
+
+def decode_spec(data: bytes) -> GrammarSpec:
+    """Return a grammar that `send` carried."""
+    return msgspec.msgpack.decode(data, type=GrammarSpec)

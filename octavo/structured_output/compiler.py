@@ -1,0 +1,507 @@
+"""Compile grammars in processes of their own, fairly between tenants and within limits.
+
+Each tenant (API key) compiles at most two grammars at once, and tenants take turns, so a tenant who
+sends grammars that take long delays no other one. The kernel shares the processor among the
+processes; one that takes long gets a lower priority, since the engine computes meanwhile.
+
+Limits of one grammar: `COMPILE_SECONDS` of processor time, and the address space that
+`HelperSetup.max_nbytes` allows. All grammar processes together take at most `TOTAL_NBYTES`: where
+that is too little, processes that no request uses end first, then the largest of those that
+compile, then the largest of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.errors import (
+    GrammarBusyError,
+    GrammarError,
+    RequestError,
+    StepFailedError,
+    make_error,
+    signal_name,
+)
+from octavo.messages import GrammarSpec
+from octavo.structured_output.client import (
+    PROCESS_NBYTES,
+    Compiled,
+    Fed,
+    Feed,
+    GrammarHelper,
+    GrammarProcess,
+    Loaded,
+    receive,
+    send,
+)
+
+logger = logging.getLogger(__name__)
+
+COMPILE_SECONDS = 5.0
+"""Processor time that compiling one grammar may take."""
+WAIT_SECONDS = 10.0
+"""A grammar that is not there after so long, however busy the machine is, is given up."""
+COMPILE_NBYTES = 192 * 2**20
+"""Address space that compiling and matching one grammar may take."""
+TOTAL_NBYTES = 256 * 2**20
+"""Memory of all grammar processes."""
+MAX_IDLE = 32
+"""Most grammars that are kept though no request uses them."""
+_PER_TENANT, _AT_ONCE = 2, 8
+# After so much processor time a grammar is compiled with less priority than the engine has.
+_QUICK_SECONDS, _SLOW_NICENESS = 0.1, 5
+# How often limits are looked at, while something is compiled, and otherwise.
+_WATCH_SECONDS, _IDLE_WATCH_SECONDS = 0.02, 1.0
+_MESSAGE_SECONDS = 10.0
+# A library that could not be loaded is not tried again for so long.
+_FAILED_SECONDS = 30.0
+
+_TOO_SLOW = GrammarError(
+    f"The grammar takes more than {COMPILE_SECONDS:g} s of processor time to compile; simplify it."
+)
+_TOO_LARGE = GrammarError("The grammar takes too much memory to compile; simplify it.")
+_BUSY = GrammarBusyError(
+    f"The grammar was not compiled within {WAIT_SECONDS:g} s, because others of the same client or "
+    "other work came first; try again later."
+)
+
+# Processor time of feeding the output that requests come with, and of matching in all.
+FEED_SECONDS, FEED_SECONDS_PER_TOKEN = 2.0, 0.02
+TOO_SLOW_TO_MATCH = "its grammar takes too long to match; simplify it"
+
+NEW = -1
+"""Stands in `GrammarProcess.live` until the requests that wait for the process use it."""
+
+Key = tuple[str | None, GrammarSpec]
+"""A tenant and its grammar."""
+StartHelper = Callable[[str], GrammarHelper]
+
+
+@dataclass(slots=True, eq=False)
+class _Compile:
+    """A grammar that is to be compiled."""
+
+    key: Key
+    is_wanted: Callable[[], bool]
+    backends: deque[str]
+    """Backends that have not been tried."""
+    arrived: float
+    errors: list[RequestError] = field(default_factory=list)
+    process: GrammarProcess | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Helper:
+    """A helper process, and the grammars that wait until it has loaded its library."""
+
+    process: GrammarHelper
+    loaded: bool = False
+    failure: RequestError | None = None
+    failed: float = 0.0
+    """When, in seconds of `time.monotonic`."""
+    waiting: list[_Compile] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The end of a `GrammarCompiler.compile`."""
+
+    key: Key
+    result: GrammarProcess | RequestError | None
+    """None: no request waited for it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The end of a `GrammarCompiler.feed`."""
+
+    process: GrammarProcess
+    fed: Fed | None
+    """None: the process has ended."""
+
+
+class GrammarCompiler:
+    """Starts grammar processes and watches them, on a thread of its own.
+
+    Args:
+        start_helper: starts the helper of a backend; raises what makes that impossible.
+        backends: names of the backends, in order of preference.
+        done: receives each result, on the compiler's thread.
+    """
+
+    def __init__(
+        self,
+        start_helper: StartHelper,
+        backends: Sequence[str],
+        done: Callable[[Ready | Fitted], None],
+    ) -> None:
+        self._start_helper, self._backends, self._done = start_helper, backends, done
+        self._inbox: queue.SimpleQueue[_Compile | tuple[GrammarProcess, Feed] | None]
+        self._inbox = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
+        self._helpers: dict[str, _Helper] = {}
+        self._queues: dict[str | None, deque[_Compile]] = {}
+        self._running: list[_Compile] = []
+        """Those that have left the queues; some wait for a helper."""
+        self._lock = threading.Lock()
+        self._ready: dict[GrammarProcess, None] = {}
+        """Processes whose grammar is compiled, the one used last at the end. Under the lock."""
+        self._feeds: dict[GrammarProcess, tuple[int, float]] = {}
+        """Requests that are being fed, and the processor time at which their process is killed."""
+        self._watched = 0.0
+        self._thread = threading.Thread(target=self._run, name="octavo-grammars", daemon=True)
+        self._thread.start()
+
+    def compile(self, key: Key, is_wanted: Callable[[], bool]) -> None:
+        """Begin to compile a grammar; `done` gets a `Ready`.
+
+        Args:
+            key: the tenant and the grammar.
+            is_wanted: whether any request still waits for it.
+        """
+        _, spec = key
+        names = deque(name for name in self._backends if spec.backend in ("auto", name))
+        self._put(_Compile(key, is_wanted, names, time.monotonic()))
+
+    def feed(self, process: GrammarProcess, feed: Feed) -> None:
+        """Begin to start a request that has output already; `done` gets a `Fitted`."""
+        self._put((process, feed))
+
+    def use(self, process: GrammarProcess, key: int) -> bool:
+        """Note that a request uses a process; return whether the process is still there."""
+        with self._lock:
+            if process not in self._ready or process.status is not None:
+                return False
+            del self._ready[process]
+            self._ready[process] = None  # the last one now
+            process.live.add(key)
+            return True
+
+    def shutdown(self) -> None:
+        """End all processes and the thread."""
+        self._put(None)
+        self._thread.join()
+
+    def _put(self, item: _Compile | tuple[GrammarProcess, Feed] | None) -> None:
+        self._inbox.put(item)
+        self._wake.send(b"x")
+
+    def _run(self) -> None:
+        while True:
+            for event, _ in self._selector.select(self._timeout()):
+                self._read(event.data)
+            while not self._inbox.empty():
+                item = self._inbox.get()
+                if item is None:
+                    self._end()
+                    return
+                if isinstance(item, _Compile):
+                    self._queues.setdefault(item.key[0], deque()).append(item)
+                else:
+                    self._feed(*item)
+            self._start()
+            now = time.monotonic()
+            if now - self._watched >= _WATCH_SECONDS and (self._running or self._ready):
+                self._watched = now
+                self._watch(now)
+
+    def _timeout(self) -> float | None:
+        if self._running or any(self._queues.values()):
+            return _WATCH_SECONDS
+        return _IDLE_WATCH_SECONDS if self._ready else None
+
+    def _read(self, source: socket.socket | _Helper | _Compile | GrammarProcess) -> None:
+        """Take in what a socket has."""
+        if isinstance(source, socket.socket):
+            with contextlib.suppress(BlockingIOError):
+                source.recv(4096)
+        elif isinstance(source, _Helper):
+            self._take_loaded(source)
+        elif isinstance(source, _Compile):
+            self._take_compiled(source)
+        else:
+            data = _receive(source)
+            if data is None:
+                self._drop(source)
+                self._done(Fitted(source, None))
+                return
+            self._done(Fitted(source, msgspec.msgpack.decode(data, type=Fed)))
+            count, limit = self._feeds.pop(source)
+            if count > 1:
+                self._feeds[source] = (count - 1, limit)
+
+    def _start(self) -> None:
+        """Start grammars that wait, a tenant after the other, as far as there is room."""
+        started = True
+        while started:
+            started = False
+            for tenant, waiting in list(self._queues.items()):
+                while waiting and not waiting[0].is_wanted():
+                    self._finish(waiting.popleft(), None)
+                if not waiting:
+                    del self._queues[tenant]
+                    continue
+                own = sum(job.key[0] == tenant for job in self._running)
+                if own < self._places() and self._make_room():
+                    self._queues[tenant] = self._queues.pop(tenant)  # the last one now
+                    job = waiting.popleft()
+                    self._running.append(job)
+                    self._try_next(job)
+                    started = True
+
+    def _places(self) -> int:
+        """Return how many grammars a tenant may compile at once now."""
+        count = len(self._running)
+        return _PER_TENANT if count < _AT_ONCE // 2 else int(count < _AT_ONCE)
+
+    def _make_room(self) -> bool:
+        """Return whether memory for one more process is free; end an idle one if need be."""
+        with self._lock:
+            used = sum(process.nbytes for process in self._ready)
+        used += sum(job.process.nbytes for job in self._running if job.process is not None)
+        return used + PROCESS_NBYTES <= TOTAL_NBYTES or self._end_idle()
+
+    def _try_next(self, job: _Compile) -> None:
+        """Compile a grammar by the next backend, or give its errors back."""
+        if not job.backends:
+            self._running.remove(job)
+            self._finish(job, _join(job.errors))
+            return
+        name = job.backends[0]
+        helper = self._helpers.get(name)
+        if helper is not None and helper.failure is not None:
+            if time.monotonic() - helper.failed < _FAILED_SECONDS:
+                self._refuse(job, helper.failure)
+                return
+            helper = None
+        if helper is not None and helper.loaded and not helper.process.is_alive:
+            helper.process.close()
+            helper = None
+        if helper is None:
+            try:
+                helper = self._helpers[name] = _Helper(self._start_helper(name))
+            except Exception as error:
+                logger.exception("the helper of %s could not be started", name)
+                self._refuse(job, _loading_error(Loaded(str(error), type(error).__name__)))
+                return
+            self._selector.register(helper.process.socket, selectors.EVENT_READ, helper)
+        if helper.loaded:
+            self._fork(job, helper)
+        else:
+            helper.waiting.append(job)
+
+    def _take_loaded(self, helper: _Helper) -> None:
+        """A helper has loaded its library, or failed."""
+        self._selector.unregister(helper.process.socket)
+        answer = helper.process.read_loaded()
+        helper.loaded = True
+        if answer.error is not None:
+            helper.process.close()
+            helper.failure, helper.failed = _loading_error(answer), time.monotonic()
+        waiting, helper.waiting = helper.waiting, []
+        for job in waiting:
+            if helper.failure is None:
+                self._fork(job, helper)
+            else:
+                self._refuse(job, helper.failure)
+
+    def _fork(self, job: _Compile, helper: _Helper) -> None:
+        try:
+            job.process = process = helper.process.fork(job.key[0])
+            process.jobs.settimeout(_MESSAGE_SECONDS)
+            send(process.jobs, msgspec.msgpack.encode(job.key[1]))
+        except OSError as error:
+            self._end_process(job)
+            self._refuse(job, StepFailedError(f"No process for a grammar could be had: {error}"))
+            return
+        self._selector.register(process.jobs, selectors.EVENT_READ, job)
+
+    def _take_compiled(self, job: _Compile) -> None:
+        """A grammar process has answered, or died."""
+        process = job.process
+        assert process is not None
+        data = _receive(process)
+        if data is not None:
+            answer = msgspec.msgpack.decode(data, type=Compiled)
+            if answer.error is None:
+                process.stop_token_ids = frozenset(answer.stop_token_ids)
+                self._selector.modify(process.jobs, selectors.EVENT_READ, process)
+                self._running.remove(job)
+                process.live.add(NEW)
+                with self._lock:
+                    self._ready[process] = None
+                self._done(Ready(job.key, process))
+                return
+            error = answer.error
+        else:
+            error = f"{job.backends[0]}: the grammar {_cause_of_death(process)}"
+        self._end_process(job)
+        self._refuse(job, GrammarError(error))
+
+    def _refuse(self, job: _Compile, error: RequestError) -> None:
+        """Note why a backend refused a grammar, and go on to the next one."""
+        job.errors.append(error)
+        job.backends.popleft()
+        self._try_next(job)
+
+    def _give_up(self, job: _Compile, error: RequestError | None) -> None:
+        """End a grammar that is being compiled."""
+        self._running.remove(job)
+        for helper in self._helpers.values():
+            if job in helper.waiting:
+                helper.waiting.remove(job)
+        self._end_process(job)
+        self._finish(job, error)
+
+    def _finish(self, job: _Compile, error: RequestError | None) -> None:
+        self._done(Ready(job.key, error))
+
+    def _end_process(self, job: _Compile) -> None:
+        if job.process is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(job.process.jobs)
+            job.process.close()
+            job.process = None
+
+    def _feed(self, process: GrammarProcess, feed: Feed) -> None:
+        seconds = process.seconds or 0.0
+        count, limit = self._feeds.get(process, (0, seconds + FEED_SECONDS))
+        limit += FEED_SECONDS_PER_TOKEN * len(feed.token_ids)
+        self._feeds[process] = (count + 1, limit)
+        try:
+            send(process.jobs, msgspec.msgpack.encode(feed))
+        except OSError:
+            self._drop(process)
+            self._done(Fitted(process, None))
+
+    def _drop(self, process: GrammarProcess) -> None:
+        """Forget a process that has ended or is to end."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(process.jobs)
+        self._feeds.pop(process, None)
+        with self._lock:
+            self._ready.pop(process, None)
+        process.close()
+
+    def _end_idle(self) -> bool:
+        """End a process that no request uses: of the tenant with most, the one used first.
+
+        Returns:
+            Whether there was one.
+        """
+        with self._lock:
+            idle: dict[str | None, list[GrammarProcess]] = {}
+            for process in self._ready:
+                if not process.live:
+                    idle.setdefault(process.tenant, []).append(process)
+            if not idle:
+                return False
+            process = max(idle.values(), key=len)[0]
+            del self._ready[process]
+        self._drop(process)
+        return True
+
+    def _watch(self, now: float) -> None:
+        """Hold everything against the limits."""
+        for job in list(self._running):
+            seconds = None if job.process is None else job.process.seconds
+            if not job.is_wanted():
+                self._give_up(job, None)
+            elif seconds is not None and seconds > COMPILE_SECONDS:
+                self._give_up(job, _TOO_SLOW)
+            elif now - job.arrived > WAIT_SECONDS:
+                self._give_up(job, _BUSY)
+            elif seconds is not None and seconds > _QUICK_SECONDS:
+                assert job.process is not None
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, job.process.pid, _SLOW_NICENESS)
+        for waiting in self._queues.values():
+            while waiting and now - waiting[0].arrived > WAIT_SECONDS:
+                self._finish(waiting.popleft(), _BUSY)
+        for process, (_, limit) in self._feeds.items():
+            if (process.seconds or 0.0) > limit:
+                process.kill(TOO_SLOW_TO_MATCH)
+        self._watch_memory()
+
+    def _watch_memory(self) -> None:
+        with self._lock:
+            ready = {process: process.nbytes for process in self._ready}
+            num_idle = sum(not process.live for process in self._ready)
+        while num_idle > MAX_IDLE and self._end_idle():
+            num_idle -= 1
+        compiling = {job: job.process.nbytes for job in self._running if job.process is not None}
+        if sum(ready.values()) + sum(compiling.values()) <= TOTAL_NBYTES:
+            return
+        if num_idle and self._end_idle():
+            return
+        if compiling:
+            largest = max(compiling, key=lambda job: compiling[job])
+            self._give_up(largest, _BUSY if len(compiling) > 1 else _TOO_LARGE)
+        else:
+            max(ready, key=lambda process: ready[process]).kill(
+                "its grammar takes too much memory to match; simplify it"
+            )
+
+    def _end(self) -> None:
+        for process in [job.process for job in self._running if job.process is not None]:
+            process.close()
+        with self._lock:
+            ready, self._ready = list(self._ready), {}
+        for process in ready:
+            process.close()
+        for helper in self._helpers.values():
+            helper.process.close()
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+
+
+def _receive(process: GrammarProcess) -> bytes | None:
+    """Return a process's next message on `jobs`; None: it has ended."""
+    try:
+        return receive(process.jobs)
+    except OSError:
+        return None
+
+
+def _cause_of_death(process: GrammarProcess) -> str:
+    """Return the rest of a sentence that begins with "the grammar"."""
+    status = process.close()
+    cause = signal_name(-status) if status < 0 else f"status {status}"
+    return (
+        f"takes more than {COMPILE_NBYTES / 2**20:.0f} MiB to compile, or the library failed on it "
+        f"({cause}); simplify it."
+    )
+
+
+def _loading_error(answer: Loaded) -> RequestError:
+    """Return what becomes of requests if a helper cannot load its library."""
+    assert answer.error is not None
+    error = make_error(answer.error_kind, answer.error)
+    if isinstance(error, RequestError):
+        return error  # the model's tokenizer will not do
+    return StepFailedError(f"The grammar library cannot be loaded: {answer.error}")
+
+
+def _join(errors: Sequence[RequestError]) -> RequestError:
+    """Return one error for those of all backends."""
+    refusals = [error for error in errors if isinstance(error, GrammarError)]
+    if not refusals:
+        return errors[0]
+    messages = dict.fromkeys(error.message for error in errors)
+    return GrammarError("No grammar for this: " + " | ".join(messages))

@@ -1,0 +1,291 @@
+"""The processes in which grammar libraries run: a helper, and one process for each grammar.
+
+Grammar libraries are native code that reads what users send. A grammar may make them compute for
+minutes, take all memory, or crash, and no call into them can be interrupted. So no other process
+of Octavo loads one.
+
+The helper (`main`) loads one library and the tokenizer, which takes a second at most, and from then
+on only forks: in about 3 ms a new process has all of it, and shares its memory until one of them
+writes. The new process limits its own memory, compiles one grammar, and then matches it for the
+requests of one tenant (`GrammarServer`). So the engine can kill what takes too long or too much,
+and only requests with that very grammar of that tenant are affected. `client.py` is the other side.
+
+A process reads two sockets. `jobs` brings the grammar, and later requests that come with output
+already; these are fed in small pieces, because `steps`, on which the engine waits for bitmasks, has
+precedence. Each process ends when its sockets are closed; all end with the helper, and the helper
+ends with the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.device import signal_at_parents_end, trim_memory
+from octavo.errors import GrammarError, OctavoError
+from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
+from octavo.structured_output.client import (
+    Compiled,
+    Fed,
+    Feed,
+    HelperSetup,
+    Loaded,
+    Match,
+    Matched,
+    MatchJob,
+    decode_spec,
+    receive,
+    send,
+)
+from octavo.structured_output.vocabulary import Vocabulary
+from octavo.tokenizer import Tokenizer
+
+# Tokens that are fed before the process looks for a step again.
+_FED_AT_ONCE = 16
+_BACKENDS = {"llguidance": "LLGuidanceBackend", "xgrammar": "XGrammarBackend"}
+
+MakeBackend = Callable[[HelperSetup], GrammarBackend]
+
+
+def main(make_backend: MakeBackend | None = None) -> None:
+    """Load a backend as the first message says, and fork until standard input ends.
+
+    Args:
+        make_backend: another way to make the backend, for tests.
+    """
+    # The engine decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = socket.socket(fileno=sys.stdin.fileno())
+    with contextlib.suppress(ConnectionError):
+        data = receive(connection)
+        if data is None:
+            return
+        setup = msgspec.msgpack.decode(data, type=HelperSetup)
+        try:
+            backend = (make_backend or _make_backend)(setup)
+        except Exception as error:
+            kind = type(error).__name__ if isinstance(error, OctavoError) else None
+            send(connection, msgspec.msgpack.encode(Loaded(str(error) or repr(error), kind)))
+            return
+        gc.collect()
+        gc.freeze()  # a collection in a forked process would copy the pages of all that is here
+        trim_memory()
+        send(connection, msgspec.msgpack.encode(Loaded()))
+        _serve(connection, backend, setup)
+
+
+def _make_backend(setup: HelperSetup) -> GrammarBackend:
+    """Make the backend that the setup names, for the tokenizer in its folder.
+
+    Raises:
+        ImportError: its library is not installed.
+        OctavoError: the tokenizer will not do.
+    """
+    module = importlib.import_module(f"octavo.structured_output.{setup.backend}_backend")
+    tokenizer = Tokenizer.from_folder(Path(setup.folder))
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, setup.vocab_size, setup.eos_token_ids)
+    backend: GrammarBackend = getattr(module, _BACKENDS[setup.backend])(vocabulary)
+    return backend
+
+
+def _serve(connection: socket.socket, backend: GrammarBackend, setup: HelperSetup) -> None:
+    """Fork processes and reap them, as the engine asks."""
+    while True:
+        command, fds, _, _ = socket.recv_fds(connection, 1, 2)
+        if not command:
+            return
+        if command == b"f":
+            try:
+                answer = os.fork()
+            except OSError as error:
+                answer = -(error.errno or 1)
+            if answer == 0:
+                connection.close()
+                _run_grammar_server(backend, setup, *fds)
+            for fd in fds:
+                os.close(fd)
+        else:
+            pid = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
+            answer = _reap(pid)
+        connection.sendall(answer.to_bytes(8, "little", signed=True))
+
+
+def _reap(pid: int) -> int:
+    """Return a process's exit status, or minus the signal that ended it."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # reaped before
+        return -signal.SIGKILL
+
+
+def _run_grammar_server(
+    backend: GrammarBackend, setup: HelperSetup, jobs_fd: int, steps_fd: int
+) -> NoReturn:
+    """Be a grammar process until the engine closes the sockets, and exit."""
+    status = 1
+    try:
+        signal_at_parents_end(signal.SIGKILL)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = used + setup.max_nbytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        server = GrammarServer(backend, setup)
+        with contextlib.suppress(ConnectionError):
+            server.run(socket.socket(fileno=jobs_fd), socket.socket(fileno=steps_fd))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+class GrammarServer:
+    """Compiles one grammar, and matches it for many requests."""
+
+    def __init__(self, backend: GrammarBackend, setup: HelperSetup) -> None:
+        self._backend, self._setup = backend, setup
+        self._num_words = -(-setup.vocab_size // 32)
+        self._compiled: CompiledGrammar | None = None
+        self._grammars: dict[int, Grammar] = {}
+
+    def run(self, jobs: socket.socket, steps: socket.socket) -> None:
+        """Answer messages until a socket ends."""
+        data = receive(jobs)
+        if data is None:
+            return
+        send(jobs, msgspec.msgpack.encode(self._compile(data)))
+        if self._compiled is None:
+            return
+        feeds: deque[tuple[Feed, int]] = deque()
+        poll = select.poll()
+        poll.register(steps, select.POLLIN)
+        poll.register(jobs, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll(0 if feeds else None):
+                data = receive(steps if fd == steps.fileno() else jobs)
+                if data is None:
+                    return
+                if fd == steps.fileno():
+                    self._match(msgspec.msgpack.decode(data, type=Match), steps)
+                else:
+                    feeds.append((msgspec.msgpack.decode(data, type=Feed), 0))
+            if feeds:
+                feed, at = feeds.popleft()
+                answer = self._feed(feed, at)
+                if answer is None:
+                    feeds.append((feed, at + _FED_AT_ONCE))
+                else:
+                    send(jobs, msgspec.msgpack.encode(answer))
+
+    def _compile(self, data: bytes) -> Compiled:
+        try:
+            self._compiled = self._backend.compile(decode_spec(data))
+        except GrammarError as error:
+            return Compiled(error.message)
+        except MemoryError:
+            return Compiled(
+                f"{self._backend.name}: the grammar takes more than "
+                f"{self._setup.max_nbytes / 2**20:.0f} MiB to compile; simplify it."
+            )
+        except Exception as error:
+            return Compiled(
+                f"{self._backend.name}: the grammar cannot be compiled: "
+                f"{type(error).__name__}: {str(error)[:300]}"
+            )
+        return Compiled(None, sorted(self._compiled.stop_token_ids))
+
+    def _feed(self, feed: Feed, at: int) -> Fed | None:
+        """Advance a request by its next tokens; None: there are more."""
+        new = feed.token_ids[at : at + _FED_AT_ONCE]
+        try:
+            accepted = self._get_grammar(feed.key).accept_tokens(new)
+        except Exception as error:
+            return Fed(feed.key, at, _describe(error))
+        if accepted == len(new) and at + accepted < len(feed.token_ids):
+            return None
+        return Fed(feed.key, at + accepted)
+
+    def _match(self, match: Match, steps: socket.socket) -> None:
+        for key in match.ended:
+            self._grammars.pop(key, None)
+        counts = [1 + len(job.drafts) for job in match.jobs]
+        rows = np.zeros((sum(counts), self._num_words), np.int32)
+        answers, end = [], 0
+        for job, count in zip(match.jobs, counts, strict=True):
+            end += count
+            answers.append(self._run(job, rows[end - count : end]))
+        send(steps, msgspec.msgpack.encode(answers))
+        steps.sendall(rows.data)
+
+    def _run(self, job: MatchJob, rows: NDArray[np.int32]) -> Matched:
+        """Advance a request by its new tokens, and fill its rows.
+
+        Args:
+            job: the request's part of the step.
+            rows: int32 [1 + drafts, words], zero.
+        """
+        began, error, forced = time.process_time(), None, list[int]()
+        try:
+            grammar = self._get_grammar(job.key)
+            accepted = grammar.accept_tokens(job.token_ids)
+            if accepted < len(job.token_ids):
+                error = (
+                    f"internal error: token {job.token_ids[accepted]} was sampled, which its "
+                    "grammar does not allow"
+                )
+            else:
+                forced = _fill(grammar, job, rows)
+        except Exception as failure:
+            error = _describe(failure)
+        return Matched(error, time.process_time() - began, forced)
+
+    def _get_grammar(self, key: int) -> Grammar:
+        """Return a request's grammar; a new one if the request is new."""
+        grammar = self._grammars.get(key)
+        if grammar is None:
+            assert self._compiled is not None
+            grammar = self._grammars[key] = self._compiled.start()
+        return grammar
+
+
+def _fill(grammar: Grammar, job: MatchJob, rows: NDArray[np.int32]) -> list[int]:
+    """Fill a row for the next position and one for each draft; return forced tokens."""
+    grammar.fill_bitmask(rows[0])
+    forced = grammar.forced_tokens(job.num_forced) if job.num_forced else []
+    count = 0
+    for draft in job.drafts:
+        if not grammar.accept_tokens([draft]):
+            rows[count + 1 :] = rows[count]  # the samples there are dropped
+            break
+        count += 1
+        grammar.fill_bitmask(rows[count])
+    grammar.rollback(count)
+    return forced
+
+
+def _describe(error: Exception) -> str:
+    """Return the reason for which a request fails."""
+    if isinstance(error, GrammarError):
+        return error.message
+    if isinstance(error, MemoryError):
+        return "its grammar takes too much memory to match; simplify it"
+    return f"its grammar failed: {type(error).__name__}: {str(error)[:300]}"
+
+
+if __name__ == "__main__":
+    main()
