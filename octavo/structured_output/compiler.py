@@ -202,23 +202,39 @@ class GrammarCompiler:
         self._wake.send(b"x")
 
     def _run(self) -> None:
-        while True:
-            for event, _ in self._selector.select(self._timeout()):
-                self._read(event.data)
-            while not self._inbox.empty():
-                item = self._inbox.get()
-                if item is None:
-                    self._end()
-                    return
-                if isinstance(item, _Compile):
-                    self._queues.setdefault(item.key[0], deque()).append(item)
-                else:
-                    self._feed(*item)
-            self._start()
-            now = time.monotonic()
-            if now - self._watched >= _WATCH_SECONDS and (self._running or self._ready):
-                self._watched = now
-                self._watch(now)
+        while self._turn():
+            pass
+        for process in [job.process for job in self._running if job.process is not None]:
+            process.close()
+        with self._lock:
+            ready, self._ready = list(self._ready), {}
+        for process in ready:
+            process.close()
+        for helper in self._helpers.values():
+            helper.process.close()
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _turn(self) -> bool:
+        """Do what there is to do; return whether the thread goes on."""
+        # All names are local: a request must not live on because this thread waits.
+        for event, _ in self._selector.select(self._timeout()):
+            self._read(event.data)
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if item is None:
+                return False
+            if isinstance(item, _Compile):
+                self._queues.setdefault(item.key[0], deque()).append(item)
+            else:
+                self._feed(*item)
+        self._start()
+        now = time.monotonic()
+        if now - self._watched >= _WATCH_SECONDS and (self._running or self._ready):
+            self._watched = now
+            self._watch(now)
+        return True
 
     def _timeout(self) -> float | None:
         if self._running or any(self._queues.values()):
@@ -456,19 +472,6 @@ class GrammarCompiler:
             max(ready, key=lambda process: ready[process]).kill(
                 "its grammar takes too much memory to match; simplify it"
             )
-
-    def _end(self) -> None:
-        for process in [job.process for job in self._running if job.process is not None]:
-            process.close()
-        with self._lock:
-            ready, self._ready = list(self._ready), {}
-        for process in ready:
-            process.close()
-        for helper in self._helpers.values():
-            helper.process.close()
-        self._selector.close()
-        self._wake.close()
-        self._woken.close()
 
 
 def _receive(process: GrammarProcess) -> bytes | None:

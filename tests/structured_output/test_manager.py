@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -13,10 +12,19 @@ import pytest
 from octavo.errors import GrammarError
 from octavo.messages import EngineCoreRequest
 from octavo.request import Request, RequestStatus
+from octavo.structured_output import compiler
 from octavo.structured_output import manager as module
 from octavo.structured_output.manager import MAX_TEXT, StructuredOutputManager
 from tests.params import core_params
-from tests.structured_output.toys import STOP, ToyBackend, ToyGrammar, spec
+from tests.structured_output.toys import (
+    STOP,
+    ThreadHelper,
+    ThreadProcess,
+    ToyBackend,
+    ToyGrammar,
+    make_manager,
+    spec,
+)
 
 VOCAB = 40
 
@@ -30,14 +38,17 @@ def backend():
 
 @pytest.fixture
 def manager(backend):
-    manager = StructuredOutputManager(lambda: [backend], VOCAB)
+    manager = make_manager(backend, vocab_size=VOCAB)
     yield manager
+    backend.go.set()
     manager.shutdown()
 
 
-def make(text, output=(), request_id="0", backend="auto"):
+def make(text, output=(), request_id="0", backend="auto", tenant=None):
     params = msgspec.structs.replace(core_params(VOCAB), grammar=spec(text, backend))
-    core = EngineCoreRequest(request_id, [5], params, 0.0, output_token_ids=list(output))
+    core = EngineCoreRequest(
+        request_id, [5], params, 0.0, output_token_ids=list(output), tenant=tenant
+    )
     request = Request(core)
     request.status = RequestStatus.WAITING_FOR_FSM
     return request
@@ -70,68 +81,6 @@ def test_a_grammar_is_compiled_once_and_kept(manager, backend):
     assert not manager.is_compiling
 
 
-def test_the_backends_are_made_with_the_first_grammar():
-    made = []
-    manager = StructuredOutputManager(lambda: made.append(0) or [ToyBackend()], VOCAB)
-    assert made == []
-    finish(manager, make("3"), make("4"))
-    assert made == [0]
-
-
-def test_what_one_backend_cannot_the_next_one_does():
-    first, second = ToyBackend("xgrammar"), ToyBackend("llguidance")
-    first.compile = lambda grammar: (_ for _ in ()).throw(GrammarError("keyword foo"))
-    manager = StructuredOutputManager(lambda: [first, second], VOCAB)
-    assert finish(manager, make("3")) == {}
-    assert second.compiled == ["3"]
-    request = make("3 3", backend="xgrammar")
-    assert "keyword foo" in finish(manager, request)[request].message
-    bad = make("bad sing")
-    assert finish(manager, bad)[bad].message == (
-        "No grammar for this: keyword foo | llguidance cannot sing"
-    )
-
-
-def test_a_fault_of_a_backend_fails_its_request_only(manager, backend):
-    request = make("nonsense")
-    assert "ValueError" not in str(finish(manager, make("3")))
-    assert "cannot be compiled" in finish(manager, request)[request].message
-
-
-def test_libraries_that_cannot_be_loaded_are_not_the_requests_fault():
-    def fail():
-        raise ImportError("no such symbol")
-
-    request = make("3")
-    error = finish(StructuredOutputManager(fail, VOCAB), request)[request]
-    assert (type(error).__name__, error.status) == ("StepFailedError", 500)
-    assert "no such symbol" in error.message
-
-
-@pytest.mark.parametrize("at", ["load", "compile", "match"])
-def test_want_of_memory_is_the_engines_whatever_the_library_says(backend, monkeypatch, at):
-    def fail(*args):
-        raise ImportError("failed to map segment from shared object")
-
-    def have_no_memory():
-        raise MemoryError("there is none")
-
-    request = make("3")
-    if at == "match":
-        manager = StructuredOutputManager(lambda: [backend], VOCAB)
-        finish(manager, request)
-        monkeypatch.setattr(ToyGrammar, "fill_bitmask", fail)
-    elif at == "compile":
-        manager = StructuredOutputManager(lambda: [backend], VOCAB)
-        monkeypatch.setattr(backend, "compile", fail)
-    else:
-        manager = StructuredOutputManager(fail, VOCAB)
-    monkeypatch.setattr(module, "check_memory", have_no_memory)
-    ask = partial(manager.make_output, [(request, 0)], {}) if at == "match" else None
-    with pytest.raises(MemoryError):
-        (ask or partial(finish, manager, request))()
-
-
 def test_compiling_holds_nobody_up_and_wakes_the_engine(manager, backend):
     woken = threading.Event()
     manager.wake = woken.set
@@ -147,55 +96,10 @@ def test_compiling_holds_nobody_up_and_wakes_the_engine(manager, backend):
     assert manager.take_finished() == [(request, None)]
 
 
-def test_what_takes_too_long_fails_and_the_rest_goes_on(manager, backend, monkeypatch):
-    monkeypatch.setattr(module, "COMPILE_SECONDS", 0.05)
-    slow = [make(f"slow {i + 2}") for i in range(3)]
-    errors = finish(manager, *slow, make("3"))
-    assert set(errors) == set(slow)
-    assert "more than 0.05 s to compile" in errors[slow[0]].message
-    more = [make(f"slow {i + 2} 3") for i in range(3)]
-    messages = [e.message for e in finish(manager, *more).values()]
-    assert len(messages) == 3
-    assert any("try again later" in message for message in messages)
-    backend.go.set()
-    for thread in manager._lost:
-        thread.thread.join(10)
-    assert finish(manager, make("7")) == {}
-
-
-def test_what_nobody_waits_for_is_not_compiled(manager, backend):
-    blocking = [make("slow 2"), make("slow 3")]
-    for request in blocking:
-        manager.add(request)
-    for _ in blocking:
-        assert backend.running.acquire(timeout=10)
-    gone = make("4")
-    manager.add(gone)
-    gone.status = RequestStatus.FINISHED_ABORTED
-    backend.go.set()
-    left = 2
-    while left or manager.is_compiling:
-        manager.wait(10)
-        left -= len(manager.take_finished())
-    assert "4" not in backend.compiled
-    assert finish(manager, make("4")) == {}
-
-
 def test_a_large_grammar_is_refused(manager):
     with pytest.raises(GrammarError, match=f"{MAX_TEXT + 1} characters; at most {MAX_TEXT}"):
         manager.add(make("3" * (MAX_TEXT + 1)))
     assert not manager.is_compiling
-
-
-def test_the_cache_is_bounded(manager, backend, monkeypatch):
-    monkeypatch.setattr(module, "CACHE_NBYTES", 3500)
-    for i in range(5):
-        finish(manager, make(str(i + 2)))
-        manager.add(make("2"))  # what is used stays
-    assert finish(manager, make("2"), make("6"), make("5")) == {}
-    assert sorted(backend.compiled) == ["2", "3", "4", "5", "6"]
-    finish(manager, make("4"))
-    assert sorted(backend.compiled) == ["2", "3", "4", "4", "5", "6"]
 
 
 def test_masks_follow_a_request_s_tokens(manager):
@@ -232,17 +136,6 @@ def test_forced_tokens_go_along_with_drafts(manager):
     assert output.forced == {"0": [5, 6, 7]}
 
 
-def test_output_that_a_request_has_is_replayed(manager):
-    request = make("3,4 5,6 7", output=[3, 5])
-    assert finish(manager, request) == {}
-    assert allowed(manager.make_output([(request, 0)], {})[0]) == [[7]]
-    wrong = make("3,4 5,6 7", output=[3, 7])
-    with pytest.raises(GrammarError, match=r"token number 1 \(7\)"):
-        manager.add(wrong)
-    later = make("3,4 5,6 7 8", output=[3, 7])
-    assert "token number 1" in finish(manager, later)[later].message
-
-
 def test_a_token_that_the_grammar_refuses_fails_its_request_only(manager):
     wrong, right = make("3,4 5", request_id="w"), make("3,4 5", request_id="r")
     finish(manager, wrong, right)
@@ -254,27 +147,6 @@ def test_a_token_that_the_grammar_refuses_fails_its_request_only(manager):
     assert allowed(output) == [[5]]
 
 
-def test_a_grammar_that_is_stuck_fails_its_request_only(manager, monkeypatch):
-    monkeypatch.setattr(module, "_STEP_SECONDS", 0.05)
-    requests = [make("3", request_id=str(i)) for i in range(3)]
-    finish(manager, *requests)
-    go, fill = threading.Event(), ToyGrammar.fill_bitmask
-    stuck = manager._states[requests[1]].grammar
-
-    def slow(grammar, row):
-        if grammar is stuck:
-            go.wait(20)
-        fill(grammar, row)
-
-    monkeypatch.setattr(ToyGrammar, "fill_bitmask", slow)
-    output, errors = manager.make_output([(r, 0) for r in requests], {})
-    assert list(errors) == [requests[1]]
-    assert "takes too long to match" in errors[requests[1]]
-    assert output.req_ids == ["0", "2"]
-    assert allowed(output) == [[3], [3]]
-    go.set()
-
-
 def test_a_grammar_that_is_always_slow_fails_its_request(manager, monkeypatch):
     monkeypatch.setattr(module, "_SECONDS", 0.0)
     monkeypatch.setattr(module, "_SECONDS_PER_TOKEN", 0.0)
@@ -282,19 +154,6 @@ def test_a_grammar_that_is_always_slow_fails_its_request(manager, monkeypatch):
     finish(manager, request)
     _, errors = manager.make_output([(request, 0)], {})
     assert "takes too long" in errors[request]
-
-
-def test_faults_and_limits_of_a_grammar_fail_its_request(manager, monkeypatch):
-    requests = [make("3", request_id=str(i)) for i in range(3)]
-    finish(manager, *requests)
-    faults = {0: GrammarError("its limits"), 1: ZeroDivisionError("oops")}
-    for i, fault in faults.items():
-        grammar = manager._states[requests[i]].grammar
-        grammar.fill_bitmask = lambda row, fault=fault: (_ for _ in ()).throw(fault)
-    output, errors = manager.make_output([(r, 0) for r in requests], {})
-    assert errors[requests[0]] == "its limits"
-    assert "ZeroDivisionError: oops" in errors[requests[1]]
-    assert output.req_ids == ["2"]
 
 
 def test_requests_that_end_are_forgotten(manager):
@@ -306,3 +165,165 @@ def test_requests_that_end_are_forgotten(manager):
     while len(manager._states) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(manager._states) == 0
+
+
+def test_the_helper_is_started_with_the_first_grammar(backend):
+    started = []
+
+    def start(name):
+        started.append(name)
+        return ThreadHelper(backend, VOCAB)
+
+    manager = StructuredOutputManager(start, ["toy"], VOCAB)
+    assert started == []
+    finish(manager, make("3"), make("4"))
+    assert started == ["toy"]
+    manager.shutdown()
+
+
+def test_the_next_backend_compiles_what_one_refuses():
+    first, second = ToyBackend("xgrammar"), ToyBackend("llguidance")
+    first.compile = lambda grammar: (_ for _ in ()).throw(GrammarError("keyword foo"))
+    manager = make_manager(first, second)
+    assert finish(manager, make("3")) == {}
+    assert second.compiled == ["3"]
+    request = make("3 3", backend="xgrammar")
+    assert "keyword foo" in finish(manager, request)[request].message
+    bad = make("bad sing")
+    assert finish(manager, bad)[bad].message == (
+        "No grammar for this: keyword foo | llguidance cannot sing"
+    )
+    manager.shutdown()
+
+
+def test_a_fault_of_a_backend_fails_its_request_only(manager):
+    request = make("nonsense")
+    assert finish(manager, make("3")) == {}
+    assert "cannot be compiled: ValueError" in finish(manager, request)[request].message
+
+
+def test_a_library_that_cannot_be_loaded_is_the_servers_fault():
+    def fail(name):
+        raise ImportError("no such symbol")
+
+    request = make("3")
+    manager = StructuredOutputManager(fail, ["toy"], VOCAB)
+    error = finish(manager, request)[request]
+    assert (type(error).__name__, error.status) == ("StepFailedError", 500)
+    assert "no such symbol" in error.message
+    manager.shutdown()
+
+
+def test_output_that_a_request_has_is_fed(manager):
+    request = make("3,4 5,6 7", output=[3, 5])
+    assert finish(manager, request) == {}
+    assert allowed(manager.make_output([(request, 0)], {})[0]) == [[7]]
+    again = make("3,4 5,6 7", output=[4])
+    assert finish(manager, again) == {}
+    assert allowed(manager.make_output([(again, 0)], {})[0]) == [[5, 6]]
+    wrong = make("3,4 5,6 7", output=[3, 7])
+    assert "token number 1 (7)" in finish(manager, wrong)[wrong].message
+    long = " ".join(["3,4"] * 100)
+    late = make(long, output=[3] * 77 + [5])
+    assert "token number 77 (5)" in finish(manager, late)[late].message
+
+
+def test_tenants_share_no_process(manager, backend):
+    finish(manager, make("3"), make("3", tenant="a"), make("3", tenant="b"))
+    assert backend.compiled == ["3"] * 3
+
+
+def test_a_process_that_is_late_is_killed_and_fails_its_requests_only(manager, monkeypatch):
+    requests = [make("3", request_id=str(i), tenant=str(i)) for i in range(3)]
+    finish(manager, *requests)
+    go, fill = threading.Event(), ToyGrammar.fill_bitmask
+    process = manager._states[requests[1]].process
+
+    def slow(grammar, row):
+        if grammar in process.server._grammars.values():
+            process.seconds = 0.5
+            go.wait(20)
+        fill(grammar, row)
+
+    monkeypatch.setattr(ToyGrammar, "fill_bitmask", slow)
+    output, errors = manager.make_output([(r, 0) for r in requests], {})
+    go.set()
+    assert list(errors) == [requests[1]]
+    assert "takes too long to match" in errors[requests[1]]
+    assert output.req_ids == ["0", "2"]
+    assert allowed(output) == [[3], [3]]
+    again = make("3", tenant="1")
+    assert finish(manager, again) == {}
+    assert allowed(manager.make_output([(again, 0)], {})[0]) == [[3]]
+
+
+def test_a_process_that_does_not_answer_is_killed(manager, monkeypatch):
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.05)
+    request, go = make("3"), threading.Event()
+    finish(manager, request)
+    monkeypatch.setattr(ToyGrammar, "fill_bitmask", lambda *_: go.wait(20))
+    _, errors = manager.make_output([(request, 0)], {})
+    go.set()
+    assert "takes too long to match" in errors[request]
+
+
+def test_requests_survive_a_process_that_was_killed_from_outside(manager, backend):
+    requests = [make("3,4 5,6 7,8", request_id=str(i)) for i in range(2)]
+    other = make("9", request_id="2")
+    finish(manager, *requests, other)
+    manager.make_output([(r, 0) for r in requests], {})
+    for request in requests:
+        request.append_output_token_ids([4])
+        request.status = RequestStatus.RUNNING
+    ThreadProcess.kill(manager._states[requests[0]].process, None)
+    output, errors = manager.make_output([(r, 0) for r in [*requests, other]], {"0": [5]})
+    assert errors == {}
+    assert output.req_ids == ["0", "1", "2"]
+    assert allowed(output) == [[5, 6], [7, 8], [5, 6], [9]]
+    assert sorted(backend.compiled) == ["3,4 5,6 7,8"] * 2 + ["9"]
+    assert manager.take_finished() == []
+
+
+def test_faults_and_limits_of_a_grammar_fail_its_request(manager):
+    requests = [make("3", request_id=str(i)) for i in range(3)]
+    finish(manager, *requests)
+    assert allowed(manager.make_output([(r, 0) for r in requests], {})[0]) == [[3]] * 3
+    faults = {0: GrammarError("its limits"), 1: ZeroDivisionError("oops")}
+    for i, fault in faults.items():
+        state = manager._states[requests[i]]
+        grammar = state.process.server._grammars[state.key]
+        grammar.fill_bitmask = lambda row, fault=fault: (_ for _ in ()).throw(fault)
+    output, errors = manager.make_output([(r, 0) for r in requests], {})
+    assert errors[requests[0]] == "its limits"
+    assert "ZeroDivisionError: oops" in errors[requests[1]]
+    assert output.req_ids == ["2"]
+
+
+def test_the_process_forgets_requests_that_have_ended(manager):
+    first, second = make("3"), make("3")
+    finish(manager, first, second)
+    manager.make_output([(first, 0), (second, 0)], {})
+    server = manager._states[second].process.server
+    assert len(server._grammars) == 2
+    del first
+    deadline = time.monotonic() + 10
+    while len(server._grammars) > 1 and time.monotonic() < deadline:
+        manager.make_output([(second, 0)], {})
+    assert len(server._grammars) == 1
+
+
+def test_a_grammar_that_takes_too_long_with_given_output_is_refused(manager, monkeypatch):
+    finish(manager, make("3 3"))
+    [process] = manager._ready.values()
+    go, accept = threading.Event(), ToyGrammar.accept_tokens
+
+    def slow(grammar, tokens):
+        process.seconds += 5.0
+        go.wait(20)
+        return accept(grammar, tokens)
+
+    monkeypatch.setattr(ToyGrammar, "accept_tokens", slow)
+    monkeypatch.setattr(compiler, "_IDLE_WATCH_SECONDS", 0.02)
+    request = make("3 3", output=[3])
+    assert "takes too long to match" in finish(manager, request)[request].message
+    go.set()

@@ -1,0 +1,168 @@
+"""Grammar processes: who gets one when, and what ends them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from octavo.errors import GrammarBusyError, GrammarError
+from octavo.messages import GrammarSpec
+from octavo.structured_output import compiler as module
+from octavo.structured_output.client import PROCESS_NBYTES, GrammarProcess
+from octavo.structured_output.compiler import GrammarCompiler, Ready
+from tests.structured_output.toys import ThreadHelper, ThreadProcess, ToyBackend, spec
+
+
+class Compilers:
+    """A compiler with the toy backend, and its results."""
+
+    def __init__(self):
+        self.backend, self.results = ToyBackend(), queue.SimpleQueue()
+        self.helper = ThreadHelper(self.backend, 40)
+        self.compiler = GrammarCompiler(lambda name: self.helper, ["toy"], self.results.put)
+
+    def begin(self, *texts, tenant=None, is_wanted=lambda: True):
+        for text in texts:
+            self.compiler.compile((tenant, spec(text)), is_wanted)
+
+    def next(self):
+        ready = self.results.get(timeout=10)
+        assert isinstance(ready, Ready)
+        return ready
+
+    def compiled(self, text, tenant=None):
+        self.begin(text, tenant=tenant)
+        ready = self.next()
+        assert isinstance(ready.result, GrammarProcess), ready
+        ready.result.live.discard(module.NEW)
+        return ready.result
+
+    def is_there(self, process):
+        return self.compiler.use(process, 0)
+
+
+@pytest.fixture
+def grammars():
+    found = Compilers()
+    yield found
+    found.backend.go.set()
+    found.compiler.shutdown()
+    found.helper.close()
+
+
+def running(grammars, count):
+    """Wait until so many processes compile."""
+    for _ in range(count):
+        assert grammars.backend.running.acquire(timeout=10)
+
+
+def test_a_tenants_grammars_delay_nobody_else(grammars):
+    grammars.begin(*[f"slow {i}" for i in range(2, 9)], tenant="greedy")
+    running(grammars, 2)
+    for tenant in ("a", "b", None):
+        assert grammars.compiled("3", tenant=tenant)
+    assert len(grammars.backend.compiled) == 3  # of the greedy one two are under way, five wait
+    grammars.backend.go.set()
+    assert {grammars.next().key[0] for _ in range(7)} == {"greedy"}
+
+
+def test_many_tenants_keep_places_free(grammars):
+    for i in range(4):
+        grammars.begin("slow 2", "slow 3", tenant=str(i))
+    running(grammars, 4)
+    assert grammars.compiled("3", tenant="late")
+
+
+def test_what_takes_too_long_is_killed(grammars):
+    grammars.begin("slow 2")
+    running(grammars, 1)
+    [process] = grammars.helper.processes
+    process.seconds = module.COMPILE_SECONDS + 1
+    ready = grammars.next()
+    assert type(ready.result) is GrammarError
+    assert "more than 5 s of processor time to compile" in ready.result.message
+    assert process.status is not None
+
+
+def test_what_never_gets_its_turn_is_told_to_come_again(grammars, monkeypatch):
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.1)
+    grammars.begin("slow 2", "slow 3", "4")
+    errors = [grammars.next().result for _ in range(3)]
+    assert [type(error) for error in errors] == [GrammarBusyError] * 3
+    assert (errors[0].status, errors[0].retry_after) == (503, 5)
+
+
+def test_what_no_request_waits_for_is_ended_or_never_begun(grammars):
+    wanted = threading.Event()
+    wanted.set()
+    grammars.begin("slow 2", "slow 3", "4", is_wanted=wanted.is_set)
+    running(grammars, 2)
+    wanted.clear()
+    assert [grammars.next().result for _ in range(3)] == [None] * 3
+    assert all(process.status is not None for process in grammars.helper.processes)
+    assert grammars.backend.compiled == []
+
+
+def test_idle_grammars_make_room(grammars, monkeypatch):
+    monkeypatch.setattr(module, "TOTAL_NBYTES", 3 * PROCESS_NBYTES)
+    kept = [grammars.compiled(str(i)) for i in range(2, 5)]
+    assert grammars.is_there(kept[0])  # it is used now
+    grammars.compiled("5")
+    assert [grammars.is_there(process) for process in kept] == [True, False, True]
+    grammars.begin("6")  # all are in use now but that of "5"
+    assert isinstance(grammars.next().result, GrammarProcess)
+
+
+def test_the_idle_grammars_of_who_has_most_end_first(grammars, monkeypatch):
+    monkeypatch.setattr(module, "MAX_IDLE", 3)
+    one = grammars.compiled("3", tenant="modest")
+    many = [grammars.compiled(str(i), tenant="greedy") for i in range(2, 7)]
+    deadline = time.monotonic() + 10
+    while sum(process.status is None for process in many) > 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert one.status is None
+    assert [process.status is None for process in many] == [False, False, False, True, True]
+
+
+def test_memory_is_bounded_by_the_largest(grammars, monkeypatch):
+    grammars.begin("slow 2", "slow 3")
+    running(grammars, 2)
+    monkeypatch.setattr(module, "TOTAL_NBYTES", 64 * PROCESS_NBYTES)
+    first, second = grammars.helper.processes
+    first.nbytes, second.nbytes = 20 * PROCESS_NBYTES, 50 * PROCESS_NBYTES
+    ready = grammars.next()
+    assert isinstance(ready.result, GrammarBusyError)
+    assert (first.status, second.status is None) == (None, False)
+    first.nbytes = 70 * PROCESS_NBYTES
+    ready = grammars.next()
+    assert type(ready.result) is GrammarError
+    assert "too much memory to compile" in ready.result.message
+
+
+def test_memory_of_matching_is_bounded(grammars, monkeypatch):
+    monkeypatch.setattr(module, "_IDLE_WATCH_SECONDS", 0.02)
+    small, large = grammars.compiled("3"), grammars.compiled("4")
+    for process in (small, large):
+        assert grammars.is_there(process)
+    killed = queue.SimpleQueue()
+    monkeypatch.setattr(ThreadProcess, "kill", lambda process, reason: killed.put(process))
+    large.nbytes = module.TOTAL_NBYTES
+    assert killed.get(timeout=10) is large
+
+
+def test_a_helper_that_fails_is_not_started_for_every_grammar(grammars, monkeypatch):
+    starts = []
+
+    def fail(name):
+        starts.append(name)
+        raise OSError("no room")
+
+    grammars.compiler._start_helper = fail
+    for text in ("3", "4"):
+        grammars.compiler.compile((None, GrammarSpec("grammar", text)), lambda: True)
+        error = grammars.next().result
+        assert (type(error).__name__, error.status) == ("StepFailedError", 500)
+    assert len(starts) == 2  # a system without room may have some later
