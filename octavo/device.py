@@ -175,6 +175,22 @@ def resident_memory(pid: int | None = None) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def private_memory(pid: int) -> int:
+    """Return the bytes of a process in memory that no file has; 0 if unknown.
+
+    What it shares with the process that it was forked from counts, too.
+
+    Args:
+        pid: the process.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # not Linux, or the process is gone
+        return 0
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
 def process_seconds(pid: int) -> float | None:
     """Return the processor time of another process in seconds; None if unknown.
 

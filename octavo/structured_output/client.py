@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.device import process_seconds, resident_memory
+from octavo.device import private_memory, process_seconds
 from octavo.messages import GrammarSpec
 
 _LENGTH_BYTES = 8
@@ -51,22 +51,32 @@ class Loaded(msgspec.Struct):
     """Name of the error's class in `octavo.errors`."""
 
 
-class Compiled(msgspec.Struct):
-    """A grammar process's first answer."""
+class Compile(msgspec.Struct, tag=True):
+    """Compile a grammar."""
 
+    grammar: int
+    """The grammar's number in the process."""
+    spec: GrammarSpec
+
+
+class Compiled(msgspec.Struct, tag=True):
+    """The answer to `Compile`."""
+
+    grammar: int
     error: str | None = None
     """Why the grammar is refused."""
     stop_token_ids: list[int] = []
 
 
-class Feed(msgspec.Struct):
+class Feed(msgspec.Struct, tag=True):
     """Start a request whose output is known already."""
 
     key: int
+    grammar: int
     token_ids: list[int]
 
 
-class Fed(msgspec.Struct):
+class Fed(msgspec.Struct, tag=True):
     """The answer to `Feed`."""
 
     key: int
@@ -79,6 +89,7 @@ class MatchJob(msgspec.Struct, array_like=True):
     """One request's part of a step."""
 
     key: int
+    grammar: int
     token_ids: list[int]
     """Output tokens that the process does not know yet."""
     drafts: list[int]
@@ -104,11 +115,12 @@ class Matched(msgspec.Struct, array_like=True):
 
 
 class GrammarProcess:
-    """A process that holds one compiled grammar and matches it for the requests of one tenant.
+    """A process that holds compiled grammars and matches them for the requests of one tenant.
 
     The compiler's thread uses `jobs`, the engine's thread uses `steps`.
 
     Attributes:
+        num_grammars: grammars that it was given to compile.
         live: keys of the requests that use it.
         known: keys that the process has heard of, for the engine's thread only.
         reason: why Octavo killed it; None: it did not.
@@ -124,6 +136,7 @@ class GrammarProcess:
     ) -> None:
         self.helper, self.tenant, self.pid = helper, tenant, pid
         self.jobs, self.steps = jobs, steps
+        self.num_grammars = 0
         self.stop_token_ids: frozenset[int] = frozenset()
         self.live: set[int] = set()
         self.known: set[int] = set()
@@ -131,7 +144,7 @@ class GrammarProcess:
         self.status: int | None = None
         """Exit status, as `subprocess` gives it; None: the process is alive, or was not reaped."""
         self._lock = threading.Lock()
-        self._first_nbytes = resident_memory(pid) or 0
+        self._first_nbytes = private_memory(pid)
 
     def __del__(self) -> None:
         # Two threads use the sockets, and neither knows when the other one has done so last.
@@ -141,7 +154,7 @@ class GrammarProcess:
     @property
     def nbytes(self) -> int:
         """Memory of its own, about: what it has added since the fork, and a constant."""
-        return PROCESS_NBYTES + max(0, (resident_memory(self.pid) or 0) - self._first_nbytes)
+        return PROCESS_NBYTES + max(0, private_memory(self.pid) - self._first_nbytes)
 
     @property
     def seconds(self) -> float | None:
@@ -305,8 +318,3 @@ def receive_into(connection: socket.socket, view: memoryview) -> bool:
 def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     data = bytearray(size)
     return bytes(data) if receive_into(connection, memoryview(data)) else None
-
-
-def decode_spec(data: bytes) -> GrammarSpec:
-    """Return a grammar that `send` carried."""
-    return msgspec.msgpack.decode(data, type=GrammarSpec)

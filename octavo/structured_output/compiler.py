@@ -1,4 +1,8 @@
-"""Compile grammars in processes of their own, fairly between tenants and within limits.
+"""Compile grammars in processes, fairly between tenants and within limits.
+
+Each grammar is compiled in a process of its own. One that turns out to be small then moves to the
+process that holds its tenant's small grammars, since a process for each costs time in every step.
+Where a small grammar later breaks that process, its grammars are compiled again, each alone.
 
 Each tenant (API key) compiles at most two grammars at once, and tenants take turns, so a tenant who
 sends grammars that take long delays no other one. The kernel shares the processor among the
@@ -37,6 +41,7 @@ from octavo.errors import (
 from octavo.messages import GrammarSpec
 from octavo.structured_output.client import (
     PROCESS_NBYTES,
+    Compile,
     Compiled,
     Fed,
     Feed,
@@ -65,6 +70,8 @@ _QUICK_SECONDS, _SLOW_NICENESS = 0.1, 5
 # How often limits are looked at, while something is compiled, and otherwise.
 _WATCH_SECONDS, _IDLE_WATCH_SECONDS = 0.02, 1.0
 _MESSAGE_SECONDS = 10.0
+# Small grammars take no more than this to compile, and so many share a process at most.
+_SMALL_SECONDS, _SMALL_NBYTES, _MAX_SHARED = 0.05, 8 * 2**20, 64
 # A library that could not be loaded is not tried again for so long.
 _FAILED_SECONDS = 30.0
 
@@ -77,12 +84,9 @@ _BUSY = GrammarBusyError(
     "other work came first; try again later."
 )
 
-# Processor time of feeding the output that requests come with, and of matching in all.
-FEED_SECONDS, FEED_SECONDS_PER_TOKEN = 2.0, 0.02
+# Processor time of a request's matching in all, and of feeding the output that it comes with.
+MATCH_SECONDS, MATCH_SECONDS_PER_TOKEN = 2.0, 0.02
 TOO_SLOW_TO_MATCH = "its grammar takes too long to match; simplify it"
-
-NEW = -1
-"""Stands in `GrammarProcess.live` until the requests that wait for the process use it."""
 
 Key = tuple[str | None, GrammarSpec]
 """A tenant and its grammar."""
@@ -95,6 +99,8 @@ class _Compile:
 
     key: Key
     is_wanted: Callable[[], bool]
+    alone: bool
+    """Whether it must not share a process."""
     backends: deque[str]
     """Backends that have not been tried."""
     arrived: float
@@ -115,11 +121,25 @@ class _Helper:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A compiled grammar."""
+
+    process: GrammarProcess
+    number: int
+    """Its number in the process."""
+
+    @property
+    def hold(self) -> int:
+        """What stands in `GrammarProcess.live` until requests use the grammar."""
+        return -1 - self.number
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The end of a `GrammarCompiler.compile`."""
 
     key: Key
-    result: GrammarProcess | RequestError | None
+    result: Placed | RequestError | None
     """None: no request waited for it any more."""
 
 
@@ -161,22 +181,27 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._ready: dict[GrammarProcess, None] = {}
         """Processes whose grammar is compiled, the one used last at the end. Under the lock."""
+        self._shared: dict[tuple[str | None, str], GrammarProcess] = {}
+        """The processes of tenants' small grammars, by tenant and backend."""
+        self._joining: dict[tuple[GrammarProcess, int], _Compile] = {}
+        """Small grammars that a shared process is compiling, by their numbers there."""
         self._feeds: dict[GrammarProcess, tuple[int, float]] = {}
         """Requests that are being fed, and the processor time at which their process is killed."""
         self._watched = 0.0
         self._thread = threading.Thread(target=self._run, name="octavo-grammars", daemon=True)
         self._thread.start()
 
-    def compile(self, key: Key, is_wanted: Callable[[], bool]) -> None:
+    def compile(self, key: Key, is_wanted: Callable[[], bool], alone: bool = False) -> None:
         """Begin to compile a grammar; `done` gets a `Ready`.
 
         Args:
             key: the tenant and the grammar.
             is_wanted: whether any request still waits for it.
+            alone: whether it must not share a process.
         """
         _, spec = key
         names = deque(name for name in self._backends if spec.backend in ("auto", name))
-        self._put(_Compile(key, is_wanted, names, time.monotonic()))
+        self._put(_Compile(key, is_wanted, alone, names, time.monotonic()))
 
     def feed(self, process: GrammarProcess, feed: Feed) -> None:
         """Begin to start a request that has output already; `done` gets a `Fitted`."""
@@ -251,15 +276,30 @@ class GrammarCompiler:
         elif isinstance(source, _Compile):
             self._take_compiled(source)
         else:
-            data = _receive(source)
-            if data is None:
-                self._drop(source)
-                self._done(Fitted(source, None))
-                return
-            self._done(Fitted(source, msgspec.msgpack.decode(data, type=Fed)))
-            count, limit = self._feeds.pop(source)
+            self._take_message(source)
+
+    def _take_message(self, process: GrammarProcess) -> None:
+        """A process whose grammars are compiled has an answer, or has died."""
+        data = _receive(process)
+        if data is None:
+            self._drop(process)
+            self._done(Fitted(process, None))
+            return
+        answer = msgspec.msgpack.decode(data, type=Compiled | Fed)
+        if isinstance(answer, Fed):
+            self._done(Fitted(process, answer))
+            count, limit = self._feeds.pop(process)
             if count > 1:
-                self._feeds[source] = (count - 1, limit)
+                self._feeds[process] = (count - 1, limit)
+            return
+        job = self._joining.pop((process, answer.grammar), None)
+        if job is None:  # no longer wanted
+            return
+        if answer.error is not None:
+            self._stay(job)
+            return
+        self._end_process(job)
+        self._place(job, process, answer.grammar)
 
     def _start(self) -> None:
         """Start grammars that wait, a tenant after the other, as far as there is room."""
@@ -340,7 +380,7 @@ class GrammarCompiler:
         try:
             job.process = process = helper.process.fork(job.key[0])
             process.jobs.settimeout(_MESSAGE_SECONDS)
-            send(process.jobs, msgspec.msgpack.encode(job.key[1]))
+            _send_grammar(process, job.key[1])
         except OSError as error:
             self._end_process(job)
             self._refuse(job, StepFailedError(f"No process for a grammar could be had: {error}"))
@@ -356,18 +396,53 @@ class GrammarCompiler:
             answer = msgspec.msgpack.decode(data, type=Compiled)
             if answer.error is None:
                 process.stop_token_ids = frozenset(answer.stop_token_ids)
-                self._selector.modify(process.jobs, selectors.EVENT_READ, process)
-                self._running.remove(job)
-                process.live.add(NEW)
-                with self._lock:
-                    self._ready[process] = None
-                self._done(Ready(job.key, process))
+                self._settle(job, process)
                 return
             error = answer.error
         else:
             error = f"{job.backends[0]}: the grammar {_cause_of_death(process)}"
         self._end_process(job)
         self._refuse(job, GrammarError(error))
+
+    def _settle(self, job: _Compile, process: GrammarProcess) -> None:
+        """Choose whether a grammar stays in the process that has compiled it."""
+        small = (
+            process.nbytes <= PROCESS_NBYTES + _SMALL_NBYTES
+            and (process.seconds or 0.0) <= _SMALL_SECONDS
+        )
+        if job.alone or not small:
+            self._stay(job)
+            return
+        name = (job.key[0], job.backends[0])
+        shared = self._shared.get(name)
+        if shared is None or shared.num_grammars >= _MAX_SHARED:
+            self._shared[name] = process
+            self._stay(job)
+            return
+        self._selector.unregister(process.jobs)
+        self._joining[shared, shared.num_grammars] = job
+        try:
+            _send_grammar(shared, job.key[1])
+        except OSError:
+            self._drop(shared)
+
+    def _stay(self, job: _Compile) -> None:
+        """Leave a grammar in the process that has compiled it."""
+        process = job.process
+        assert process is not None
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(process.jobs)
+        self._selector.register(process.jobs, selectors.EVENT_READ, process)
+        self._place(job, process, 0)
+
+    def _place(self, job: _Compile, process: GrammarProcess, number: int) -> None:
+        """Give a compiled grammar back."""
+        self._running.remove(job)
+        placed = Placed(process, number)
+        process.live.add(placed.hold)
+        with self._lock:
+            self._ready[process] = None
+        self._done(Ready(job.key, placed))
 
     def _refuse(self, job: _Compile, error: RequestError) -> None:
         """Note why a backend refused a grammar, and go on to the next one."""
@@ -381,6 +456,8 @@ class GrammarCompiler:
         for helper in self._helpers.values():
             if job in helper.waiting:
                 helper.waiting.remove(job)
+        for place in [place for place, other in self._joining.items() if other is job]:
+            del self._joining[place]
         self._end_process(job)
         self._finish(job, error)
 
@@ -396,8 +473,8 @@ class GrammarCompiler:
 
     def _feed(self, process: GrammarProcess, feed: Feed) -> None:
         seconds = process.seconds or 0.0
-        count, limit = self._feeds.get(process, (0, seconds + FEED_SECONDS))
-        limit += FEED_SECONDS_PER_TOKEN * len(feed.token_ids)
+        count, limit = self._feeds.get(process, (0, seconds + MATCH_SECONDS))
+        limit += MATCH_SECONDS_PER_TOKEN * len(feed.token_ids)
         self._feeds[process] = (count + 1, limit)
         try:
             send(process.jobs, msgspec.msgpack.encode(feed))
@@ -412,6 +489,10 @@ class GrammarCompiler:
         self._feeds.pop(process, None)
         with self._lock:
             self._ready.pop(process, None)
+        for name in [name for name, shared in self._shared.items() if shared is process]:
+            del self._shared[name]
+        for place in [place for place in self._joining if place[0] is process]:
+            self._stay(self._joining.pop(place))
         process.close()
 
     def _end_idle(self) -> bool:
@@ -472,6 +553,12 @@ class GrammarCompiler:
             max(ready, key=lambda process: ready[process]).kill(
                 "its grammar takes too much memory to match; simplify it"
             )
+
+
+def _send_grammar(process: GrammarProcess, spec: GrammarSpec) -> None:
+    number = process.num_grammars
+    process.num_grammars += 1
+    send(process.jobs, msgspec.msgpack.encode(Compile(number, spec)))
 
 
 def _receive(process: GrammarProcess) -> bytes | None:

@@ -36,11 +36,14 @@ from octavo.structured_output.client import (
     send,
 )
 from octavo.structured_output.compiler import (
-    NEW,
+    MATCH_SECONDS,
+    MATCH_SECONDS_PER_TOKEN,
+    TOO_SLOW_TO_MATCH,
     WAIT_SECONDS,
     Fitted,
     GrammarCompiler,
     Key,
+    Placed,
     Ready,
     StartHelper,
 )
@@ -53,10 +56,8 @@ MAX_TEXT = 512 * 2**10
 _STEP_SECONDS, _STEP_SECONDS_PER_ROW, _STEP_SECONDS_PER_TOKEN = 0.15, 0.002, 0.02
 # However busy the machine is, a process must answer within so many seconds.
 _ANSWER_SECONDS = 10.0
-# Processor time of a request's grammar in all.
-_SECONDS, _SECONDS_PER_TOKEN = 2.0, 0.02
 
-_TOO_SLOW = "its grammar takes too long to match; simplify it"
+_MAX_ALONE = 10_000
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,8 @@ class _State:
     """Where a request stands."""
 
     process: GrammarProcess
+    grammar: int
+    """The grammar's number in the process."""
     key: int
     """The request's key in the process."""
     num_sent: int = 0
@@ -103,7 +106,9 @@ class StructuredOutputManager:
         self._start_helper, self._backends = start_helper, backends
         self._num_words = -(-vocab_size // 32)
         self._compiler: GrammarCompiler | None = None
-        self._ready: dict[Key, GrammarProcess] = {}
+        self._ready: dict[Key, Placed] = {}
+        self._alone: set[int] = set()
+        """Hashes of keys whose grammars must not share a process, since one was broken."""
         self._waiting: dict[Key, list[Request]] = {}
         """Requests whose grammars are being compiled."""
         self._feeding: dict[int, Request] = {}
@@ -143,14 +148,14 @@ class StructuredOutputManager:
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._start_helper, self._backends, self._put)
         key = (request.tenant, spec)
-        process = self._ready.get(key)
-        if process is not None and self._begin(request, process):
+        placed = self._ready.get(key)
+        if placed is not None and self._begin(request, placed):
             return not self._feed(request)
         self._ready.pop(key, None)
         waiting = self._waiting.setdefault(key, [])
         waiting.append(request)
         if len(waiting) == 1:
-            self._compiler.compile(key, partial(_is_wanted, waiting))
+            self._compiler.compile(key, partial(_is_wanted, waiting), hash(key) in self._alone)
         return False
 
     def take_finished(self) -> list[tuple[Request, RequestError | None]]:
@@ -229,14 +234,14 @@ class StructuredOutputManager:
         if isinstance(result.result, RequestError):
             self._found += [(request, result.result) for request in waiting]
             return
-        if isinstance(result.result, GrammarProcess):
+        if isinstance(result.result, Placed):
             self._ready[result.key] = result.result
         # Those that came after the compiler had given up begin again.
         for request in waiting:
             if not request.status.finished and self.add(request):
                 self._found.append((request, None))
-        if isinstance(result.result, GrammarProcess):
-            result.result.live.discard(NEW)
+        if isinstance(result.result, Placed):
+            result.result.process.live.discard(result.result.hold)
 
     def _take_fed(self, result: Fitted) -> None:
         """Take in which of a request's tokens its grammar has accepted."""
@@ -244,8 +249,9 @@ class StructuredOutputManager:
         if fed is None:  # the process has ended
             process, feeding = result.process, self._feeding
             keys = [k for k in feeding if self._states[feeding[k]].process is process]
-            reason = _reason_of_end(process)
-            for request in [feeding.pop(key) for key in keys]:
+            requests = [feeding.pop(key) for key in keys]
+            reason = self._reason_of_end(process, requests)
+            for request in requests:
                 if reason is not None:
                     self._found.append((request, GrammarError(reason)))
                 elif not request.status.finished and self.add(request):
@@ -263,13 +269,13 @@ class StructuredOutputManager:
             )
         self._found.append((request, error))
 
-    def _begin(self, request: Request, process: GrammarProcess) -> bool:
-        """Join a request with its process; return whether the process is still there."""
+    def _begin(self, request: Request, placed: Placed) -> bool:
+        """Join a request with its grammar; return whether the process is still there."""
         assert self._compiler is not None
-        key = next(self._keys)
+        process, key = placed.process, next(self._keys)
         if not self._compiler.use(process, key):
             return False
-        self._states[request] = _State(process, key)
+        self._states[request] = _State(process, placed.number, key)
         finalize(request, process.live.discard, key)
         # Its end is the answer's, whatever `ignore_eos` says: nothing can follow.
         request.stop_token_ids |= process.stop_token_ids
@@ -285,7 +291,7 @@ class StructuredOutputManager:
         state.num_sent = len(given)
         state.process.known.add(state.key)
         self._feeding[state.key] = request
-        self._compiler.feed(state.process, Feed(state.key, given))
+        self._compiler.feed(state.process, Feed(state.key, state.grammar, given))
         return True
 
     def _match(self, jobs: Sequence[_Job]) -> list[_Job]:
@@ -320,7 +326,7 @@ class StructuredOutputManager:
                 now, start = process.seconds, began[process]
                 took = None if now is None or start is None else now - start
                 if is_late or (took is not None and took > limits[process]):
-                    process.kill(_TOO_SLOW)  # then its socket ends
+                    process.kill(TOO_SLOW_TO_MATCH)  # then its socket ends
         return lost
 
     def _make_match(self, process: GrammarProcess, group: Sequence[_Job]) -> Match:
@@ -332,7 +338,7 @@ class StructuredOutputManager:
             new = request.all_token_ids[request.num_prompt_tokens + state.num_sent :]
             state.num_sent += len(new)
             process.known.add(state.key)
-            jobs.append(MatchJob(state.key, new, job.drafts, job.num_forced))
+            jobs.append(MatchJob(state.key, state.grammar, new, job.drafts, job.num_forced))
         return Match(jobs, list(ended))
 
     def _read(self, process: GrammarProcess, group: Sequence[_Job]) -> bool:
@@ -343,7 +349,7 @@ class StructuredOutputManager:
                 return False
             answers = msgspec.msgpack.decode(data, type=list[Matched])
             for job in group:
-                if not receive_into(process.steps, memoryview(job.rows).cast("B")):
+                if not receive_into(process.steps, job.rows.data.cast("B")):
                     return False
         except OSError:
             return False
@@ -351,17 +357,35 @@ class StructuredOutputManager:
             state = self._states[job.request]
             state.seconds += answer.seconds
             job.error, job.forced = answer.error, answer.forced
-            allowed = _SECONDS + _SECONDS_PER_TOKEN * job.request.num_output_tokens
+            allowed = MATCH_SECONDS + MATCH_SECONDS_PER_TOKEN * job.request.num_output_tokens
             if state.seconds > allowed:
-                job.error = _TOO_SLOW
+                job.error = TOO_SLOW_TO_MATCH
         return True
 
     def _note_end(self, process: GrammarProcess, group: list[_Job]) -> list[_Job]:
         """Find out why a process has ended; return the jobs that nothing speaks against."""
-        reason = _reason_of_end(process)
+        reason = self._reason_of_end(process, [job.request for job in group])
         for job in group:
             job.error = reason
         return group if reason is None else []
+
+    def _reason_of_end(self, process: GrammarProcess, requests: Sequence[Request]) -> str | None:
+        """Return why the grammar of requests ended its process; None: compile it again.
+
+        Of several grammars in a process nobody knows which one broke it: they go on alone.
+        """
+        status = process.close()
+        if process.reason is None and status == -signal.SIGKILL:
+            return None  # not Octavo's doing, nor the grammar's
+        if process.num_grammars > 1:
+            if len(self._alone) > _MAX_ALONE:
+                self._alone.clear()
+            self._alone.update(hash((r.tenant, r.sampling_params.grammar)) for r in requests)
+            return None
+        return process.reason or (
+            f"its grammar takes too much memory to match, or the library failed on it (status "
+            f"{status}); simplify it"
+        )
 
     def _revive(self, jobs: Sequence[_Job]) -> None:
         """Have the grammars of a step compiled again, and wait for them."""
@@ -383,17 +407,6 @@ class StructuredOutputManager:
             self._found += others
         for job in left.values():
             job.error = "the process of its grammar was killed, and no other one came in time"
-
-
-def _reason_of_end(process: GrammarProcess) -> str | None:
-    """Return why a process has ended; None: something else than its grammar has killed it."""
-    status = process.close()
-    if process.reason is None and status != -signal.SIGKILL:
-        return (
-            f"its grammar takes too much memory to match, or the library failed on it (status "
-            f"{status}); simplify it"
-        )
-    return process.reason
 
 
 def _is_wanted(waiting: Sequence[Request]) -> bool:

@@ -41,6 +41,7 @@ from octavo.device import signal_at_parents_end, trim_memory
 from octavo.errors import GrammarError, OctavoError
 from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
 from octavo.structured_output.client import (
+    Compile,
     Compiled,
     Fed,
     Feed,
@@ -49,7 +50,6 @@ from octavo.structured_output.client import (
     Match,
     Matched,
     MatchJob,
-    decode_spec,
     receive,
     send,
 )
@@ -155,22 +155,16 @@ def _run_grammar_server(
 
 
 class GrammarServer:
-    """Compiles one grammar, and matches it for many requests."""
+    """Compiles grammars, and matches them for many requests."""
 
     def __init__(self, backend: GrammarBackend, setup: HelperSetup) -> None:
         self._backend, self._setup = backend, setup
         self._num_words = -(-setup.vocab_size // 32)
-        self._compiled: CompiledGrammar | None = None
+        self._compiled: dict[int, CompiledGrammar] = {}
         self._grammars: dict[int, Grammar] = {}
 
     def run(self, jobs: socket.socket, steps: socket.socket) -> None:
         """Answer messages until a socket ends."""
-        data = receive(jobs)
-        if data is None:
-            return
-        send(jobs, msgspec.msgpack.encode(self._compile(data)))
-        if self._compiled is None:
-            return
         feeds: deque[tuple[Feed, int]] = deque()
         poll = select.poll()
         poll.register(steps, select.POLLIN)
@@ -182,8 +176,12 @@ class GrammarServer:
                     return
                 if fd == steps.fileno():
                     self._match(msgspec.msgpack.decode(data, type=Match), steps)
+                    continue
+                message = msgspec.msgpack.decode(data, type=Compile | Feed)
+                if isinstance(message, Compile):
+                    send(jobs, msgspec.msgpack.encode(self._compile(message)))
                 else:
-                    feeds.append((msgspec.msgpack.decode(data, type=Feed), 0))
+                    feeds.append((message, 0))
             if feeds:
                 feed, at = feeds.popleft()
                 answer = self._feed(feed, at)
@@ -192,28 +190,31 @@ class GrammarServer:
                 else:
                     send(jobs, msgspec.msgpack.encode(answer))
 
-    def _compile(self, data: bytes) -> Compiled:
+    def _compile(self, message: Compile) -> Compiled:
         try:
-            self._compiled = self._backend.compile(decode_spec(data))
+            compiled = self._backend.compile(message.spec)
         except GrammarError as error:
-            return Compiled(error.message)
+            return Compiled(message.grammar, error.message)
         except MemoryError:
             return Compiled(
+                message.grammar,
                 f"{self._backend.name}: the grammar takes more than "
-                f"{self._setup.max_nbytes / 2**20:.0f} MiB to compile; simplify it."
+                f"{self._setup.max_nbytes / 2**20:.0f} MiB to compile; simplify it.",
             )
         except Exception as error:
             return Compiled(
+                message.grammar,
                 f"{self._backend.name}: the grammar cannot be compiled: "
-                f"{type(error).__name__}: {str(error)[:300]}"
+                f"{type(error).__name__}: {str(error)[:300]}",
             )
-        return Compiled(None, sorted(self._compiled.stop_token_ids))
+        self._compiled[message.grammar] = compiled
+        return Compiled(message.grammar, None, sorted(compiled.stop_token_ids))
 
     def _feed(self, feed: Feed, at: int) -> Fed | None:
         """Advance a request by its next tokens; None: there are more."""
         new = feed.token_ids[at : at + _FED_AT_ONCE]
         try:
-            accepted = self._get_grammar(feed.key).accept_tokens(new)
+            accepted = self._get_grammar(feed.key, feed.grammar).accept_tokens(new)
         except Exception as error:
             return Fed(feed.key, at, _describe(error))
         if accepted == len(new) and at + accepted < len(feed.token_ids):
@@ -241,7 +242,7 @@ class GrammarServer:
         """
         began, error, forced = time.process_time(), None, list[int]()
         try:
-            grammar = self._get_grammar(job.key)
+            grammar = self._get_grammar(job.key, job.grammar)
             accepted = grammar.accept_tokens(job.token_ids)
             if accepted < len(job.token_ids):
                 error = (
@@ -254,12 +255,11 @@ class GrammarServer:
             error = _describe(failure)
         return Matched(error, time.process_time() - began, forced)
 
-    def _get_grammar(self, key: int) -> Grammar:
-        """Return a request's grammar; a new one if the request is new."""
+    def _get_grammar(self, key: int, number: int) -> Grammar:
+        """Return where a request stands in a grammar: at its beginning if the request is new."""
         grammar = self._grammars.get(key)
         if grammar is None:
-            assert self._compiled is not None
-            grammar = self._grammars[key] = self._compiled.start()
+            grammar = self._grammars[key] = self._compiled[number].start()
         return grammar
 
 

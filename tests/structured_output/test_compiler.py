@@ -11,8 +11,8 @@ import pytest
 from octavo.errors import GrammarBusyError, GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output import compiler as module
-from octavo.structured_output.client import PROCESS_NBYTES, GrammarProcess
-from octavo.structured_output.compiler import GrammarCompiler, Ready
+from octavo.structured_output.client import PROCESS_NBYTES
+from octavo.structured_output.compiler import GrammarCompiler, Placed, Ready
 from tests.structured_output.toys import ThreadHelper, ThreadProcess, ToyBackend, spec
 
 
@@ -24,21 +24,21 @@ class Compilers:
         self.helper = ThreadHelper(self.backend, 40)
         self.compiler = GrammarCompiler(lambda name: self.helper, ["toy"], self.results.put)
 
-    def begin(self, *texts, tenant=None, is_wanted=lambda: True):
+    def begin(self, *texts, tenant=None, is_wanted=lambda: True, alone=True):
         for text in texts:
-            self.compiler.compile((tenant, spec(text)), is_wanted)
+            self.compiler.compile((tenant, spec(text)), is_wanted, alone)
 
     def next(self):
         ready = self.results.get(timeout=10)
         assert isinstance(ready, Ready)
         return ready
 
-    def compiled(self, text, tenant=None):
-        self.begin(text, tenant=tenant)
-        ready = self.next()
-        assert isinstance(ready.result, GrammarProcess), ready
-        ready.result.live.discard(module.NEW)
-        return ready.result
+    def compiled(self, text, tenant=None, alone=True):
+        self.begin(text, tenant=tenant, alone=alone)
+        placed = self.next().result
+        assert isinstance(placed, Placed), placed
+        placed.process.live.discard(placed.hold)
+        return placed.process
 
     def is_there(self, process):
         return self.compiler.use(process, 0)
@@ -113,7 +113,7 @@ def test_idle_grammars_make_room(grammars, monkeypatch):
     grammars.compiled("5")
     assert [grammars.is_there(process) for process in kept] == [True, False, True]
     grammars.begin("6")  # all are in use now but that of "5"
-    assert isinstance(grammars.next().result, GrammarProcess)
+    assert isinstance(grammars.next().result, Placed)
 
 
 def test_the_idle_grammars_of_who_has_most_end_first(grammars, monkeypatch):
@@ -166,3 +166,30 @@ def test_a_helper_that_fails_is_not_started_for_every_grammar(grammars, monkeypa
         error = grammars.next().result
         assert (type(error).__name__, error.status) == ("StepFailedError", 500)
     assert len(starts) == 2  # a system without room may have some later
+
+
+def test_small_grammars_of_a_tenant_share_a_process(grammars, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_SHARED", 3)
+    first = [grammars.compiled(str(i), alone=False) for i in range(2, 6)]
+    assert first[0] is first[1] is first[2] is not first[3]  # it was full
+    assert grammars.compiled("2", tenant="a", alone=False) not in first
+    assert grammars.compiled("6", alone=True) not in first
+    monkeypatch.setattr(ThreadProcess, "seconds", 0.2)
+    large = grammars.compiled("7", alone=False)
+    assert large not in first
+    assert large.num_grammars == 1
+    left = [p for p in grammars.helper.processes if p.status is None]
+    assert len(left) == 5  # those that only tried are gone
+
+
+def test_a_grammar_stays_where_it_is_if_the_shared_process_ends(grammars):
+    shared = grammars.compiled("3", alone=False)
+    grammars.begin("slow 4", alone=False)
+    running(grammars, 2)  # the second time for this one
+    grammars.helper.backend.go.set()
+    [placed] = [grammars.next().result]
+    assert placed.process is shared
+    shared.kill("too slow")
+    assert isinstance(grammars.results.get(timeout=10), module.Fitted)
+    again = grammars.compiled("5", alone=False)
+    assert again is not shared
