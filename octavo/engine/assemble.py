@@ -48,7 +48,7 @@ from octavo.recording import Step
 from octavo.scheduler import observer
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.client import GrammarHelper, HelperSetup
-from octavo.structured_output.compiler import COMPILE_NBYTES
+from octavo.structured_output.compiler import COMPILE_NBYTES, grammar_memory
 from octavo.structured_output.manager import StructuredOutputManager
 from octavo.worker.setup import WorkerSetup
 
@@ -152,6 +152,7 @@ def make_engine_core(
             limit=memory_limit,
             draft=None if draft is None else draft.spec,
             kv_connector=_connector_nbytes(config),
+            grammars=0 if config.model.skip_tokenizer_init else grammar_memory(spec.vocab_size),
         )
         _log_plan(plan, details)
         setup = replace(setup, max_model_len=plan.max_model_len, scratches=estimate.scratches)

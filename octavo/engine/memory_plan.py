@@ -61,12 +61,15 @@ class MemoryPlan:
     """Whether there may be one."""
     kv_connector: int = 0
     """Memory of a KV connector."""
+    grammars: int = 0
+    """What processes for structured output may take at most."""
 
     @property
     def total(self) -> int:
         """All of it, at the fullest moment."""
         loading = max(0, self.loading - self.activations - self.logits)
-        return self.steady + loading + self.server + self.requests + self.spare
+        others = self.server + self.requests + self.spare + self.grammars
+        return self.steady + loading + others
 
     @property
     def steady(self) -> int:
@@ -105,6 +108,11 @@ class MemoryPlan:
                 f"  requests     {self.requests / mib:10,.1f} MiB in this process and the server's",
                 f"  server       {self.server / mib:10,.1f} MiB for its own process",
             ]
+        if self.grammars:
+            lines.append(
+                f"  grammars     {self.grammars / mib:10,.1f} MiB at most, for processes that match "
+                "structured output"
+            )
         if self.spare:
             lines.append(f"  warm spare   {self.spare / mib:10,.1f} MiB for a process that waits")
         return "\n".join(lines)
@@ -178,6 +186,7 @@ def make_memory_plan(
     limit: int | None = None,
     draft: ModelSpec | None = None,
     kv_connector: int = 0,
+    grammars: int = 0,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
     """Plans the memory of an engine: the KV cache gets what is left.
 
@@ -194,6 +203,7 @@ def make_memory_plan(
             have together (server, requests, spare) counts for each of them in part.
         draft: the model that drafts. What it keeps of a token lies in a block of the same number.
         kv_connector: bytes of the same memory that a KV connector takes.
+        grammars: bytes of the same memory that processes for structured output may take.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
@@ -229,7 +239,7 @@ def make_memory_plan(
         )
     left = limit - budget.runtime - budget.weights - budget.rows - budget.draft
     spare = of_spare if warm_spare else 0
-    left -= server + requests + spare + kv_connector
+    left -= server + requests + spare + kv_connector + grammars
     left -= max(budget.activations + budget.logits, budget.loading)
     if left < 0:
         least = "what kv_transfer_config gets" if kv_connector else "request_memory_bytes"
@@ -268,6 +278,7 @@ def make_memory_plan(
         spare=spare,
         warm_spare=warm_spare,
         kv_connector=kv_connector,
+        grammars=grammars,
     )
     return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
 

@@ -17,6 +17,7 @@ compile, then the largest of all.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import queue
@@ -553,6 +554,19 @@ class GrammarCompiler:
             max(ready, key=lambda process: ready[process]).kill(
                 "its grammar takes too much memory to match; simplify it"
             )
+
+
+def grammar_memory(vocab_size: int) -> int:
+    """Return the bytes that all processes for grammars of one engine may take.
+
+    Args:
+        vocab_size: width of the logits.
+    """
+    # Measured: interpreter, library and tokenizer. xgrammar's package imports torch.
+    helpers = 32 * 2**20 + 1024 * vocab_size
+    if importlib.util.find_spec("xgrammar") is not None:
+        helpers += 208 * 2**20 + 768 * vocab_size
+    return helpers + TOTAL_NBYTES
 
 
 def _send_grammar(process: GrammarProcess, spec: GrammarSpec) -> None:

@@ -70,6 +70,18 @@ def test_a_spare_counts_with_its_workers(layout, spares):
     assert result.spare == spares * 256 * 2**20
 
 
+def test_processes_for_grammars_count_beside_the_engines_own():
+    alone, _ = gpu_plan(max_num_seqs=4096)
+    config = EngineConfig.from_kwargs(max_num_seqs=4096)
+    result, _ = make_memory_plan(
+        config, SPEC, GPU, max_num_batched_tokens=2048, grammars=200 * 2**20
+    )
+    assert result.steady < alone.steady
+    assert result.total - result.steady == 200 * 2**20
+    assert result.total <= result.limit
+    assert "grammars          200.0 MiB at most" in result.report()
+
+
 def test_every_part_is_what_is_taken():
     """Byte by byte: a plan that says less is broken later, one that says more wastes the memory."""
     rows, length = 3, 100
