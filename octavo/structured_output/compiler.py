@@ -9,9 +9,9 @@ sends grammars that take long delays no other one. The kernel shares the process
 processes; one that takes long gets a lower priority, since the engine computes meanwhile.
 
 Limits of one grammar: `COMPILE_SECONDS` of processor time, and the address space that
-`HelperSetup.max_nbytes` allows. All grammar processes together take at most `TOTAL_NBYTES`: where
-that is too little, processes that no request uses end first, then the largest of those that
-compile, then the largest of all.
+`HelperSetup.max_nbytes` allows. The processes of a tenant take at most `TENANT_NBYTES` of memory,
+and all together at most `TOTAL_NBYTES`. Where that is too little, a process of the tenant with most
+ends: first one that no request uses, then the largest that compiles, then the largest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +61,8 @@ WAIT_SECONDS = 10.0
 """A grammar that is not there after so long, however busy the machine is, is given up."""
 COMPILE_NBYTES = 192 * 2**20
 """Address space that compiling and matching one grammar may take."""
+TENANT_NBYTES = 192 * 2**20
+"""Memory of a tenant's grammar processes."""
 TOTAL_NBYTES = 256 * 2**20
 """Memory of all grammar processes."""
 MAX_IDLE = 32
@@ -182,6 +184,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._ready: dict[GrammarProcess, None] = {}
         """Processes whose grammar is compiled, the one used last at the end. Under the lock."""
+        self._memory: dict[GrammarProcess, int] = {}
+        """Bytes of the processes in `_ready`, as measured last."""
+        self._measured = 0.0
         self._shared: dict[tuple[str | None, str], GrammarProcess] = {}
         """The processes of tenants' small grammars, by tenant and backend."""
         self._joining: dict[tuple[GrammarProcess, int], _Compile] = {}
@@ -314,7 +319,7 @@ class GrammarCompiler:
                     del self._queues[tenant]
                     continue
                 own = sum(job.key[0] == tenant for job in self._running)
-                if own < self._places() and self._make_room():
+                if own < self._places() and self._has_room(tenant):
                     self._queues[tenant] = self._queues.pop(tenant)  # the last one now
                     job = waiting.popleft()
                     self._running.append(job)
@@ -326,12 +331,27 @@ class GrammarCompiler:
         count = len(self._running)
         return _PER_TENANT if count < _AT_ONCE // 2 else int(count < _AT_ONCE)
 
-    def _make_room(self) -> bool:
-        """Return whether memory for one more process is free; end an idle one if need be."""
-        with self._lock:
-            used = sum(process.nbytes for process in self._ready)
-        used += sum(job.process.nbytes for job in self._running if job.process is not None)
-        return used + PROCESS_NBYTES <= TOTAL_NBYTES or self._end_idle()
+    def _has_room(self, tenant: str | None) -> bool:
+        """Return whether there is memory for one more process of a tenant; end idle ones for it."""
+        while True:
+            used = self._memory_by_tenant()
+            if used.get(tenant, 0) + PROCESS_NBYTES > TENANT_NBYTES:
+                if not self._end_idle(tenant):
+                    return False
+            elif sum(used.values()) + PROCESS_NBYTES > TOTAL_NBYTES:
+                if not self._end_idle(max(used, key=lambda name: used[name])):
+                    return False
+            else:
+                return True
+
+    def _memory_by_tenant(self) -> dict[str | None, int]:
+        """Return the bytes of all grammar processes."""
+        used: dict[str | None, int] = {}
+        compiling = [job.process for job in self._running if job.process is not None]
+        for process in [*self._memory, *compiling]:
+            nbytes = self._memory.get(process) or process.nbytes
+            used[process.tenant] = used.get(process.tenant, 0) + nbytes
+        return used
 
     def _try_next(self, job: _Compile) -> None:
         """Compile a grammar by the next backend, or give its errors back."""
@@ -443,6 +463,7 @@ class GrammarCompiler:
         process.live.add(placed.hold)
         with self._lock:
             self._ready[process] = None
+        self._memory.setdefault(process, process.nbytes)
         self._done(Ready(job.key, placed))
 
     def _refuse(self, job: _Compile, error: RequestError) -> None:
@@ -490,27 +511,26 @@ class GrammarCompiler:
         self._feeds.pop(process, None)
         with self._lock:
             self._ready.pop(process, None)
+        self._memory.pop(process, None)
         for name in [name for name, shared in self._shared.items() if shared is process]:
             del self._shared[name]
         for place in [place for place in self._joining if place[0] is process]:
             self._stay(self._joining.pop(place))
         process.close()
 
-    def _end_idle(self) -> bool:
-        """End a process that no request uses: of the tenant with most, the one used first.
+    def _end_idle(self, tenant: str | None) -> bool:
+        """End the process of a tenant that no request has used for the longest time.
 
         Returns:
-            Whether there was one.
+            Whether there was one that no request uses.
         """
         with self._lock:
-            idle: dict[str | None, list[GrammarProcess]] = {}
             for process in self._ready:
-                if not process.live:
-                    idle.setdefault(process.tenant, []).append(process)
-            if not idle:
+                if process.tenant == tenant and not process.live:
+                    del self._ready[process]
+                    break
+            else:
                 return False
-            process = max(idle.values(), key=len)[0]
-            del self._ready[process]
         self._drop(process)
         return True
 
@@ -534,26 +554,47 @@ class GrammarCompiler:
         for process, (_, limit) in self._feeds.items():
             if (process.seconds or 0.0) > limit:
                 process.kill(TOO_SLOW_TO_MATCH)
-        self._watch_memory()
+        self._watch_memory(now)
 
-    def _watch_memory(self) -> None:
+    def _watch_memory(self, now: float) -> None:
+        if now - self._measured >= _IDLE_WATCH_SECONDS:
+            self._measured = now
+            self._memory = {process: process.nbytes for process in self._memory}
+            self._end_most_idle()
+        used = self._memory_by_tenant()
+        for tenant, nbytes in used.items():
+            if nbytes > TENANT_NBYTES:
+                self._take_memory(tenant)
+                return
+        if sum(used.values()) > TOTAL_NBYTES:
+            self._take_memory(max(used, key=lambda name: used[name]))
+
+    def _end_most_idle(self) -> None:
+        """Keep no more idle processes than `MAX_IDLE`: those of the tenant with most end first."""
         with self._lock:
-            ready = {process: process.nbytes for process in self._ready}
-            num_idle = sum(not process.live for process in self._ready)
-        while num_idle > MAX_IDLE and self._end_idle():
-            num_idle -= 1
-        compiling = {job: job.process.nbytes for job in self._running if job.process is not None}
-        if sum(ready.values()) + sum(compiling.values()) <= TOTAL_NBYTES:
+            idle = Counter(process.tenant for process in self._ready if not process.live)
+        for _ in range(idle.total() - MAX_IDLE):
+            tenant, _ = idle.most_common(1)[0]
+            self._end_idle(tenant)
+            idle[tenant] -= 1
+
+    def _take_memory(self, tenant: str | None) -> None:
+        """End the process of a tenant that is missed least."""
+        if self._end_idle(tenant):
             return
-        if num_idle and self._end_idle():
-            return
+        compiling = {
+            job: job.process.nbytes
+            for job in self._running
+            if job.process is not None and job.key[0] == tenant
+        }
         if compiling:
             largest = max(compiling, key=lambda job: compiling[job])
-            self._give_up(largest, _BUSY if len(compiling) > 1 else _TOO_LARGE)
-        else:
-            max(ready, key=lambda process: ready[process]).kill(
-                "its grammar takes too much memory to match; simplify it"
-            )
+            self._give_up(largest, _TOO_LARGE)
+            return
+        own = {process: n for process, n in self._memory.items() if process.tenant == tenant}
+        max(own, key=lambda process: own[process]).kill(
+            "its grammar takes too much memory to match; simplify it"
+        )
 
 
 def grammar_memory(vocab_size: int) -> int:

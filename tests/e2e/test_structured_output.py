@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
+import signal
 
 import jsonschema
 import msgspec
@@ -57,7 +60,7 @@ def request(llm, request_id, prompt, spec, seed=0, n=1, **params):
     return EngineCoreRequest(request_id, tokens, sampling, arrival_time=0.0, n=n)
 
 
-def run(llm, requests):
+def run(llm, requests, before_step=lambda core: None):
     """The answers of requests that run together."""
     core = llm._client.core
     answers = {}
@@ -66,6 +69,7 @@ def run(llm, requests):
         core.add_request(item)
     while any(answer.reason is None for answer in answers.values()):
         core.wait(10)
+        before_step(core)
         for output in core.step().outputs:
             answer = answers[output.request_id]
             answer.tokens += output.new_token_ids
@@ -180,6 +184,22 @@ def test_the_engine_s_settings_do_not_matter(llm, expected, name, monkeypatch):
         assert stats.num_preemptions > 0
     if "drafts" in name:
         assert drafter.num_tokens > drafter.num_steps
+
+
+def test_kills_of_grammar_processes_change_nothing(llm, expected):
+    steps, pids = itertools.count(1), set()
+
+    def kill_some(core):
+        if next(steps) % 9 == 0:
+            for state in core.structured_output._states.values():
+                if state.process.status is None and state.process.pid not in pids:
+                    pids.add(state.process.pid)
+                    os.kill(state.process.pid, signal.SIGKILL)
+
+    requests = all_requests(llm)[::3]
+    answers = run(llm, requests, kill_some)
+    assert len(pids) > 2
+    assert bits(answers) == bits({r.request_id: expected[r.request_id] for r in requests})
 
 
 def test_the_other_backend(llm, expected):

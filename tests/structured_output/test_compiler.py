@@ -118,6 +118,7 @@ def test_idle_grammars_make_room(grammars, monkeypatch):
 
 def test_the_idle_grammars_of_who_has_most_end_first(grammars, monkeypatch):
     monkeypatch.setattr(module, "MAX_IDLE", 3)
+    monkeypatch.setattr(module, "_IDLE_WATCH_SECONDS", 0.02)
     one = grammars.compiled("3", tenant="modest")
     many = [grammars.compiled(str(i), tenant="greedy") for i in range(2, 7)]
     deadline = time.monotonic() + 10
@@ -127,19 +128,30 @@ def test_the_idle_grammars_of_who_has_most_end_first(grammars, monkeypatch):
     assert [process.status is None for process in many] == [False, False, False, True, True]
 
 
-def test_memory_is_bounded_by_the_largest(grammars, monkeypatch):
-    grammars.begin("slow 2", "slow 3")
-    running(grammars, 2)
-    monkeypatch.setattr(module, "TOTAL_NBYTES", 64 * PROCESS_NBYTES)
-    first, second = grammars.helper.processes
-    first.nbytes, second.nbytes = 20 * PROCESS_NBYTES, 50 * PROCESS_NBYTES
+def test_a_tenant_whose_memory_is_full_waits_and_others_do_not(grammars, monkeypatch):
+    monkeypatch.setattr(module, "TENANT_NBYTES", 2 * PROCESS_NBYTES)
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
+    for text in ("3", "4"):
+        assert grammars.is_there(grammars.compiled(text, tenant="full"))
+    grammars.begin("5", tenant="full")
+    assert grammars.compiled("5", tenant="other")
+    assert isinstance(grammars.next().result, GrammarBusyError)
+
+
+@pytest.mark.parametrize("limit", ["TENANT_NBYTES", "TOTAL_NBYTES"])
+def test_memory_is_bounded_by_the_largest_of_who_has_most(grammars, monkeypatch, limit):
+    grammars.begin("slow 2", "slow 3", tenant="greedy")
+    grammars.begin("slow 2", tenant="modest")
+    running(grammars, 3)
+    monkeypatch.setattr(module, limit, 64 * PROCESS_NBYTES)
+    by_size = sorted(grammars.helper.processes, key=lambda process: process.tenant)
+    sizes = (20, 50, 40 if limit == "TENANT_NBYTES" else 3)
+    for process, blocks in zip(by_size, sizes, strict=True):
+        process.nbytes = blocks * PROCESS_NBYTES
     ready = grammars.next()
-    assert isinstance(ready.result, GrammarBusyError)
-    assert (first.status, second.status is None) == (None, False)
-    first.nbytes = 70 * PROCESS_NBYTES
-    ready = grammars.next()
-    assert type(ready.result) is GrammarError
+    assert ready.key[0] == "greedy"
     assert "too much memory to compile" in ready.result.message
+    assert [process.status is None for process in by_size] == [True, False, True]
 
 
 def test_memory_of_matching_is_bounded(grammars, monkeypatch):
