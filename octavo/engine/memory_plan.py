@@ -110,7 +110,7 @@ class MemoryPlan:
             ]
         if self.grammars:
             lines.append(
-                f"  grammars     {self.grammars / mib:10,.1f} MiB at most, for processes that match "
+                f"  grammars     {self.grammars / mib:10,.1f} MiB at most, for processes of "
                 "structured output"
             )
         if self.spare:
