@@ -270,10 +270,11 @@ class GrammarHelper:
         Raises:
             OSError: it is gone, or does not answer.
         """
-        data = None if self._broken else _receive_exactly(self.socket, _LENGTH_BYTES)
+        broken, self._broken = self._broken, True
+        data = None if broken else _receive_exactly(self.socket, _LENGTH_BYTES)
         if data is None:
-            self._broken = True
             raise ConnectionError("the grammar helper is gone")
+        self._broken = False
         return int.from_bytes(data, "little", signed=True)
 
 

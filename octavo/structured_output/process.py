@@ -143,9 +143,10 @@ def _run_grammar_server(
     status = 1
     try:
         signal_at_parents_end(signal.SIGKILL)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = used + setup.max_nbytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with contextlib.suppress(FileNotFoundError):  # only Linux counts and limits it
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limit = used + setup.max_nbytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         server = GrammarServer(backend, setup)
         with contextlib.suppress(ConnectionError):
             server.run(socket.socket(fileno=jobs_fd), socket.socket(fileno=steps_fd))

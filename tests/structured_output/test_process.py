@@ -126,3 +126,15 @@ def test_a_helper_says_why_it_cannot_load():
     assert answer.error_kind == "ModelError"
     assert "/nowhere" in answer.error
     helper.close()
+
+
+def test_a_helper_that_does_not_answer_counts_as_gone():
+    helper = GrammarHelper(COMMAND, HelperSetup("toy", "", VOCAB, [STOP], MAX_NBYTES))
+    assert helper.read_loaded().error is None
+    helper.socket.settimeout(0.05)
+    os.kill(helper._process.pid, signal.SIGSTOP)
+    with pytest.raises(OSError, match="timed out"):
+        helper.fork(None)
+    assert not helper.is_alive
+    assert helper.wait(1) == -signal.SIGKILL
+    helper.close()
