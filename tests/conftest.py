@@ -10,11 +10,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.triton import prepare_interpreter
+
 # Before any test imports torch: threads that wait for the reference's operations sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Before any test imports Triton: its kernels run in the interpreter.
 os.environ["TRITON_INTERPRET"] = "1"
+prepare_interpreter()
 
 # Weights that engines keep for their next start, tests' processes of their own included.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="octavo-tests-")

@@ -519,14 +519,15 @@ class _ActorGroup(WorkerGroup):
             memory = msgspec.msgpack.decode(data, type=HostMemory)
             memories[worker.place.node_id] = memory
         refs = []
-        for worker in firsts if len(firsts) > 1 else ():
+        linked = firsts if len(firsts) > 1 else []
+        for worker in linked:
             others = {
                 numbers[it.place.node_id]: (it.place.node, memories[it.place.node_id].address)
                 for it in firsts
                 if it is not worker
             }
             refs.append(worker.handle.connect.remote(msgspec.msgpack.encode(others)))
-        for worker, data in self._gather(refs, firsts):
+        for worker, data in self._gather(refs, linked):
             if why := msgspec.msgpack.decode(data, type=str):
                 raise EngineDeadError(f"{worker} could not start: {why}")
         found = [memories[node] for node in nodes]
@@ -538,12 +539,12 @@ class _ActorGroup(WorkerGroup):
     def _gather(
         self, refs: list[Any], workers: list[_Actor] | None = None
     ) -> Iterator[tuple[_Actor, Any]]:
-        """What each worker, or some, answer while they start, as it comes.
+        """Yield the answers of the workers (None: of all) while they start, as they come.
 
         Raises:
-            EngineDeadError: one has died, or they are to end.
+            EngineDeadError: a worker has died, or the workers are to end.
         """
-        waiting = dict(zip(refs, workers or self.workers, strict=True))
+        waiting = dict(zip(refs, self.workers if workers is None else workers, strict=True))
         while waiting:
             if self._ending:
                 raise EngineDeadError("The workers have been shut down.")

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.attention.base import Rotary
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import HeadNorms, RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 
@@ -42,9 +42,9 @@ class Attention:
     """See `octavo.layers.rotary`; None without rotary positions."""
     is_neox: bool = True
     """Which elements of a head are pairs: see `Ops.rotary_embedding`."""
-    q_norm: RMSNorm | None = None
+    q_norm: RMSNorm | HeadNorms | None = None
     """Over each head of the queries, or over all of them."""
-    k_norm: RMSNorm | None = None
+    k_norm: RMSNorm | HeadNorms | None = None
     qk_proj: tuple[Linear, Linear] | None = None
     """To the queries and the keys of all ranks, where they are normed over all heads."""
     clip: float | None = None
@@ -104,8 +104,8 @@ class Attention:
     def _norm_all(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of this rank, out of the norms of all ranks'."""
         assert self.qk_proj is not None
-        assert self.q_norm is not None
-        assert self.k_norm is not None
+        assert isinstance(self.q_norm, RMSNorm)
+        assert isinstance(self.k_norm, RMSNorm)
         result = []
         for linear, norm in zip(self.qk_proj, (self.q_norm, self.k_norm), strict=True):
             assert linear.columns is not None

@@ -97,6 +97,22 @@ class LayerNorm:
 
 
 @dataclass(slots=True)
+class HeadNorms:
+    """A layer norm for each head, without a bias."""
+
+    ops: Ops
+    weight: Tensor
+    """[H, D] in the model's dtype."""
+    eps: float
+    """Added to the variance."""
+
+    def heads_(self, x: Tensor) -> None:
+        """Norm each head of x [T, H, D] in place, whatever its strides."""
+        for head, weight in zip(x.unbind(1), self.weight, strict=True):
+            self.ops.layer_norm(head, weight, None, self.eps, out=head)
+
+
+@dataclass(slots=True)
 class RowsNorm:
     """A norm of which each rank computes some rows (sequence parallelism).
 

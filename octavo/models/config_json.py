@@ -60,6 +60,17 @@ class ConfigJson:
             raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}.")
         return cls(data, str(path))
 
+    def filled(self, defaults: dict[str, Any]) -> ConfigJson:
+        """Return the same object with the values of `defaults` for absent fields.
+
+        A field that is null keeps this value, as in transformers.
+        """
+        return ConfigJson(defaults | self._data, self.where)
+
+    def replaced(self, name: str, value: object) -> ConfigJson:
+        """Return the same object with another value of a field."""
+        return ConfigJson(self._data | {name: value}, self.where)
+
     def error(self, name: str, expected: str) -> ModelError:
         """The error to raise for a field whose value is wrong or not supported."""
         value = repr(self._data.get(name))

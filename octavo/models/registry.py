@@ -8,6 +8,7 @@ from pathlib import Path
 
 from octavo.errors import ModelError
 from octavo.models import families
+from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.config_json import ConfigJson
 from octavo.models.families.base import Family
 from octavo.models.spec import ModelSpec
@@ -35,6 +36,10 @@ def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSp
     """
     config = ConfigJson.load(Path(folder) / "config.json")
     architectures = config.get("architectures")
+    model_type = config.get("model_type")
+    if not architectures and isinstance(model_type, str) and model_type in ARCHITECTURES:
+        architectures = [ARCHITECTURES[model_type]]
+        config = config.replaced("architectures", architectures)
     if not isinstance(architectures, list) or [type(name) for name in architectures] != [str]:
         raise config.error("architectures", f"it must name one of: {', '.join(FAMILIES)}")
     read = FAMILIES.get(architectures[0]) or _installed(architectures[0])
@@ -44,6 +49,7 @@ def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSp
             f"supported: {', '.join(FAMILIES)}, and what installed packages offer as entry points "
             f"of the group {ENTRY_POINTS}",
         )
+    config = config.filled(DEFAULTS.get(architectures[0], {}))
     if config.has("auto_map") and not trust_remote_code:
         raise config.error(
             "auto_map",

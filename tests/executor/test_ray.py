@@ -232,7 +232,7 @@ def test_tokens_are_those_of_one_process(cluster):
 
 
 class TestStages:
-    """Two of them, on two nodes; real workers."""
+    """Two of them; real workers."""
 
     PROMPTS = ("Hello", "A long time ago")
     SETTINGS = {"max_model_len": 128, "max_num_seqs": 4, "num_threads": 1}  # noqa: RUF012
@@ -245,10 +245,10 @@ class TestStages:
         monkeypatch.setattr(of_ray._ActorGroup, "_make_memories", spy)
         return found
 
-    def make(self):
+    def make(self, **layout):
         from octavo import LLM
 
-        layout = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+        layout |= {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
         return LLM(BUILTIN_MODEL, **self.SETTINGS, **layout)
 
     def generate(self, llm, num_tokens=16):
@@ -258,17 +258,37 @@ class TestStages:
         outputs = [it.outputs[0] for it in llm.generate(self.PROMPTS, params)]
         return [(it.token_ids, it.logprobs) for it in outputs]
 
-    def test_tokens_are_those_of_one_process(self, cluster, groups):
+    @pytest.fixture(scope="class")
+    def expected(self):
+        """What one process answers."""
         from octavo import LLM
 
-        one, two = LLM(BUILTIN_MODEL, **self.SETTINGS), self.make()
+        llm = LLM(BUILTIN_MODEL, **self.SETTINGS)
+        yield self.generate(llm)
+        llm.shutdown()
+
+    def test_tokens_are_those_of_one_process(self, cluster, groups, expected):
+        llm = self.make()
         try:
             assert len({worker.place.node_id for worker in groups[0].workers}) == 2
-            assert self.generate(two) == self.generate(one)
+            assert self.generate(llm) == expected
         finally:
-            one.shutdown()
-            two.shutdown()
+            llm.shutdown()
         assert gone([worker.pid for worker in groups[0].workers])
+
+    def test_both_stages_on_one_node(self, cluster, groups, expected):
+        """Each stage has two workers, for which the other two nodes are too small."""
+        large = cluster.add_node(num_cpus=4, object_store_memory=80 * 2**20)
+        try:
+            llm = self.make(tensor_parallel_size=2)
+            try:
+                assert len(groups[0].workers) == 4
+                assert len({worker.place.node_id for worker in groups[0].workers}) == 1
+                assert self.generate(llm) == expected
+            finally:
+                llm.shutdown()
+        finally:
+            cluster.remove_node(large)
 
     @pytest.mark.parametrize(("how", "rank"), [("killed", 0), ("broken", 1)])
     def test_a_node_that_fails_ends_the_engine(self, connected, groups, rank, how):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,6 +114,41 @@ def test_batch_invariant_linear() -> None:
     whole = invariant.linear(x, weight)
     for rows in (1, 3, 64):
         assert torch.equal(invariant.linear(x[:rows], weight), whole[:rows])
+    assert torch.equal(invariant.linear(x.flip(0), weight), whole.flip(0))
+
+
+ROWS_IN_OTHER_PLACES = """
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from tests.triton import prepare_interpreter
+
+def dot(a):
+    operands = (TensorHandle(x, tl.float32) for x in (a, b, np.zeros((len(a), 64), np.float32)))
+    return InterpreterBuilder().create_dot(*operands, None, None).data
+
+rng = np.random.default_rng(0)
+a, b = (rng.standard_normal((64, 64), np.float32) for _ in range(2))
+prepare_interpreter()
+whole = dot(a)
+assert np.array_equal(whole[::-1], dot(a[::-1].copy()))
+assert all(np.array_equal(whole[:rows], dot(a[:rows])) for rows in (1, 3, 16, 63))
+np.testing.assert_allclose(whole, a.astype(float) @ b, rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_the_interpreter_adds_every_row_in_one_order() -> None:
+    """With OpenBLAS's kernels for AVX2, whatever this processor is."""
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS_IN_OTHER_PLACES],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OPENBLAS_CORETYPE": "Haswell"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # ---- keys and values ----

@@ -128,7 +128,8 @@ def generate(
 def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     """A tiny transformers model with random weights large enough for lively greedy tokens."""
     hf_config = _config_class(architecture)(**config)
-    hf_config._attn_implementation = "eager"
+    # Its eager attention adds Falcon's ALiBi twice.
+    hf_config._attn_implementation = "sdpa" if config.get("alibi") else "eager"
     torch.manual_seed(seed)
     model = _model_class(architecture)(hf_config).eval()
     gemma = architecture.startswith("Gemma")

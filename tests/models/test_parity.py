@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconForCausalLM",
         FALCON | {"multi_query": False, "parallel_attn": False},
     ),
+    "falcon-rw": (  # transformers rounds the bias, but not that of four heads over 256 positions
+        "FalconForCausalLM",
+        FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
     "cohere": ("CohereForCausalLM", SIZES | {"logit_scale": 0.5}),
+    "cohere-qk-norm": ("CohereForCausalLM", SIZES | {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": (
         "Cohere2ForCausalLM",
         SIZES | {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2},
@@ -266,6 +272,21 @@ def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
         for a, b in zip(generate(model, prompts, 1).logits, exact, strict=True):
             assert a.dtype == torch.float32
             assert torch.nn.functional.cosine_similarity(a, b, dim=-1).min() > 0.98
+
+
+def test_mpt_with_what_transformers_leaves_out(tmp_path: Path) -> None:
+    """It reads expansion_ratio and alibi_bias_max, and computes with 4 and 8 all the same."""
+    fields = {"expansion_ratio": 2, "attn_config": {"alibi_bias_max": 5}}
+    hf_model = make_hf("MptForCausalLM", **MPT | fields)
+    decoder, inner = hf_model.transformer, 2 * MPT["d_model"]
+    for block in decoder.blocks:
+        for linear, name in ((block.ffn.up_proj, "out"), (block.ffn.down_proj, "in")):
+            weight = linear.weight.data
+            linear.weight.data = weight[:inner] if name == "out" else weight[:, :inner].contiguous()
+    decoder.build_mpt_alibi_tensor = partial(decoder.build_mpt_alibi_tensor, alibi_bias_max=5)
+    prompts = make_prompts(VOCAB, LENGTHS)
+    generated = generate(save_and_load(hf_model, tmp_path), prompts, NUM_TOKENS)
+    assert_same_as_hf(hf_model, prompts, generated)
 
 
 def test_dynamic_ntk(tmp_path: Path) -> None:

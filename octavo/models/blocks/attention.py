@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.blocks.norm import RMSNormSpec
+from octavo.models.blocks.norm import HeadNormsSpec, RMSNormSpec
 from octavo.models.cache import AttentionCache
 from octavo.models.weights import Names, Weight
 
@@ -52,10 +52,10 @@ class AttentionSpec:
     """Positions that a token sees, itself included; None: all."""
     soft_cap: float | None = None
     """Of the attention scores (Gemma 2)."""
-    q_norm: RMSNormSpec | None = None
+    q_norm: RMSNormSpec | HeadNormsSpec | None = None
     """Over each head of the queries (Qwen3, Gemma 3); of the size of all heads, over them together
     (OLMo 2)."""
-    k_norm: RMSNormSpec | None = None
+    k_norm: RMSNormSpec | HeadNormsSpec | None = None
     clip: float | None = None
     """Queries, keys and values are cut to [-clip, clip] (MPT)."""
     first_head: int = 0
@@ -83,6 +83,9 @@ class AttentionSpec:
         if any(norm and norm.size != size for norm in (self.q_norm, self.k_norm)):
             qk_proj = self.qkv_proj.split(parts[0]), self.qkv_proj.split(parts[1])
             parts = parts[2:]
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if isinstance(q_norm, HeadNormsSpec) and isinstance(k_norm, HeadNormsSpec):
+            q_norm, k_norm = q_norm.split(first, end), k_norm.split(first_kv, end_kv)
         if isinstance(positions, Alibi):
             positions = Alibi(positions.slopes[first : first + heads])
         o_proj = self.o_proj
@@ -95,6 +98,8 @@ class AttentionSpec:
             num_heads=heads,
             num_kv_heads=kv_heads,
             positions=positions,
+            q_norm=q_norm,
+            k_norm=k_norm,
             first_head=first,
             first_kv_head=first_kv,
             qk_proj=qk_proj,

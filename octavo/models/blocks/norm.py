@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from octavo.models.weights import Names, Source, Weight
 
 if TYPE_CHECKING:
-    from octavo.layers.norm import LayerNorm, Norm, RMSNorm
+    from octavo.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
     from octavo.models.blocks.base import Parts
 
 
@@ -60,6 +60,41 @@ class LayerNormSpec:
 
         bias = parts.tensor("bias") if self.bias else None
         return LayerNorm(parts.ops, parts.tensor("weight"), bias, self.eps)
+
+
+@dataclass(frozen=True)
+class HeadNormsSpec:
+    """A layer norm for each head of queries or keys, without a bias (Command R+)."""
+
+    module: str
+    """Of the checkpoint."""
+    num_heads: int
+    """In the checkpoint."""
+    size: int
+    """Of a head."""
+    eps: float
+    part: tuple[int, int] | None = None
+    """The heads of a rank, from ... to ...; None: all."""
+
+    def split(self, begin: int, end: int) -> HeadNormsSpec:
+        """Return the norms of a rank's heads."""
+        return replace(self, part=(begin, end))
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """One row for each head, near 1."""
+        begin, end = self.part or (0, self.num_heads)
+        source = Source(
+            f"{names.checkpoint}{self.module}.weight",
+            (self.num_heads, self.size),
+            parts=((begin, end),),
+        )
+        yield Weight(f"{names.own}weight", "vector", (end - begin, self.size), (source,), 1.0)
+
+    def build(self, parts: Parts) -> HeadNorms:
+        """The live block."""
+        from octavo.layers.norm import HeadNorms
+
+        return HeadNorms(parts.ops, parts.tensor("weight"), self.eps)
 
 
 NormSpec = RMSNormSpec | LayerNormSpec

@@ -41,6 +41,7 @@ PLAIN: dict[str, Activation] = {
 }
 
 _DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")}
+_DTYPES |= {f"torch.{name}": name for name in _DTYPES}
 # Far beyond any model: what config.json claims is kept for each layer and head before it is checked
 # against the weights.
 _MOST_LAYERS, _MOST_HEADS = 4096, 65536
@@ -69,13 +70,17 @@ class Heads:
 
     @classmethod
     def read(cls, config: ConfigJson) -> Heads:
-        """Reads the fields that most families have; raises as `of`."""
+        """Reads the fields that most families have; raises as `of`.
+
+        Without head_dim, the heads share the hidden size as transformers divides it: rounded down.
+        """
+        hidden_size, num_heads = config.integer("hidden_size"), read_num_heads(config)
         return cls.of(
             config,
-            config.integer("hidden_size"),
-            read_num_heads(config),
+            hidden_size,
+            num_heads,
             config.optional_integer("num_key_value_heads", least=1),
-            config.optional_integer("head_dim", least=1),
+            config.integer("head_dim", default=max(1, hidden_size // num_heads)),
         )
 
     @classmethod
@@ -87,7 +92,9 @@ class Heads:
         num_kv_heads: int | None = None,
         head_size: int | None = None,
     ) -> Heads:
-        """As many heads of keys and values as of queries, and of a size that fits, unless given.
+        """As many heads of keys and values as of queries, unless given.
+
+        Without a head size, the heads share the hidden size equally.
 
         Raises:
             ModelError: if the numbers do not divide each other.
@@ -98,7 +105,7 @@ class Heads:
             if hidden_size % num_heads:
                 raise ModelError(
                     f"{config.where}: {num_heads} heads do not divide hidden size {hidden_size}; "
-                    "set head_dim, if the family has it."
+                    "download the file again."
                 )
         if num_heads % num_kv_heads:
             raise config.error("num_key_value_heads", f"it must divide {num_heads} attention heads")

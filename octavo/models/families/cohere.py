@@ -26,12 +26,14 @@ def _cohere_like(config: ConfigJson) -> LlamaLike:
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Command R."""
-    config.refuse(
-        "use_qk_norm", False, "norms on queries and keys (as in Command R+) are not supported"
-    )
+    """Command R and Command R+."""
     rope = read_llama_rope(config, theta=5e5, is_neox=False)
-    return replace(_cohere_like(config), ropes=(rope,) * read_num_layers(config)).read(config)
+    variant = replace(
+        _cohere_like(config),
+        ropes=(rope,) * read_num_layers(config),
+        qk_norm="own" if config.flag("use_qk_norm", False) else "none",
+    )
+    return variant.read(config)
 
 
 def read_cohere2(config: ConfigJson) -> ModelSpec:

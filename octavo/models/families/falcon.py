@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.models.blocks.attention import AttentionSpec
+from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
@@ -20,14 +21,12 @@ from octavo.models.families.base import (
     read_num_layers,
 )
 from octavo.models.families.llama import read_max_position
-from octavo.models.positions import read_rope, scaled_max_model_len
+from octavo.models.positions import alibi_slopes_bloom, read_rope, scaled_max_model_len
 from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Falcon 7B, 40B, 180B, Falcon 2 11B; not Falcon RW, which has ALiBi positions."""
-    # transformers rounds the biases to bfloat16, whatever the model is computed in.
-    config.refuse("alibi", False, "supported: rotary positions")
+    """Falcon 7B, 40B, 180B, Falcon 2 11B, and Falcon RW, which has ALiBi positions."""
     new = config.flag("new_decoder_architecture", False)
     parallel = config.flag("parallel_attn", True)
     num_norms = config.integer("num_ln_in_parallel_attn", default=2 if new else 1, most=2)
@@ -42,7 +41,16 @@ def read(config: ConfigJson) -> ModelSpec:
         num_kv_heads = config.integer("num_kv_heads", "n_head_kv", default=num_heads)
     heads = Heads.of(config, hidden, num_heads, num_kv_heads)
     max_position = read_max_position(config)
-    rope = read_rope(config, head_size=heads.head_size, max_position=max_position)
+    positions: RopeSpec | Alibi
+    if config.flag("alibi", False):
+        # The factor on the scores is one on the bias, too. transformers rounds the bias to
+        # bfloat16, whatever the model is computed in; here it is exact.
+        slopes = alibi_slopes_bloom(heads.num_heads)
+        positions = Alibi(tuple(heads.scale * slope for slope in slopes))
+        max_model_len = max_position
+    else:
+        positions = read_rope(config, head_size=heads.head_size, max_position=max_position)
+        max_model_len = scaled_max_model_len(positions, max_position)
     bias = config.flag("bias", False)
     eps = config.number("layer_norm_epsilon", default=1e-5)
 
@@ -61,7 +69,7 @@ def read(config: ConfigJson) -> ModelSpec:
             heads.num_kv_heads,
             heads.head_size,
             heads.scale,
-            rope,
+            positions,
         ),
         plain_mlp(
             "mlp.dense_h_to_4h",
@@ -81,7 +89,7 @@ def read(config: ConfigJson) -> ModelSpec:
         embed=embed,
         layers=(layer,) * read_num_layers(config, "n_layer"),
         head=HeadSpec(norm("transformer.ln_f"), read_lm_head(config, embed, tied=True)),
-        max_model_len=scaled_max_model_len(rope, max_position),
+        max_model_len=max_model_len,
         layer_names="transformer.h.{}.",
         bare_prefix="transformer.",
         ignored=ROTARY_TABLES,

@@ -12,7 +12,6 @@ from octavo.models.spec import ModelSpec
 
 def gemma_like(config: ConfigJson) -> LlamaLike:
     """What all Gemmas differ from Llama in."""
-    config.integer("head_dim")  # not by division
     bias = config.flag("attention_bias", False)
     return LlamaLike(
         activation=read_activation(config, "hidden_activation", GATED, "gelu_pytorch_tanh"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.models.config_json import ConfigJson
-from octavo.models.families.base import read_num_layers, read_windows
+from octavo.models.families.base import Heads, read_num_layers, read_windows
 from octavo.models.families.gemma import sandwich_like
+from octavo.models.families.llama import read_max_position
 from octavo.models.positions import read_rope
 from octavo.models.spec import ModelSpec
 
@@ -22,8 +23,8 @@ def read(config: ConfigJson) -> ModelSpec:
     ]
     window = config.integer("sliding_window", default=4096)
     windows = read_windows(config, layer_types, window)
-    head_size = config.integer("head_dim")
-    max_position = config.integer("max_position_embeddings")
+    head_size = Heads.read(config).head_size
+    max_position = read_max_position(config)
     full = read_rope(
         config,
         head_size=head_size,

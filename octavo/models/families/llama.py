@@ -13,7 +13,7 @@ from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import Activation, MLPSpec
-from octavo.models.blocks.norm import LayerNormSpec, NormSpec, RMSNormSpec
+from octavo.models.blocks.norm import HeadNormsSpec, LayerNormSpec, NormSpec, RMSNormSpec
 from octavo.models.config_json import ConfigJson
 from octavo.models.families.base import (
     DEFAULT_MAX_MODEL_LEN,
@@ -63,8 +63,9 @@ class LlamaLike:
     scale: float | None = None
     """Factor on the attention scores; None: by the size of a head."""
     soft_cap: float | None = None
-    qk_norm: Literal["none", "head", "all"] = "none"
-    """RMS norm of queries and keys, over each head or over all heads together."""
+    qk_norm: Literal["none", "head", "all", "own"] = "none"
+    """RMS norm of queries and keys, over each head or over all heads together; own: a layer norm
+    over each head with weights of its own."""
 
     embed_scale: float | None = None
     embed_scale_given: bool = False
@@ -100,9 +101,11 @@ class LlamaLike:
                 return LayerNormSpec(module, hidden, eps, bias=False)
             return RMSNormSpec(module, hidden, eps, self.norm_offset)
 
-        def qk_norm(module: str, num_heads: int) -> RMSNormSpec | None:
+        def qk_norm(module: str, num_heads: int) -> RMSNormSpec | HeadNormsSpec | None:
             if self.qk_norm == "none":
                 return None
+            if self.qk_norm == "own":
+                return HeadNormsSpec(f"self_attn.{module}", num_heads, heads.head_size, eps)
             size = heads.head_size * (1 if self.qk_norm == "head" else num_heads)
             return RMSNormSpec(f"self_attn.{module}", size, eps, self.norm_offset)
 

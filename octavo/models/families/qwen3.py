@@ -10,7 +10,6 @@ from octavo.models.spec import ModelSpec
 def read(config: ConfigJson) -> ModelSpec:
     """Qwen3."""
     bias = config.flag("attention_bias", False)
-    config.integer("head_dim")  # without it, transformers assumes 128 rather than divides
     windows = read_qwen_windows(config)
     return LlamaLike(windows=windows, qkv_bias=bias, o_bias=bias, qk_norm="head").read(config)
 

@@ -1,0 +1,61 @@
+"""What a config.json need not say: the values that transformers assumes for absent fields.
+
+Sizes of the model are not among them: a config without one is broken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+_MISTRAL = _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096}
+_MISTRAL |= {"max_position_embeddings": 131072}
+_QWEN = _LLAMA | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+_QWEN |= {"sliding_window": 4096}
+_GEMMA = _LLAMA | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 4}
+_GLM = _LLAMA | {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
+_GLM |= {"max_position_embeddings": 131072}
+_COHERE = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
+    "InternLM3ForCausalLM": {"model_type": "internlm3"} | _LLAMA,
+    "MistralForCausalLM": {"model_type": "mistral"} | _MISTRAL,
+    "MinistralForCausalLM": {"model_type": "ministral"} | _MISTRAL,
+    "Qwen2ForCausalLM": {"model_type": "qwen2"} | _QWEN,
+    "Qwen3ForCausalLM": {"model_type": "qwen3"} | _QWEN | {"head_dim": 128},
+    "GemmaForCausalLM": {"model_type": "gemma"}
+    | _GEMMA
+    | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
+    "Gemma2ForCausalLM": {"model_type": "gemma2"}
+    | _GEMMA
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    | {"max_position_embeddings": 8192},
+    "Gemma3ForCausalLM": {"model_type": "gemma3_text"}
+    | _GEMMA
+    | {"max_position_embeddings": 131072},
+    "GlmForCausalLM": {"model_type": "glm"} | _GLM,
+    "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
+    "Phi3ForCausalLM": {"model_type": "phi3"}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "Olmo2ForCausalLM": {"model_type": "olmo2"} | _LLAMA | {"rms_norm_eps": 1e-5},
+    "GraniteForCausalLM": {"model_type": "granite"} | _LLAMA,
+    "SmolLM3ForCausalLM": {"model_type": "smollm3"}
+    | _LLAMA
+    | {"num_key_value_heads": 4, "max_position_embeddings": 32768},
+    "Starcoder2ForCausalLM": {"model_type": "starcoder2"}
+    | {"num_key_value_heads": 2, "max_position_embeddings": 4096},
+    "CohereForCausalLM": {"model_type": "cohere"} | _COHERE,
+    "Cohere2ForCausalLM": {"model_type": "cohere2"} | _COHERE,
+    "PhiForCausalLM": {"model_type": "phi"},
+    "OPTForCausalLM": {"model_type": "opt", "max_position_embeddings": 2048},
+    "GPT2LMHeadModel": {"model_type": "gpt2", "n_positions": 1024},
+    "BloomForCausalLM": {"model_type": "bloom"},
+    "MptForCausalLM": {"model_type": "mpt"},
+    "FalconForCausalLM": {"model_type": "falcon"},
+}
+"""By the name of the architecture."""
+
+ARCHITECTURES = {defaults["model_type"]: name for name, defaults in DEFAULTS.items()}
+"""The name of the architecture by model_type."""
