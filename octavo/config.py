@@ -210,7 +210,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     buffer_steps: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
     """Batches kept for these, 64 MiB of them at most."""
     hwm: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
-    """Batches that wait for a slow subscriber; further ones are lost for it."""
+    """Batches that wait for a slow subscriber; further ones are lost for it. Slow subscribers that
+    have not taken 64 MiB are disconnected."""
     max_queue_size: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
     """Batches that wait to be sent."""
     topic: str = ""
