@@ -32,6 +32,7 @@ from octavo.config import (
     ServerConfig,
     build_section,
     section_fields,
+    server_api_key_from_environment,
     settings_from_environment,
     unknown_variables,
 )
@@ -446,7 +447,10 @@ def _route(args: argparse.Namespace) -> int:
     from octavo.router.config import RouterConfig, own_server_settings
 
     server_config, engine_config = _server_configs(args)
-    router = build_section(RouterConfig, given_settings(args, section_fields(RouterConfig)))
+    router = build_section(
+        RouterConfig,
+        server_api_key_from_environment() | given_settings(args, section_fields(RouterConfig)),
+    )
     router.check()
     engine = engine_kwargs(args, args.model_arg)
     server = own_server_settings(given_settings(args, section_fields(ServerConfig)))

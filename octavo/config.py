@@ -29,6 +29,10 @@ BUILTIN_EAGLE_HEAD = "octavo/stories-eagle"
 BUILTIN_MEDUSA_HEADS = "octavo/stories-medusa"
 # Where API keys are looked for beside the flag: ours, and vLLM's for those who come from there.
 API_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
+# The key that a router sends to its servers.
+SERVER_API_KEY_VARIABLE = "OCTAVO_SERVER_API_KEY"
+_SECRET_VARIABLES = frozenset([*API_KEY_VARIABLES, ADMIN_KEY_VARIABLE, SERVER_API_KEY_VARIABLE])
 # Variables of vLLM's that may be there: nothing here does what they turn off or choose.
 _NO_MEANING = (
     "DISABLE_LOG_LOGO",
@@ -210,7 +214,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     buffer_steps: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
     """Batches kept for these, 64 MiB of them at most."""
     hwm: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
-    """Batches that wait for a slow subscriber; further ones are lost for it."""
+    """Batches that wait for a slow subscriber; further ones are lost for it. Slow subscribers that
+    have not taken 64 MiB are disconnected."""
     max_queue_size: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
     """Batches that wait to be sent."""
     topic: str = ""
@@ -640,16 +645,28 @@ class ServerConfig(Section, frozen=True):
     api_key: Annotated[
         list[str],
         Meta(
-            description="API keys to accept, in addition to those in OCTAVO_API_KEY and"
-            " VLLM_API_KEY; without any, no key is required.",
+            description="API keys to accept, in addition to those in OCTAVO_API_KEY,"
+            " VLLM_API_KEY and --api-key-file; without any, no key is required.",
+            extra={"secret": True},
+        ),
+    ] = []
+    api_key_file: Annotated[
+        str | None, Meta(description="File with API keys to accept, one on each line.")
+    ] = None
+    admin_key: Annotated[
+        list[str],
+        Meta(
+            description="Keys of the operator, in addition to the one in OCTAVO_ADMIN_KEY: needed"
+            " for /sleep, /reset_prefix_cache, /start_profile, /server_info and the like; each is"
+            " an API key as well.",
             extra={"secret": True},
         ),
     ] = []
     enable_admin: Annotated[
         bool,
         Meta(
-            description="Without API keys: let anyone reset the prefix cache and record profiles. "
-            "With keys, having one is enough."
+            description="Let every client use the addresses that otherwise need an admin key; not"
+            " together with --admin-key or several API keys."
         ),
     ] = False
     allowed_hosts: Annotated[
@@ -1262,6 +1279,23 @@ def cache_folder() -> Path | None:
 def api_keys_from_environment() -> dict[str, str]:
     """The API keys of the environment by their variable, the one that clients use first."""
     return {name: key for name in API_KEY_VARIABLES if (key := os.environ.get(name))}
+
+
+def admin_keys_from_environment() -> list[str]:
+    """The admin key of the environment, if there is one."""
+    key = os.environ.get(ADMIN_KEY_VARIABLE)
+    return [key] if key else []
+
+
+def server_api_key_from_environment() -> dict[str, str]:
+    """The router's setting `server_api_key`, if the environment has it."""
+    key = os.environ.get(SERVER_API_KEY_VARIABLE)
+    return {"server_api_key": key} if key else {}
+
+
+def environment_without_keys() -> dict[str, str]:
+    """The environment for a server that is not to accept this process' keys."""
+    return {name: text for name, text in os.environ.items() if name not in _SECRET_VARIABLES}
 
 
 def settings_from_environment() -> dict[str, Any]:

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -235,3 +236,14 @@ def test_what_argparse_finds_is_said_in_our_words(capsys, argv, said):
     assert cli.main(argv.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"octavo: error: {said}")
+
+
+def test_the_key_of_a_routers_servers_may_come_from_the_environment(monkeypatch):
+    seen = []
+    module = SimpleNamespace(run_router=lambda server, router, flags: seen.append(router) or 0)
+    monkeypatch.setitem(sys.modules, "octavo.router.run", module)
+    monkeypatch.setenv("OCTAVO_SERVER_API_KEY", "from-env")
+    words = ["router", "--servers", "http://a:1"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--server-api-key", "from-flag"]) == 0
+    assert [router.server_api_key for router in seen] == ["from-env", "from-flag"]

@@ -17,13 +17,16 @@ from octavo.config import (
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
+    admin_keys_from_environment,
     api_keys_from_environment,
     build_section,
     config_fields,
+    environment_without_keys,
     hub_offline,
     optional_type,
     parse_size,
     section_fields,
+    server_api_key_from_environment,
     settings_from_environment,
     unknown_variables,
 )
@@ -194,6 +197,8 @@ BAD_SERVER = {
     "host": [None, 5],
     "port": [-1, 65536, "8000", None],
     "api_key": [5, [None]],
+    "api_key_file": [5],
+    "admin_key": [5, [None]],
     "allowed_origins": [5],
     "allowed_hosts": [5, [b"x"]],
     "enable_admin": ["yes", 1],
@@ -445,16 +450,26 @@ def test_json_as_text():
 
 
 def test_environment(monkeypatch):
-    for name in ("HF_HUB_OFFLINE", "OCTAVO_API_KEY", "VLLM_API_KEY"):
+    secrets = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY", "OCTAVO_SERVER_API_KEY")
+    for name in ("HF_HUB_OFFLINE", *secrets):
         monkeypatch.delenv(name, raising=False)
     assert not hub_offline()
     assert api_keys_from_environment() == {}
+    assert admin_keys_from_environment() == []
+    assert server_api_key_from_environment() == {}
     monkeypatch.setenv("HF_HUB_OFFLINE", "true")
     monkeypatch.setenv("OCTAVO_API_KEY", "k")
     assert hub_offline()
     assert api_keys_from_environment() == {"OCTAVO_API_KEY": "k"}
     monkeypatch.setenv("VLLM_API_KEY", "v")
     assert list(api_keys_from_environment().values()) == ["k", "v"]
+    for name in secrets:
+        monkeypatch.setenv(name, name)
+    assert admin_keys_from_environment() == ["OCTAVO_ADMIN_KEY"]
+    assert server_api_key_from_environment() == {"server_api_key": "OCTAVO_SERVER_API_KEY"}
+    environment = environment_without_keys()
+    assert environment["HF_HUB_OFFLINE"] == "true"
+    assert not environment.keys() & set(secrets)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert not hub_offline()
 

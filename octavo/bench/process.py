@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
@@ -86,7 +86,13 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(
-    command: Sequence[str], base_url: str, log: Path, *, timeout: float, grace: float = 10.0
+    command: Sequence[str],
+    base_url: str,
+    log: Path,
+    *,
+    timeout: float,
+    grace: float = 10.0,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Runs a server while the body runs.
 
@@ -100,6 +106,7 @@ def running_server(
         log: file for what it prints.
         timeout: longest wait for its /health, in seconds.
         grace: time between SIGTERM and SIGKILL, in seconds.
+        environment: its variables; None: this process'.
 
     Raises:
         BenchError: it cannot be started, ends, does not become healthy, or something else answers
@@ -117,6 +124,7 @@ def running_server(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=environment,
             )
         except OSError as error:
             raise BenchError(f"The server cannot be started: {reason_of(error)}.") from error

@@ -23,7 +23,7 @@ from rich.console import Console
 from octavo.arguments import add_engine_settings, engine_kwargs, setting_flags
 from octavo.bench import results
 from octavo.bench.start_child import resident_nbytes
-from octavo.config import API_KEY_VARIABLES, EngineConfig, config_fields
+from octavo.config import EngineConfig, config_fields, environment_without_keys
 from octavo.errors import BenchError, ConfigError
 from octavo.models.hub import resolve_folders
 from octavo.models.weight_cache import WeightCache
@@ -170,11 +170,10 @@ def measure_server(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "octavo", "serve"]
     command += setting_flags(kwargs, config_fields())
     command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    environment = {k: v for k, v in os.environ.items() if k not in API_KEY_VARIABLES}
     report: dict[str, Any] = {}
     with tempfile.TemporaryFile() as log:
         begin = time.monotonic()
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment_without_keys())
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout) as client:
                 for name, path in (("server_health", "/health"), ("server_ready", "/ready")):

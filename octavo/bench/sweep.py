@@ -33,6 +33,7 @@ from octavo.config import (
     ConfigField,
     EngineConfig,
     ServerConfig,
+    admin_keys_from_environment,
     api_keys_from_environment,
     config_fields,
     section_fields,
@@ -509,7 +510,8 @@ def measure_with(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
     """Asks a running server to forget its cached prefixes; returns a note if it cannot."""
-    key = api_key or next(iter(api_keys_from_environment().values()), None)
+    environment = [*admin_keys_from_environment(), *api_keys_from_environment().values()]
+    key = api_key or next(iter(environment), None)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         response = httpx.post(
@@ -522,8 +524,9 @@ def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
         reason = str(error) or type(error).__name__
     return (
         f"The server's prefix cache could not be emptied ({reason} of /reset_prefix_cache): runs "
-        "after the first may find their prompts in it. Octavo does it with an API key or with "
-        "--enable-admin; with --serve-cmd every run has a fresh server."
+        "after the first may find their prompts in it. Octavo does it with an admin key (--api-key "
+        "or OCTAVO_ADMIN_KEY) or with --enable-admin; with --serve-cmd every run has a fresh "
+        "server."
     )
 
 

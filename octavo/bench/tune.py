@@ -35,7 +35,7 @@ from octavo.bench.sweep import (
     server_flags,
     shown_number,
 )
-from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields
+from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields, environment_without_keys
 from octavo.errors import BenchError, ConfigError, DatasetError
 from octavo.platforms.registry import get_platform
 
@@ -385,7 +385,13 @@ class _Search:
         bench = copy.copy(self._bench)
         bench.base_url, bench.num_prompts = url, budget
         try:
-            with running_server(command, url, log, timeout=self._args.ready_timeout) as server:
+            with running_server(
+                command,
+                url,
+                log,
+                timeout=self._args.ready_timeout,
+                environment=environment_without_keys(),  # it lets everybody in
+            ) as server:
 
                 def measure(rate: float) -> dict[str, Any]:
                     own = copy.copy(bench)

@@ -58,12 +58,16 @@ def main() -> None:
     """Runs an engine core until told to stop or until the parent is gone."""
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal_at_parents_end(signal.SIGCONT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.argv[1:2] == [WARM]:
+        # It cannot look at standard input while it imports, and has nothing to end in order.
+        signal_at_parents_end(signal.SIGKILL)
+        if not _has_parent():  # it ended before the system was told
+            os._exit(1)
         _warm_up(int(sys.argv[2]))
     if not (head := sys.stdin.buffer.read(4)):
-        return  # a spare that was not needed
+        os._exit(0)  # a spare that was not needed
+    signal_at_parents_end(signal.SIGCONT)
     size = int.from_bytes(head, "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
     clock.set_epoch(setup.clock_epoch)
@@ -129,6 +133,13 @@ def main() -> None:
     sender.join(timeout=5)
     # Threads that wait on sockets or standard input must not keep a finished process alive.
     os._exit(status)
+
+
+def _has_parent() -> bool:
+    """Whether standard input is open at its other end."""
+    poll = select.poll()
+    poll.register(sys.stdin, select.POLLHUP)
+    return not any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def _warm_up(num_workers: int) -> None:

@@ -1,8 +1,12 @@
-"""Publishes KV events to whoever subscribes, with vLLM's messages.
+"""Publishes KV events to subscribers, with vLLM's messages.
 
-PUB: (topic, number, batch), numbered from 0 on, 8 bytes, big-endian. Who has missed some asks the
-replay socket (ROUTER) with the first number it wants, and gets (number, batch) for each that is
-still there, then -1 with nothing.
+PUB: (topic, number, batch), numbered from 0 on, 8 bytes, big-endian. A subscriber that has missed
+some asks the replay socket (ROUTER) with the first number it wants, and gets (number, batch) for
+each that is still there, then -1 with nothing.
+
+All queues share one copy of each batch. When batches that slow readers have not taken fill
+`_MOST_UNSENT_NBYTES`, both sockets are opened anew, which disconnects all readers: those that read
+connect again and ask for what they missed.
 """
 
 from __future__ import annotations
@@ -30,6 +34,17 @@ _POLL_SECONDS = 0.1
 _END_SECONDS = 1.0
 # What is kept for replays takes no more, however many batches may be kept.
 _MOST_KEPT_NBYTES = 2**26
+# Nor does what waits in the queues of readers.
+_MOST_UNSENT_NBYTES = 2**26
+# A subscription or a question is shorter; libzmq takes memory for the length that a frame claims.
+_MOST_QUESTION_NBYTES = 4096
+# Questions of one client that wait.
+_MOST_QUESTIONS = 16
+# Questions that are answered before the next events are sent.
+_QUESTIONS_AT_ONCE = 4
+# An address is free again once the I/O thread has closed the old socket.
+_BIND_SECONDS = 2.0
+_BIND_PAUSE = 0.01
 
 
 class KVEventPublisher:
@@ -47,16 +62,16 @@ class KVEventPublisher:
         self._config, self._rank = config, rank
         self._queue: queue.Queue[list[AnyKVEvent] | None] = queue.Queue(config.max_queue_size)
         self._num_lost = 0
-        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept: deque[tuple[int, zmq.Frame]] = deque()
         """Numbers and payloads of the last batches, for replays."""
         self._kept_nbytes = 0
+        self._unsent: deque[tuple[zmq.MessageTracker, int]] = deque()
+        """For each batch that is not kept and that a queue may still have: its size."""
+        self._unsent_nbytes = 0
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         try:
-            self._events = self._bind(zmq.PUB, "endpoint", config.endpoint)
-            self._replay = None
-            if config.replay_endpoint is not None:
-                self._replay = self._bind(zmq.ROUTER, "replay_endpoint", config.replay_endpoint)
+            self._open()
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -81,9 +96,27 @@ class KVEventPublisher:
                 self._queue.put_nowait(None)
             self._thread.join(_END_SECONDS)
 
-    def _bind(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes]:
+    def _open(self) -> None:
+        """Opens the sockets.
+
+        Raises:
+            ConfigError: an address cannot be used.
+        """
+        config = self._config
+        self._events = self._bind(zmq.PUB, "endpoint", config.endpoint, config.hwm)
+        self._replay = None
+        if config.replay_endpoint is not None:
+            # libzmq counts in halves of this, so that a whole answer always fits.
+            size = 2 * (config.buffer_steps + 1)
+            self._replay = self._bind(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, size)
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an error
+
+    def _bind(self, kind: int, name: str, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.set_hwm(self._config.hwm)
+        socket.setsockopt(zmq.SNDHWM, hwm)
+        socket.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
+        socket.setsockopt(zmq.SNDTIMEO, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_QUESTION_NBYTES)
         where = endpoint_of(endpoint, self._rank)
         try:
             socket.bind(where)
@@ -109,33 +142,78 @@ class KVEventPublisher:
             if events is None:
                 break
             batch = KVEventBatch(time.time(), events, self._rank)
-            payload = self._encoder.encode(batch)
+            payload = zmq.Frame(self._encoder.encode(batch), track=True, copy=False)
             number = self._number.to_bytes(_NUMBER_NBYTES, "big")
-            self._events.send_multipart([topic, number, payload])
-            if self._replay is not None:
-                self._keep(payload)
+            self._events.send_multipart([topic, number, payload], copy=False)
+            self._keep(payload)
+            del payload
             self._number += 1
+            if self._readers_are_slow() and not self._open_anew():
+                return
             self._serve_replays()
         self._context.destroy(linger=200)
 
-    def _keep(self, payload: bytes) -> None:
+    def _keep(self, payload: zmq.Frame) -> None:
+        most = 0 if self._replay is None else self._config.buffer_steps
         self._kept.append((self._number, payload))
         self._kept_nbytes += len(payload)
-        while len(self._kept) > self._config.buffer_steps or self._kept_nbytes > _MOST_KEPT_NBYTES:
-            self._kept_nbytes -= len(self._kept.popleft()[1])
+        while len(self._kept) > most or self._kept_nbytes > _MOST_KEPT_NBYTES:
+            _, oldest = self._kept.popleft()
+            self._kept_nbytes -= len(oldest)
+            assert isinstance(oldest.tracker, zmq.MessageTracker)
+            self._unsent.append((oldest.tracker, len(oldest)))
+            self._unsent_nbytes += len(oldest)
+
+    def _readers_are_slow(self) -> bool:
+        """Whether the batches that are not kept but wait in queues are too many."""
+        while self._unsent and self._unsent[0][0].done:
+            self._unsent_nbytes -= self._unsent.popleft()[1]
+        if self._unsent_nbytes > _MOST_UNSENT_NBYTES:
+            self._unsent = deque(item for item in self._unsent if not item[0].done)
+            self._unsent_nbytes = sum(size for _, size in self._unsent)
+        return self._unsent_nbytes > _MOST_UNSENT_NBYTES
+
+    def _open_anew(self) -> bool:
+        """Disconnects all readers; returns whether there are sockets again."""
+        logger.warning(
+            "all readers of KV events are disconnected: slow ones have not taken %d MiB; those "
+            "that read connect again and can ask the replay socket for what they missed",
+            _MOST_UNSENT_NBYTES >> 20,
+        )
+        end = time.monotonic() + _BIND_SECONDS
+        while True:
+            self._events.close(linger=0)
+            if self._replay is not None:
+                self._replay.close(linger=0)
+            try:
+                self._open()
+            except ConfigError as error:
+                if time.monotonic() > end:
+                    logger.error("no more KV events are sent: %s", error)
+                    self._context.destroy(linger=0)
+                    return False
+                time.sleep(_BIND_PAUSE)
+            else:
+                self._unsent.clear()
+                self._unsent_nbytes = 0
+                return True
 
     def _serve_replays(self) -> None:
-        """Answers those who have missed something."""
-        while self._replay is not None and self._replay.poll(0):
+        """Answers some of those who have missed something."""
+        for _ in range(_QUESTIONS_AT_ONCE):
+            if self._replay is None or not self._replay.poll(0):
+                return
             client, *frames = self._replay.recv_multipart()
             if len(frames) != 2 or len(frames[1]) != _NUMBER_NBYTES:
                 continue  # it is no question
             first = int.from_bytes(frames[1], "big", signed=True)
-            for number, payload in self._kept:
-                if number >= first:
-                    answer = number.to_bytes(_NUMBER_NBYTES, "big")
-                    self._replay.send_multipart([client, b"", answer, payload])
-            self._replay.send_multipart([client, b"", _END, b""])
+            # A client that does not read gets no more than its queue holds.
+            with contextlib.suppress(zmq.ZMQError):
+                for number, payload in self._kept:
+                    if number >= first:
+                        answer = number.to_bytes(_NUMBER_NBYTES, "big")
+                        self._replay.send_multipart([client, b"", answer, payload], copy=False)
+                self._replay.send_multipart([client, b"", _END, b""])
 
 
 def endpoint_of(endpoint: str, rank: int | None) -> str:

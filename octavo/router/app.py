@@ -70,6 +70,7 @@ def build_app(state: RouterState) -> FastAPI:
         ("/metrics", metrics, ["GET"]),
         ("/v1/streams/{stream_id:path}", streams, ["GET"]),
         ("/v1/{rest:path}", relay, ["GET", "POST", "DELETE"]),
+        ("/invocations", relay, ["POST"]),
         ("/tokenize", relay, ["POST"]),
         ("/detokenize", relay, ["POST"]),
     ):

@@ -17,7 +17,7 @@ SHARED = frozenset(
         "uds",
         "root_path",
         "api_key",
-        "enable_admin",
+        "api_key_file",
         "allowed_hosts",
         "allowed_origins",
         "ssl_keyfile",
@@ -54,6 +54,8 @@ REFUSED = {
     "record_prompts": "it goes with record",
     "record_max_bytes": "it goes with record",
     "resume_grace": "behind a router nobody can come back to a stream",
+    "admin_key": "a router passes nothing on to the addresses of servers that need it",
+    "enable_admin": "a router passes nothing on to the addresses of servers that need it",
 }
 """Settings of `ServerConfig` that have no meaning here, and why."""
 
@@ -112,8 +114,8 @@ class RouterConfig(Section, frozen=True):
     server_api_key: Annotated[
         str | None,
         Meta(
-            description="API key that --servers and the like ask for; default: the client's is"
-            " passed on.",
+            description="API key that --servers and the like ask for; default: the one in"
+            " OCTAVO_SERVER_API_KEY, else the client's is passed on.",
             extra={"secret": True},
         ),
     ] = None

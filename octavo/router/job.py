@@ -21,7 +21,7 @@ _MOST_PIECES = 1024
 _WEIGHT_NBYTES = 8192
 # Bits of the seed of a request without one: any JSON parser can read such a number.
 _SEED_BITS = 48
-GENERATING = frozenset(["/v1/completions", "/v1/chat/completions"])
+GENERATING = frozenset(["/v1/completions", "/v1/chat/completions", "/invocations"])
 """Paths whose answers another server can go on with."""
 
 
@@ -75,9 +75,10 @@ def read_job(
 ) -> Job:
     """Makes the job of a request.
 
-    A request without a seed gets one, so that another server would answer the same; with several
-    prompts it does not, as a seed would tie their answers together. Where the router knows its
-    clients by their keys, each key is a scope of cached prefixes of its own, as at a server.
+    A request without a seed gets one, so that another server would answer the same. A request with
+    several prompts gets none, as a seed would tie their answers together; nor does a beam search,
+    which does not sample. Where the router knows its clients by their keys, each key is a scope of
+    cached prefixes of its own, as at a server.
 
     Args:
         method: GET, POST ...
@@ -102,20 +103,20 @@ def read_job(
         )
     job.generates = True
     changes: dict[str, Any] = {}
-    prompt = fields.get("prompt")
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    if fields.get("seed") is None and not several:
+    several = _num_prompts(fields) > 1
+    beams = fields.get("use_beam_search") not in (None, False)
+    if fields.get("seed") is None and not several and not beams:
         changes["seed"] = secrets.randbits(_SEED_BITS)
     salt = fields.get("cache_salt")
     if api_key is not None and (salt is None or isinstance(salt, str)):
         salt = changes["cache_salt"] = private_salt(api_key, salt)
     job.body = with_fields(body, changes)
     asks_prompt = any(
-        fields.get(name) not in (None, False, 0)
-        for name in ("prompt_logprobs", "echo", "use_beam_search")
+        fields.get(name) not in (None, False, 0) for name in ("prompt_logprobs", "echo")
     )
     # Servers take kv_transfer_params with one answer only; a wrong n is for them to refuse.
-    job.splits = not several and not asks_prompt and fields.get("n") in (None, 1)
+    alone = not several and not beams and fields.get("n") in (None, 1)
+    job.splits = alone and not asks_prompt
     text = _prompt_text(fields)
     job.pieces = _pieces(text, [fields.get("model"), salt, _authorization(headers)])
     job.weight = 1 + len(text) // _WEIGHT_NBYTES
@@ -138,13 +139,22 @@ def _authorization(headers: list[tuple[str, str]]) -> str:
     return next((value for name, value in headers if name == "authorization"), "")
 
 
+def _num_prompts(fields: dict[str, Any]) -> int:
+    prompt, embeds = fields.get("prompt"), fields.get("prompt_embeds")
+    texts = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    num_embeds = len(embeds) if isinstance(embeds, list) else int(bool(embeds))
+    return num_embeds + (len(prompt) if texts else int(bool(prompt)))
+
+
 def _prompt_text(fields: dict[str, Any]) -> bytes:
     """What a server computes first of a request, as bytes; equal prompts begin with equal ones."""
     if "messages" in fields:
         return msgspec.json.encode(
             [fields.get("chat_template_kwargs"), fields.get("tools"), fields["messages"]]
         )
-    prompt = fields.get("prompt")
+    prompt, embeds = fields.get("prompt"), fields.get("prompt_embeds")
+    if embeds:
+        return msgspec.json.encode([embeds, prompt])
     if isinstance(prompt, str):
         return prompt.encode()
     return msgspec.json.encode(prompt)

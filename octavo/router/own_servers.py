@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from octavo.config import API_KEY_VARIABLES
+from octavo.config import environment_without_keys
 from octavo.device import is_stopped
 from octavo.errors import OctavoError, reason_of, signal_name
 from octavo.router.pool import Pool, Upstream
@@ -111,7 +111,7 @@ class LocalStarter:
                 *("--max-connections-per-client", "0", "--disable-fastapi-docs"),
             ],
             stdin=subprocess.DEVNULL,
-            env={k: v for k, v in os.environ.items() if k not in API_KEY_VARIABLES},
+            env=environment_without_keys(),
             process_group=0,  # a Ctrl-C in the terminal is for the router
         )
 

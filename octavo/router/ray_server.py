@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from octavo.config import API_KEY_VARIABLES
+from octavo.config import API_KEY_VARIABLES, environment_without_keys
 from octavo.device import is_stopped
 from octavo.executor.ray_session import SESSION
 from octavo.router.pool import Upstream
@@ -38,7 +38,7 @@ class ServerActor:
         host = ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
-        environment = {k: v for k, v in os.environ.items() if k not in API_KEY_VARIABLES}
+        environment = environment_without_keys()
         environment[API_KEY_VARIABLES[0]] = key
         words = [word.replace(HOST, host) for word in words]
         words += ["--host", host, "--port", str(port)]

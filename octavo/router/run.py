@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from octavo.config import ServerConfig, api_keys_from_environment
+from octavo.config import ServerConfig
 from octavo.logs import setup_logging
 from octavo.router.app import build_app
 from octavo.router.config import RouterConfig
 from octavo.router.state import RouterState
+from octavo.server.auth import with_all_keys
 from octavo.server.run import (
     allow_files,
     bind,
@@ -41,13 +42,14 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
     Raises:
         OctavoError: the address cannot be used, or no server can be started.
     """
-    config = msgspec.structs.replace(config, disable_fastapi_docs=True)  # there are none
+    # It has no documentation, and no addresses for an operator.
+    config = msgspec.structs.replace(config, disable_fastapi_docs=True, enable_admin=False)
     setup_logging(config.log_level, config.log_format)
     prepare_process()
     check_tls(config)
     allow_files()
-    keys = config.api_key + list(api_keys_from_environment().values())
-    if not keys and config.uds is None and is_any_address(config.host):
+    config, sources = with_all_keys(config)
+    if not sources and config.uds is None and is_any_address(config.host):
         logger.warning(
             "anyone who can reach this machine can use the router; --host 127.0.0.1 restricts it "
             "to this machine, --api-key requires a key"
@@ -63,7 +65,7 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
         tell_address(config, listener)
 
         async def serve() -> int:
-            state = RouterState(config, router, flags, keys)
+            state = RouterState(config, router, flags)
             try:
                 status = await serve_app(state, build_app(state), listener)
             finally:

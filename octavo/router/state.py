@@ -26,7 +26,6 @@ class RouterState(HttpState):
         config: the settings that it shares with servers: address, keys, limits.
         router: its own.
         flags: words for `octavo serve`, for each kind of server that it starts itself.
-        api_keys: accepted keys, the environment's included.
     """
 
     def __init__(
@@ -34,9 +33,8 @@ class RouterState(HttpState):
         config: ServerConfig,
         router: RouterConfig,
         flags: Mapping[str, list[str]],
-        api_keys: list[str] | None = None,
     ) -> None:
-        super().__init__(config, api_keys)
+        super().__init__(config)
         self.router = router
         health = router.health_check_interval, router.health_check_timeout
         self.answering = Pool(*health)

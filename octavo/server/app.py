@@ -33,7 +33,7 @@ from octavo.server.docs import HEADERS, docs_page
 from octavo.server.errors import AdminError, RouteError, on_http_exception, show
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
-from octavo.server.middleware import RequestMiddleware
+from octavo.server.middleware import RequestMiddleware, context_of
 from octavo.server.openapi import OPERATIONS, document
 from octavo.server.resume import get_stream, resumable
 from octavo.server.schema import ScaleBody
@@ -396,10 +396,14 @@ async def stop_profile(request: Request) -> Response:
 
 
 def _check_operator(request: Request) -> None:
-    """Lets the operator in: who has a key, or everybody with --enable-admin."""
+    """Checks that a request has an admin key, or that --enable-admin lets everybody in.
+
+    Raises:
+        AdminError: neither is so.
+    """
     state = state_of(request)
-    if not (state.api_keys or state.config.enable_admin):
-        raise AdminError(request.url.path)
+    if not (context_of(request).is_admin or state.config.enable_admin):
+        raise AdminError(request.url.path, has_key=state.api_keys.has_admin)
 
 
 def _check_admin(request: Request) -> None:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
 import socket
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from octavo.config import ServerConfig
+import msgspec
+
+from octavo.config import (
+    ADMIN_KEY_VARIABLE,
+    ServerConfig,
+    admin_keys_from_environment,
+    api_keys_from_environment,
+)
 from octavo.errors import ConfigError
 from octavo.server.errors import AuthenticationError, HostError, show
+
+logger = logging.getLogger(__name__)
 
 # Probes, scrapers and a browser that reads the documentation carry no key.
 OPEN_PATHS = frozenset(
@@ -18,33 +30,106 @@ OPEN_PATHS = frozenset(
 )
 
 
+def with_all_keys(config: ServerConfig) -> tuple[ServerConfig, list[str]]:
+    """Adds the keys of the environment and of the key file to the settings.
+
+    Returns:
+        The settings, and where its API keys are from.
+
+    Raises:
+        ConfigError: the file cannot be read or has no key, or it is not clear who the operator is.
+    """
+    found = {"--api-key": config.api_key}
+    if config.api_key_file is not None:
+        found["--api-key-file"] = _read_keys(config.api_key_file)
+    found |= {name: [key] for name, key in api_keys_from_environment().items()}
+    keys = [key for group in found.values() for key in group]
+    admin_keys = config.admin_key + admin_keys_from_environment()
+    if set(keys) & set(admin_keys):
+        raise ConfigError(
+            f"A key of admin_key (or {ADMIN_KEY_VARIABLE}) is an API key as well, so that every"
+            " client with that key could administer the server; give another one."
+        )
+    if config.enable_admin and admin_keys:
+        raise ConfigError(
+            f"enable_admin lets every client administer the server, admin_key (or"
+            f" {ADMIN_KEY_VARIABLE}) only the operator; give one of them."
+        )
+    if config.enable_admin and len(set(keys)) > 1:
+        raise ConfigError(
+            "enable_admin would let each of several API keys administer the server for all others;"
+            f" give admin_key (or {ADMIN_KEY_VARIABLE}) instead."
+        )
+    full = msgspec.structs.replace(config, api_key=keys, admin_key=admin_keys, api_key_file=None)
+    return full, [source for source, group in found.items() if group]
+
+
+def _read_keys(path: str) -> list[str]:
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        mode = file.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"api_key_file={path!r} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"api_key_file={path!r} is not UTF-8 text.") from None
+    if mode & stat.S_IRWXO:
+        logger.warning("%s can be read by all users; restrict it by `chmod 600`", path)
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise ConfigError(f"api_key_file={path!r} has no key; write one on each line.")
+    return keys
+
+
 class ApiKeys:
-    """The accepted API keys; with none, everybody may ask.
+    """The accepted keys; without API keys, everybody may use the API.
+
+    Args:
+        keys: API keys.
+        admin_keys: keys of the operator, which are API keys as well.
 
     Raises:
         ConfigError: a key is empty, as an unset shell variable would make it.
     """
 
-    def __init__(self, keys: list[str]) -> None:
-        if not all(key.strip() for key in keys):
-            raise ConfigError("api_key is empty, which anyone could guess; give a real key.")
-        self._digests = [(hashlib.sha256(key.encode()).digest(), key) for key in keys]
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        for name, given in (("api_key", keys), ("admin_key", admin_keys)):
+            if not all(key.strip() for key in given):
+                raise ConfigError(f"{name} is empty, which anyone could guess; give a real key.")
+        self.has_admin = bool(admin_keys)
+        """Whether there is a key of the operator."""
+        self._open = not keys
+        self._digests = [
+            (hashlib.sha256(key.encode()).digest(), key, is_admin)
+            for given, is_admin in ((keys, False), (admin_keys, True))
+            for key in given
+        ]
 
     def __len__(self) -> int:
         """How many there are; a key that was given twice is one."""
-        return len({digest for digest, _ in self._digests})
+        return len({digest for digest, _, _ in self._digests})
 
-    def check(self, authorization: bytes | None) -> str | None:
-        """Returns the key that an Authorization header carries; None if no keys are in use.
+    def check(self, authorization: bytes | None) -> tuple[str | None, bool]:
+        """Checks an Authorization header.
 
         Takes the same time for every wrong key: digests are compared, all of them, in constant
         time.
 
+        Returns:
+            The key in it, None if there is no known one and none is needed; and whether it is the
+            operator's.
+
         Raises:
             AuthenticationError: the header is missing, malformed, or carries an unknown key.
         """
-        if not self._digests:
-            return None
+        try:
+            return self._find(authorization)
+        except AuthenticationError:
+            if self._open:
+                return None, False
+            raise
+
+    def _find(self, authorization: bytes | None) -> tuple[str, bool]:
         if authorization is None:
             raise AuthenticationError(
                 "No API key was sent; send one in the header `Authorization: Bearer KEY`."
@@ -55,10 +140,10 @@ class ApiKeys:
                 "The Authorization header is not of the form `Authorization: Bearer KEY`."
             )
         digest = hashlib.sha256(given.strip()).digest()
-        found: str | None = None
-        for known, key in self._digests:
+        found: tuple[str, bool] | None = None
+        for known, key, is_admin in self._digests:
             if hmac.compare_digest(known, digest):
-                found = key
+                found = key, is_admin
         if found is None:
             raise AuthenticationError("The API key is not one that this server accepts.")
         return found

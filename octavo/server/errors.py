@@ -34,17 +34,20 @@ class AuthenticationError(RequestError):
 
 
 class AdminError(RequestError):
-    """A route of the operator's, on a server that does not know who the operator is."""
+    """A route of the operator's, and a client that is not known to be the operator."""
 
     status = 403
 
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            f"{path} is for the server's operator: start the server with --api-key and send the "
-            "key, or with --enable-admin, which lets everyone in.",
-            None,
-            "admin_disabled",
-        )
+    def __init__(self, path: str, *, has_key: bool) -> None:
+        if has_key:
+            how, code = "send an admin key, not an API key", "admin_key_required"
+        else:
+            how = (
+                "start the server with --admin-key (or OCTAVO_ADMIN_KEY) and send that key, or "
+                "with --enable-admin, which lets everyone in"
+            )
+            code = "admin_disabled"
+        super().__init__(f"{path} is for the server's operator: {how}.", None, code)
 
 
 class HostError(RequestError):

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import uvloop
 
-from octavo.config import api_keys_from_environment
 from octavo.device import signal_at_parents_end
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.front_end import CoordinatorProcess, FrontEndClient
@@ -49,7 +48,6 @@ def main() -> int:
     setup_logging(config.log_level, config.log_format, api_server=setup.slot)
     prepare_process()
     allow_files()
-    keys = config.api_key + list(api_keys_from_environment().values())
 
     parent = Parent(setup.pulse)
     beats = []
@@ -59,7 +57,7 @@ def main() -> int:
         beats.append(asyncio.create_task(parent.beat()))  # somebody has to keep it
         return engine
 
-    state = ServerState(config, setup.engine_config, start, keys)
+    state = ServerState(config, setup.engine_config, start)
     state.created = setup.created
     gc.freeze()
     try:

@@ -27,13 +27,12 @@ class HttpState:
     """What all requests share, of a server or of a router.
 
     Args:
-        config: the settings.
-        api_keys: accepted keys, the environment's included; None: those of the settings.
+        config: the settings, with all keys (see `auth.with_all_keys`).
     """
 
-    def __init__(self, config: ServerConfig, api_keys: list[str] | None = None) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.api_keys = ApiKeys(config.api_key if api_keys is None else api_keys)
+        self.api_keys = ApiKeys(config.api_key, config.admin_key)
         self.allowed_hosts = AllowedHosts(config)
         self.on_failure: Callable[[], None] = lambda: None
         """Called when there is no more purpose in serving."""

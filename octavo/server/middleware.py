@@ -38,6 +38,8 @@ class RequestContext:
     arrival: float
     """Second of `time.monotonic`."""
     api_key: str | None = field(default=None, repr=False)
+    is_admin: bool = False
+    """Whether that key is the operator's."""
     ignored_fields: list[str] = field(default_factory=list)
     """Fields of the body that nobody knows, or that mean nothing to this server."""
     deadline_ms: int | None = None
@@ -91,7 +93,7 @@ class RequestMiddleware:
             self.state.allowed_hosts.check(headers.getlist("host"))
             if not probe:
                 given = headers.get("authorization")
-                context.api_key = self.state.api_keys.check(
+                context.api_key, context.is_admin = self.state.api_keys.check(
                     None if given is None else given.encode("latin-1")
                 )
                 if self.state.draining:

@@ -22,7 +22,7 @@ import uvloop
 from fastapi import FastAPI
 
 from octavo.chat_template import RESERVED_VARIABLES, read_override
-from octavo.config import EngineConfig, ServerConfig, api_keys_from_environment
+from octavo.config import EngineConfig, ServerConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.distributed import Rank
 from octavo.engine.async_llm import AsyncLLM
@@ -36,6 +36,7 @@ from octavo.models.spec import divide_layers
 from octavo.platforms.registry import get_platform
 from octavo.recording import RecordSettings
 from octavo.server.app import build_app
+from octavo.server.auth import with_all_keys
 from octavo.server.front_ends import check_front_ends, serve_by_front_ends
 from octavo.server.http_state import HttpState
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
@@ -64,6 +65,7 @@ def run_server(
         OctavoError: the address cannot be used, or the engine failed, with the root cause.
     """
     setup_logging(config.log_level, config.log_format)
+    config, sources = with_all_keys(config)
     prepare_process()
     check_tls(config)
     check_front_ends(config, engine_config)
@@ -74,10 +76,7 @@ def run_server(
         )
     _check_model(config, engine_config)
     allow_files()
-    from_environment = api_keys_from_environment()
-    keys = config.api_key + list(from_environment.values())
-    if keys:
-        sources = [*(["--api-key"] if config.api_key else []), *from_environment]
+    if sources:
         logger.info("requests need an API key", extra={"keys_from": ", ".join(sources)})
     elif config.uds is None and is_any_address(config.host):
         logger.warning(
@@ -93,7 +92,7 @@ def run_server(
             if config.api_server_count > 1:
                 return runner.run(serve_by_front_ends(config, engine_config, listener))
             state = ServerState(
-                config, engine_config, lambda: start_engine(config, engine_config, process), keys
+                config, engine_config, lambda: start_engine(config, engine_config, process)
             )
             gc.freeze()  # the modules stay: no collection need look at them while answers stream
             return runner.run(serve(state, listener))

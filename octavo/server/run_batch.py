@@ -71,9 +71,7 @@ def run_batch(
                 f"output_file={output_file!r} cannot be written: {error.strerror}."
             ) from None
         with answers:
-            state = ServerState(
-                config, engine_config, lambda: start_engine(config, engine_config), []
-            )
+            state = ServerState(config, engine_config, lambda: start_engine(config, engine_config))
             asyncio.run(_answer_all(state, lines, answers))
     return 0
 

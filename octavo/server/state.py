@@ -56,7 +56,6 @@ class ServerState(HttpState):
         config: the server's settings.
         engine_config: the engine's; only names are read from it.
         start_engine: makes the engine; may return while the model still loads.
-        api_keys: accepted keys, the environment's included.
     """
 
     def __init__(
@@ -64,9 +63,8 @@ class ServerState(HttpState):
         config: ServerConfig,
         engine_config: EngineConfig,
         start_engine: Callable[[], Awaitable[AsyncLLM]],
-        api_keys: list[str] | None = None,
     ) -> None:
-        super().__init__(config, api_keys)
+        super().__init__(config)
         self.engine_config = engine_config
         self.model_names = engine_config.model.served_model_name or [engine_config.model.model]
         self.created = int(time.time())

@@ -12,11 +12,13 @@ from typing import Any
 
 from octavo.arguments import add_engine_settings, engine_kwargs
 from octavo.config import (
+    ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLES,
     BUILTIN_DRAFT_MODEL,
     BUILTIN_MODEL,
     EngineConfig,
     ServerConfig,
+    admin_keys_from_environment,
     api_keys_from_environment,
     section_fields,
     settings_from_environment,
@@ -122,6 +124,11 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     )
     scale.add_argument("size", type=int, metavar="N", help="How many engines there are to be.")
     _add_address_flags(scale)
+    scale.add_argument(
+        "--admin-key",
+        metavar="KEY",
+        help=f"Admin key; default: {ADMIN_KEY_VARIABLE}, else the API key.",
+    )
     scale.set_defaults(command=scale_server, model=None)
 
     listing = commands.add_parser("list", help="list the models on this machine")
@@ -317,16 +324,17 @@ def _text(args: argparse.Namespace) -> str | None:
     return text
 
 
-def _connect(args: argparse.Namespace) -> Any:
+def _connect(args: argparse.Namespace, key: str | None = None) -> Any:
     from octavo.server import client
 
-    key = args.api_key or next(iter(api_keys_from_environment().values()), None)
+    key = key or args.api_key or next(iter(api_keys_from_environment().values()), None)
     return contextlib.closing(client.Client(args.url, key, args.model))
 
 
 def scale_server(args: argparse.Namespace) -> int:
     """`octavo scale`."""
-    with _connect(args) as client:
+    key = args.admin_key or next(iter(admin_keys_from_environment()), None)
+    with _connect(args, key) as client:
         print(harmless(client.scale(args.size)))
     return 0
 

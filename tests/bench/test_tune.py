@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from octavo import device
 from octavo.bench import serve, tune
 from octavo.bench.tune import Trial, halving_budgets, sample_configs, successive_halving
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, environment_without_keys
 from octavo.errors import BenchError, ConfigError, DatasetError
 
 
@@ -136,7 +136,8 @@ class Fakes:
         monkeypatch.setattr(serve, "benchmark", self.benchmark)
 
     @contextlib.contextmanager
-    def running_server(self, command, base_url, log, *, timeout):
+    def running_server(self, command, base_url, log, *, timeout, environment):
+        assert environment == environment_without_keys()
         self.commands.append(command)
         yield argparse.Namespace(check=lambda grace=0.0: None)
 

@@ -102,6 +102,8 @@ def test_prefill_here_and_decode_there_give_the_bits_of_one_server(split, expect
     answer = split.post("/v1/completions", body).json()
     assert answer["choices"][0]["text"] == expected[0][0]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    beams = {"model": MODEL, "prompt": TEXT, "use_beam_search": True, "n": 2, "max_tokens": 4}
+    assert len(split.post("/v1/completions", beams).json()["choices"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The engine core in its own process: failures, the parent's death, utility calls."""
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -580,6 +581,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
 def test_the_engine_ends_with_its_parent():
     code = """
 import asyncio
+import contextlib
 from octavo.config import EngineConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.engine.async_llm import AsyncLLM
@@ -666,3 +668,29 @@ def test_what_ended_an_engine_before_there_was_an_event_loop_is_said():
 
     asyncio.run(ask())
     engine.shutdown()
+
+
+def test_a_spare_that_imports_ends_with_its_parent_at_once(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")
+    code = """
+import time
+from octavo.config import EngineConfig
+from octavo.engine.core_launcher import CoreProcess
+spare = CoreProcess(warm=EngineConfig())
+print(spare.pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    with parent:
+        spare = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(0.5)  # it may import its own modules still
+        parent.kill()
+    end = time.monotonic() + 2
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while spare.status() != psutil.STATUS_ZOMBIE:  # nobody may have asked for it yet
+            assert time.monotonic() < end
+            time.sleep(0.02)

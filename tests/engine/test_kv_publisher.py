@@ -1,5 +1,7 @@
 """KV events as subscribers get them, over real sockets."""
 
+import contextlib
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -114,6 +116,102 @@ def test_what_is_kept_is_bounded(tmp_path, context, monkeypatch):
     while not kept or kept[-1][0] < 9:
         kept = ask(context, config.replay_endpoint, b"", (0).to_bytes(8, "big"))
     assert [number for number, _ in kept] == [7, 8, 9]
+    publisher.close()
+
+
+class RawReader:
+    """A reader as ZMTP 3.0 has it, by hand: it sends what it likes, and reads nothing of a PUB."""
+
+    def __init__(self, path, kind):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(10)
+        self.socket.connect(str(path))
+        self.socket.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(55, b"\0"))
+        self.read(64)
+        ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+        self.socket.sendall(bytes([4, len(ready)]) + ready)
+        self.read(self.read(2)[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.socket.close()
+
+    def read_to_end(self):
+        count = 0
+        with contextlib.suppress(ConnectionResetError, TimeoutError):
+            while part := self.socket.recv(2**20):
+                count += len(part)
+        return count
+
+    def read(self, size):
+        data = b""
+        while len(data) < size:
+            part = self.socket.recv(size - len(data))
+            assert part
+            data += part
+        return data
+
+
+@pytest.mark.parametrize(("path", "kind"), [("replay", b"DEALER"), ("events", b"SUB")])
+def test_a_frame_that_claims_to_be_long_ends_the_connection(tmp_path, path, kind):
+    publisher = KVEventPublisher(make_config(tmp_path), None)
+    with RawReader(tmp_path / path, kind) as reader:
+        reader.socket.sendall(b"\x02" + (2**20).to_bytes(8, "big") + b"a" * 1000)
+        with contextlib.suppress(ConnectionResetError):
+            assert reader.socket.recv(1) == b""
+    publisher.close()
+
+
+def test_readers_that_do_not_read_are_dropped_and_others_go_on(
+    tmp_path, context, monkeypatch, caplog
+):
+    monkeypatch.setattr(kv_publisher, "_MOST_UNSENT_NBYTES", 2**20)
+    monkeypatch.setattr(kv_publisher, "_MOST_KEPT_NBYTES", 2**18)
+    config = make_config(tmp_path)
+    publisher = KVEventPublisher(config, None)
+    good = subscribe(context, config.endpoint)
+    with RawReader(tmp_path / "events", b"SUB") as slow:
+        slow.socket.sendall(b"\x00\x01\x01")  # all topics
+        while not good.poll(100):  # a subscription takes a while to be heard of
+            publisher.publish([AllBlocksCleared()])
+        num_sent = largest = 0
+        while "all readers of KV events are disconnected" not in caplog.text:
+            publisher.publish([BlockRemoved([bytes(2**16)])])
+            num_sent += 1
+            while good.poll(5):
+                receive(good)
+            largest = max(largest, publisher._unsent_nbytes)
+            assert num_sent < 1000
+        assert largest < 2**20 + 2 * 2**16
+        slow.read_to_end()
+    while not good.poll(100):  # it connects again by itself
+        publisher.publish([AllBlocksCleared()])
+    number, _ = receive(good)
+    missed = ask(context, config.replay_endpoint, b"", (number - 2).to_bytes(8, "big"))
+    assert [number for number, _ in missed][:2] == [number - 2, number - 1]
+    publisher.close()
+
+
+def test_a_client_that_asks_and_does_not_read_gets_no_more_than_a_queue(
+    tmp_path, context, monkeypatch
+):
+    monkeypatch.setattr(kv_publisher, "_QUESTIONS_AT_ONCE", 1000)
+    monkeypatch.setattr(kv_publisher, "_POLL_SECONDS", 0.005)
+    config = make_config(tmp_path, buffer_steps=50)
+    publisher = KVEventPublisher(config, None)
+    for _ in range(50):
+        publisher.publish([BlockRemoved([bytes(2**14)])])
+    question = b"", (0).to_bytes(8, "big")
+    with RawReader(tmp_path / "replay", b"DEALER") as slow:
+        for _ in range(40):
+            slow.socket.sendall(b"\x01\x00\x00\x08" + bytes(8))
+        for _ in range(40):  # taken in turns, so that afterwards all have been
+            whole = ask(context, config.replay_endpoint, *question)
+        assert len(whole) == 50
+        slow.socket.settimeout(0.3)
+        assert 2 * 50 * 2**14 <= slow.read_to_end() < 10 * 50 * 2**14
     publisher.close()
 
 

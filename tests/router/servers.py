@@ -1,6 +1,7 @@
 """Servers of a router that are functions."""
 
 import asyncio
+import inspect
 import json
 from types import SimpleNamespace
 
@@ -35,7 +36,8 @@ class FakeServer:
     """A server that answers requests by what it is given, in place of `aiohttp.ClientSession`.
 
     Args:
-        answer: called with a request; returns (status, headers, pieces of a body), or raises.
+        answer: called with a request; returns (status, headers, pieces of a body), or raises. It
+            may be a coroutine function.
     """
 
     def __init__(self, answer):
@@ -55,7 +57,8 @@ class FakeServer:
             method=method, url=str(url), headers=CIMultiDict(headers), content=data
         )
         self.asked.append(request)
-        status, headers, pieces = self.answer(request)
+        answer = self.answer(request)
+        status, headers, pieces = await answer if inspect.isawaitable(answer) else answer
         return SimpleNamespace(
             status=status,
             headers=CIMultiDict(headers),

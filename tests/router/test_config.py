@@ -85,6 +85,8 @@ def test_settings_of_servers_are_either_shared_or_passed_on_or_refused():
     assert SHARED | PASSED_ON | REFUSED.keys() <= names
     given = {"port": 1, "strict_fields": True, "log_level": "debug"}
     assert own_server_settings(given) == {"strict_fields": True, "log_level": "debug"}
+    secrets = {f.name for f in section_fields(ServerConfig) if f.secret}
+    assert secrets <= SHARED | REFUSED.keys(), "no key stands on the command line of a server"
     for name in REFUSED:
         with pytest.raises(ConfigError, match=name):
             own_server_settings({name: 1})

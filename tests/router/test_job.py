@@ -24,7 +24,19 @@ def test_a_seed_is_added_so_that_another_server_answers_alike():
     assert 0 <= sent(job({"prompt": "a"}))["seed"] < 2**48
     assert sent(job({"prompt": "a", "seed": 5}))["seed"] == 5
     assert "seed" in sent(job({"prompt": [1, 2]}))
-    assert "seed" not in sent(job({"prompt": ["a", "b"]})), "answers would be tied together"
+    assert "seed" in sent(job({"prompt": ["a"], "prompt_embeds": []}))
+    for several in (
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"prompt_embeds": ["a", "b"]},
+        {"prompt_embeds": "a", "prompt": "b"},
+    ):
+        assert "seed" not in sent(job(several)), "answers would be tied together"
+
+
+def test_a_beam_search_gets_no_seed():
+    assert "seed" not in sent(job({"prompt": "a", "use_beam_search": True}))
+    assert "seed" in sent(job({"prompt": "a", "use_beam_search": False}))
 
 
 def test_all_else_stays_as_it_was_written():
@@ -84,6 +96,8 @@ def test_pieces_tell_how_far_prompts_agree():
     first, second = (job({"messages": m}, CHAT) for m in (messages, answered))
     assert common(first, second) == len(first.pieces)
     assert not job({"prompt": None}).pieces
+    embeds = [job({"prompt_embeds": LONG, "prompt": ""}) for _ in range(2)]
+    assert common(*embeds) == len(embeds[0].pieces) > 0
 
 
 def test_long_prompts_weigh_more():

@@ -8,6 +8,7 @@ import pytest
 import octavo
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import EngineDeadError
+from octavo.server.openapi import OPERATIONS
 from octavo.server.state import ServerState
 from tests.server.fake_engine import FakeAsyncLLM, events, make_tokenizer, with_server
 
@@ -281,7 +282,20 @@ def test_version_metrics_and_docs():
     with_server(scenario)
 
 
-ADMIN_ROUTES = ("/reset_prefix_cache", "/start_profile", "/stop_profile", "/sleep", "/wake_up")
+ADMIN_ROUTES = (
+    "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
+    "/sleep",
+    "/wake_up",
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+)
+
+
+def test_all_of_the_operators_routes_are_known():
+    found = {path for path, operation in OPERATIONS.items() if 403 in operation.errors}
+    assert found == {*ADMIN_ROUTES, "/server_info", "/is_sleeping"}
 
 
 @pytest.mark.parametrize("path", ADMIN_ROUTES)
@@ -292,19 +306,47 @@ def test_the_operators_routes_are_closed_unless_it_is_known_who_that_is(path):
         error = response.json()["error"]
         assert error["code"] == "admin_disabled"
         assert path in error["message"]
+        assert "--admin-key" in error["message"]
         assert "--enable-admin" in error["message"]
         assert not served.engine.was_reset
         assert not served.engine.profiling
 
     with_server(closed, profiled_engine)
 
+    async def post(served, key):
+        headers = {"Authorization": f"Bearer {key}"}
+        response = await served.http.post(path, json={}, headers=headers)
+        code = "" if response.status_code < 400 else response.json()["error"]["code"]
+        return response.status_code, code
+
     async def with_keys(served):
         assert (await served.post(path)).status_code == 401
-        headers = {"Authorization": "Bearer k"}
-        response = await served.http.post(path, json={}, headers=headers)
-        assert response.status_code in (200, 409)
+        for key in served.state.config.api_key:
+            assert await post(served, key) == (403, "admin_disabled")
 
     with_server(with_keys, profiled_engine, api_key=["k"])
+    with_server(with_keys, profiled_engine, api_key=["k", "j"])
+
+    async def with_an_admin_key(served):
+        assert (await post(served, "k"))[0] == 403
+        # What is off or wrong about the request itself comes after the key.
+        assert (await post(served, "boss"))[0] in (200, 400, 404, 409)
+
+    with_server(with_an_admin_key, profiled_engine, api_key=["k"], admin_key=["boss"])
+
+    async def only_an_admin_key(served):
+        assert (await served.complete()).status_code == 200
+        assert (await post(served, "k")) == (403, "admin_key_required")
+        assert (await served.post(path)).status_code == 403
+        assert (await post(served, "boss"))[0] in (200, 400, 404, 409)
+
+    with_server(only_an_admin_key, profiled_engine, admin_key=["boss"])
+
+    async def everybody(served):
+        assert (await post(served, "k"))[0] in (200, 400, 404, 409)
+        assert (await served.post(path)).status_code == 401
+
+    with_server(everybody, profiled_engine, api_key=["k"], enable_admin=True)
 
     async def from_a_web_page(served):
         # What a page may send without asking first: no type, or one of a form's.

@@ -4,7 +4,7 @@ import pytest
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.server.auth import AllowedHosts, ApiKeys, private_salt, tenant_of
+from octavo.server.auth import AllowedHosts, ApiKeys, private_salt, tenant_of, with_all_keys
 from octavo.server.errors import AuthenticationError, HostError
 from tests.server.fake_engine import with_server
 
@@ -15,8 +15,8 @@ def bearer(key):
 
 def test_each_key_opens_and_nothing_else_does():
     keys = ApiKeys(["one", "twö"])
-    assert keys.check(b"Bearer one") == "one"
-    assert keys.check("bearer twö".encode()) == "twö"
+    assert keys.check(b"Bearer one") == ("one", False)
+    assert keys.check("bearer twö".encode()) == ("twö", False)
     bad_headers = [b"", b"one", b"Basic one", b"Bearer", b"Bearer on", b"Bearer one two", b"\xff"]
     for bad in (None, *bad_headers):
         with pytest.raises(AuthenticationError):
@@ -26,11 +26,74 @@ def test_each_key_opens_and_nothing_else_does():
 def test_an_empty_key_is_refused():
     with pytest.raises(ConfigError, match="api_key is empty"):
         ApiKeys(["one", " "])
+    with pytest.raises(ConfigError, match="admin_key is empty"):
+        ApiKeys(["one"], [""])
 
 
 def test_without_keys_everything_opens():
-    assert ApiKeys([]).check(None) is None
-    assert ApiKeys([]).check(b"Bearer x") is None
+    for keys in (ApiKeys([]), ApiKeys([], ["boss"])):
+        assert keys.check(None) == (None, False)
+        assert keys.check(b"Bearer x") == (None, False)
+
+
+def test_the_operators_key_opens_everything():
+    assert ApiKeys([], ["boss"]).check(b"Bearer boss") == ("boss", True)
+    keys = ApiKeys(["one"], ["boss"])
+    assert keys.check(b"Bearer boss") == ("boss", True)
+    assert keys.check(b"Bearer one") == ("one", False)
+    with pytest.raises(AuthenticationError):
+        keys.check(b"Bearer bos")
+
+
+@pytest.fixture
+def no_variables(monkeypatch):
+    for name in ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_keys_come_from_flags_a_file_and_the_environment(
+    tmp_path, monkeypatch, no_variables, caplog
+):
+    file = tmp_path / "keys"
+    file.write_text("from file\n\n  another \n")
+    file.chmod(0o600)
+    monkeypatch.setenv("OCTAVO_API_KEY", "from env")
+    monkeypatch.setenv("OCTAVO_ADMIN_KEY", "boss")
+    config = ServerConfig(api_key=["flag"], api_key_file=str(file), admin_key=["chief"])
+    config, sources = with_all_keys(config)
+    assert config.api_key == ["flag", "from file", "another", "from env"]
+    assert config.admin_key == ["chief", "boss"]
+    assert sources == ["--api-key", "--api-key-file", "OCTAVO_API_KEY"]
+    assert not caplog.text
+    file.chmod(0o644)
+    with_all_keys(ServerConfig(api_key_file=str(file)))
+    assert "can be read by all users" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"api_key_file": "missing"}, "api_key_file='missing' cannot be read: No such file"),
+        ({"api_key_file": "empty"}, "api_key_file='empty' has no key"),
+        ({"api_key_file": "bytes"}, "api_key_file='bytes' is not UTF-8"),
+        ({"api_key": ["a"], "admin_key": ["a"]}, "admin_key .* is an API key as well"),
+        ({"enable_admin": True, "admin_key": ["a"]}, "enable_admin .* admin_key"),
+        ({"enable_admin": True, "api_key": ["a", "b"]}, "enable_admin .* several API keys"),
+    ],
+)
+def test_settings_that_do_not_say_who_the_operator_is(
+    settings, message, tmp_path, monkeypatch, no_variables
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=message):
+        with_all_keys(ServerConfig(**settings))
+
+
+def test_settings_that_say_it(no_variables):
+    for settings in ({}, {"api_key": ["a"]}, {"api_key": ["a", "a"]}):
+        assert with_all_keys(ServerConfig(enable_admin=True, **settings))[0].enable_admin
 
 
 def test_the_server_asks_for_a_key():

@@ -269,6 +269,22 @@ def test_one_question(client, capsys):
     assert capsys.readouterr().out == "Hello\n"
 
 
+def test_the_operator_scales_with_a_key(client, capsys, monkeypatch):
+    FakeClient.scale = lambda self, size: f"scaled to {size}"
+    for name in ("OCTAVO_ADMIN_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["scale", "3"]) == 0
+    assert client().api_key is None
+    assert cli.main(["scale", "3", "--api-key", "k"]) == 0
+    assert client().api_key == "k"
+    monkeypatch.setenv("OCTAVO_ADMIN_KEY", "from-env")
+    assert cli.main(["scale", "3", "--api-key", "k"]) == 0
+    assert client().api_key == "from-env"
+    assert cli.main(["scale", "3", "--admin-key", "boss"]) == 0
+    assert client().api_key == "boss"
+    assert capsys.readouterr().out == "scaled to 3\n" * 4
+
+
 def test_one_completion(client, capsys, monkeypatch):
     monkeypatch.setenv("OCTAVO_API_KEY", "from-env")
     assert cli.main(["complete", "-q", "Once", "--max-tokens", "5"]) == 0

@@ -1,0 +1,155 @@
+"""Every kind of request goes through a router as it goes to a server."""
+
+import asyncio
+import base64
+import io
+import json
+
+import httpx
+import torch
+
+from octavo.config import EngineConfig, ServerConfig
+from octavo.server.app import build_app
+from octavo.server.openapi import OPERATIONS
+from octavo.server.state import ServerState
+from tests.router.servers import Routed
+from tests.server.fake_engine import FakeAsyncLLM
+
+
+def embeds(tokens):
+    file = io.BytesIO()
+    torch.save(torch.full((tokens, 4), 0.5, dtype=torch.bfloat16), file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+BEAMS = {"use_beam_search": True, "max_tokens": 4}
+KINDS = {
+    "plain": (TEXT, {"prompt": "hi"}),
+    "stream": (TEXT, {"prompt": "hi", **STREAM}),
+    "n": (TEXT, {"prompt": "hi", "n": 3}),
+    "n stream": (TEXT, {"prompt": "hi", "n": 3, **STREAM}),
+    "best_of": (TEXT, {"prompt": "hi", "n": 1, "best_of": 3}),
+    "seed": (TEXT, {"prompt": "hi", "seed": 5}),
+    "greedy": (TEXT, {"prompt": "hi", "temperature": 0}),
+    "beams": (TEXT, {"prompt": "hi", "n": 2, **BEAMS}),
+    "beams of several": (TEXT, {"prompt": ["a", "b"], "n": 2, "echo": True, **BEAMS}),
+    "beams of tokens": (TEXT, {"prompt": [1, 2], "length_penalty": 2.0, **BEAMS}),
+    "beams of embeddings": (TEXT, {"prompt_embeds": embeds(2), **BEAMS}),
+    "echo": (TEXT, {"prompt": "hi", "echo": True, "logprobs": 2, "max_tokens": 3}),
+    "echo only": (TEXT, {"prompt": "hi", "echo": True, "max_tokens": 0}),
+    "echo stream": (TEXT, {"prompt": "hi", "echo": True, "logprobs": 1, **STREAM}),
+    "logprobs": (TEXT, {"prompt": "hi", "logprobs": 3, "return_token_ids": True}),
+    "logprobs stream": (TEXT, {"prompt": "hi", "logprobs": 3, "return_token_ids": True, **STREAM}),
+    "prompt logprobs": (TEXT, {"prompt": "hi", "prompt_logprobs": 1}),
+    "tokens": (TEXT, {"prompt": [72, 105]}),
+    "one in a list": (TEXT, {"prompt": ["hi"]}),
+    "several": (TEXT, {"prompt": ["a", "b", "c"]}),
+    "several of tokens": (TEXT, {"prompt": [[1], [2, 3]], **STREAM}),
+    "embeddings": (TEXT, {"prompt_embeds": embeds(3)}),
+    "embeddings and texts": (TEXT, {"prompt_embeds": [embeds(1), embeds(2)], "prompt": ["a"]}),
+    "grammar": (TEXT, {"prompt": "hi", "structured_outputs": {"regex": "a+"}}),
+    "stop": (TEXT, {"prompt": "hi", "stop": ["w"], "include_stop_str_in_output": True}),
+    "salt": (TEXT, {"prompt": "hi", "cache_salt": "s", "priority": 0, "deadline_ms": 20_000}),
+    "chat": (CHAT, HI),
+    "chat stream": (CHAT, HI | STREAM | {"n": 2, "logprobs": True, "top_logprobs": 2}),
+    "chat beams": (CHAT, HI | BEAMS | {"n": 2, "temperature": 0}),
+    "chat format": (
+        CHAT,
+        HI
+        | {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA},
+            }
+        },
+    ),
+    "chat echo": (CHAT, HI | {"echo": True, "max_completion_tokens": 3}),
+    "invoked text": ("/invocations", {"prompt": "hi"}),
+    "invoked chat": ("/invocations", HI | STREAM),
+    "invoked beams": ("/invocations", HI | BEAMS),
+    "tokenize": ("/tokenize", HI),
+    "detokenize": ("/detokenize", {"tokens": [72, 105]}),
+    "refused": (TEXT, {"prompt": "hi", "max_tokens": -1}),
+    "unknown model": (CHAT, HI | {"model": "other"}),
+}
+NOT_ROUTED = {
+    "/server_info",
+    "/reset_prefix_cache",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+    "/start_profile",
+    "/stop_profile",
+    "/tokenizer_info",
+}
+"""What a server does for its operator, who asks the server itself."""
+
+
+class AppServer:
+    """A server's application in place of `aiohttp.ClientSession`, see `FakeServer`."""
+
+    def __init__(self, app):
+        transport = httpx.ASGITransport(app)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=20)
+
+    async def answer(self, request):
+        got = await self.client.request(
+            request.method, request.url, headers=request.headers, content=request.content
+        )
+        return got.status_code, dict(got.headers), [got.content]
+
+
+def same(answer):
+    """An answer without what is each one's own."""
+    own = {"id", "created", "event"}
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    values = [json.loads(line) for line in lines if line.startswith("{")]
+    kept = [{k: v for k, v in value.items() if k not in own} for value in values]
+    return answer.status_code, kept, answer.text.endswith("[DONE]\n\n")
+
+
+def test_every_kind_of_request_is_answered_as_by_a_server():
+    settings = EngineConfig.from_kwargs(served_model_name=["fake"], enable_prompt_embeds=True)
+
+    async def run():
+        engine = FakeAsyncLLM(settings)
+
+        async def start():
+            return engine
+
+        state = ServerState(ServerConfig(), settings, start)
+        state.start()
+        server = AppServer(build_app(state))
+        async with Routed([server.answer]) as router:
+            for name, (path, body) in KINDS.items():
+                direct = await server.client.post(path, json=body)
+                routed = await router.client.post(path, json=body)
+                assert same(routed) == same(direct), name
+                refused = name in ("refused", "unknown model")
+                assert (routed.status_code == 200) != refused, (name, routed.text)
+            for path in ("/v1/models", "/v1/models/fake", "/v1/models/other"):
+                direct, routed = [await c.get(path) for c in (server.client, router.client)]
+                assert (routed.status_code, routed.text) == (direct.status_code, direct.text)
+        await server.client.aclose()
+        await state.close()
+
+    asyncio.run(run())
+
+
+def test_every_address_of_a_server_is_the_routers_or_the_operators():
+    async def run():
+        async with Routed([lambda request: (200, {}, [b"{}"])]) as router:
+            for path in OPERATIONS:
+                asked = path.replace("{model:path}", "a")
+                answers = [await router.client.request(m, asked) for m in ("GET", "POST")]
+                found = any(answer.status_code not in (404, 405) for answer in answers)
+                assert found != (path in NOT_ROUTED), path
+            assert (await router.client.get("/v1/streams/a")).status_code == 404
+
+    asyncio.run(run())
