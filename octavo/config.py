@@ -971,7 +971,17 @@ class EngineConfig(Section, frozen=True):
         Raises:
             ConfigError: for an unknown name, a wrong value, or settings that contradict.
         """
-        sections = build_sections(cls, translate(kwargs))
+        settings = translate(kwargs)
+        if isinstance(settings.get("model"), str):
+            model, revision = read_hub_address(settings["model"])
+            if revision is not None and settings.get("revision") not in (None, revision):
+                raise ConfigError(
+                    f"model={settings['model']!r} and revision={settings['revision']!r} name two "
+                    "revisions; give one."
+                )
+            settings["model"] = model
+            settings |= {} if revision is None else {"revision": revision}
+        sections = build_sections(cls, settings)
         config = cls(**sections)
         config.check()
         return config
@@ -1248,6 +1258,34 @@ def optional_type(hint: Any) -> tuple[Any, bool]:
 def hub_offline() -> bool:
     """Whether the hub must not be asked (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def read_hub_address(model: str) -> tuple[str, str | None]:
+    """Return the hub id and the revision that the address (URL) of a model's page names.
+
+    Any other name of a model comes back as it is, with no revision.
+
+    Raises:
+        ConfigError: it is a URL, but not that of a model on the hub.
+    """
+    _, separator, rest = model.rpartition("://")
+    if not separator and not re.match(r"[\w-]+(\.[\w-]+)+(:\d+)?/[^/]+/", rest):
+        return model, None
+    from huggingface_hub import constants  # knows where the hub is
+
+    hub = constants.ENDPOINT.rpartition("://")[2].rstrip("/")
+    page = re.fullmatch(
+        rf"{re.escape(hub)}/([\w.-]+/[\w.-]+?)(?:/(?:tree|blob|resolve)/([^/?#]+).*)?/?([?#].*)?",
+        rest,
+    )
+    if page is not None and page[1].partition("/")[0] not in ("datasets", "spaces"):
+        return page[1], page[2]
+    if separator:
+        raise ConfigError(
+            f"model={model!r} is not the address of a model on the hub; give a hub id (org/name) "
+            "or a folder."
+        )
+    return model, None
 
 
 def cache_folder() -> Path | None:

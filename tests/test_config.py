@@ -7,6 +7,7 @@ import typing
 
 import msgspec
 import pytest
+from huggingface_hub import constants
 
 from octavo.arguments import add_settings, given_settings
 from octavo.config import (
@@ -561,3 +562,33 @@ def test_what_a_server_behind_a_load_balancer_has():
     hybrid |= {"data_parallel_size_local": 2, "data_parallel_address": "head"}
     assert of_server(**hybrid) == (2, 0, True)
     assert of_server(**hybrid, data_parallel_start_rank=2) == (2, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("page", "model", "revision"),
+    [
+        ("/org/name", "org/name", None),
+        ("/org/name/", "org/name", None),
+        ("/org/name/tree/v1.0", "org/name", "v1.0"),
+        ("/org/na.me-2/blob/main/config.json", "org/na.me-2", "main"),
+        ("/org/name?library=x#usage", "org/name", None),
+    ],
+)
+def test_the_address_of_a_model_on_the_hub(page, model, revision):
+    for hub in (constants.ENDPOINT, constants.ENDPOINT.partition("://")[2]):
+        config = EngineConfig.from_kwargs(model=hub + page).model
+        assert (config.model, config.revision) == (model, revision)
+
+
+def test_other_addresses_are_refused():
+    for address in (
+        "https://hub.invalid/org/name",
+        constants.ENDPOINT,
+        constants.ENDPOINT + "/datasets/name",
+    ):
+        with pytest.raises(ConfigError, match="not the address of a model"):
+            EngineConfig.from_kwargs(model=address)
+    with pytest.raises(ConfigError, match="two revisions"):
+        EngineConfig.from_kwargs(model=constants.ENDPOINT + "/a/b/tree/v1", revision="v2")
+    for name in ("org/name", "v1.5/of/folder", "./a.b/c/d", "C:/x"):
+        assert EngineConfig.from_kwargs(model=name).model.model == name
