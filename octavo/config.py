@@ -67,6 +67,13 @@ def _read_gib(text: str) -> int | None:
     return int(number * 2**30) or None
 
 
+def _read_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
 def _read_log_level(text: str) -> str:
     """A level of `log_level`; Python's other names for them are vLLM's, too."""
     level = text.lower()
@@ -80,6 +87,7 @@ ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "BATCH_INVARIANT": ("batch_invariant", _read_switch, "0 or 1"),
     "CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _read_gib, "GiB; 0 says nothing"),
     "SERVER_DEV_MODE": ("enable_admin", _read_switch, "0 or 1"),
+    "LOG_STATS_INTERVAL": ("log_stats_interval", _read_seconds, "seconds, more than 0"),
     "LOGGING_LEVEL": ("log_level", _read_log_level, "debug, info, warning or error"),
 }
 """Variables after OCTAVO_ or VLLM_: the setting, how it is read, and what may stand there."""
@@ -630,6 +638,13 @@ class ObservabilityConfig(Section, frozen=True):
             " stop_profile record."
         ),
     ] = None
+    disable_log_stats: Annotated[
+        bool,
+        Meta(
+            description="Do not log the statistics of a server every log_stats_interval seconds;"
+            " in LLM(...), where it is on unless given: collect no metrics."
+        ),
+    ] = False
 
 
 class ServerConfig(Section, frozen=True):
@@ -775,6 +790,14 @@ class ServerConfig(Section, frozen=True):
     log_format: Annotated[
         Literal["text", "json"], Meta(description="text for people, json for machines.")
     ] = "text"
+    log_stats_interval: Annotated[
+        float,
+        Meta(
+            description="Seconds between two log lines of statistics: throughput, requests, cache"
+            " usage. While nothing happens there are none.",
+            gt=0,
+        ),
+    ] = 10.0
     metrics_prefix: Annotated[
         Literal["octavo", "vllm"],
         Meta(

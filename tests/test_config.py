@@ -126,6 +126,7 @@ BAD = {
     "data_parallel_rpc_port": [-1, 65536, None],
     "cluster_key_file": [5],
     "numa_node": [-1, 0.5, "auto"],
+    "disable_log_stats": ["yes", 1],
     "profiler_dir": [5],
     "kv_events_config": [
         *("zmq", 5),
@@ -220,6 +221,7 @@ BAD_SERVER = {
     "record_max_bytes": ["1", 0, 2**20 - 1],
     "log_level": ["INFO", "trace"],
     "log_format": ["xml"],
+    "log_stats_interval": [0, -1, NAN, "5s"],
     "metrics_prefix": ["vllm:", ""],
     "enable_log_requests": [1],
     "enable_tokenizer_info_endpoint": [1],
@@ -466,6 +468,7 @@ def test_settings_from_the_environment(monkeypatch):
             monkeypatch.delenv(f"{name}_{variable}", raising=False)
     assert settings_from_environment() == {}
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "2.5")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", "debug")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -473,6 +476,7 @@ def test_settings_from_the_environment(monkeypatch):
     assert settings_from_environment() == {
         "kv_cache_memory_bytes": 3 * 2**29,
         "log_level": "debug",
+        "log_stats_interval": 2.5,
         "batch_invariant": True,
         "enable_admin": True,
     }

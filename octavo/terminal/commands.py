@@ -228,10 +228,19 @@ def _load(kwargs: dict[str, Any], config: EngineConfig, *, show_progress: bool) 
     from octavo.models.hub import resolve_folders
 
     resolve_folders(config)  # a download shows its own progress
-    with spinner(f"loading {config.model.model}") if show_progress else contextlib.nullcontext():
+    if not show_progress:
         from octavo.llm import LLM
 
         return LLM(**kwargs)
+    with spinner(f"loading {config.model.model}") as show:
+        from octavo.llm import LLM
+        from octavo.worker import loading_bar
+
+        loading_bar.on_progress = show
+        try:
+            return LLM(**kwargs)
+        finally:
+            loading_bar.on_progress = None
 
 
 def _check_local(config: EngineConfig) -> None:

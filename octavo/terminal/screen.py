@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,10 +44,13 @@ def print_error(message: str) -> None:
 
 
 @contextlib.contextmanager
-def spinner(text: str) -> Iterator[None]:
-    """Show in a terminal that something takes a while; the first log line takes its place."""
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Show in a terminal that something takes a while; the first log line takes its place.
+
+    What it yields changes the text.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda text: None
         return
     from rich.markup import escape
 
@@ -61,7 +64,7 @@ def spinner(text: str) -> Iterator[None]:
         for handler in handlers:
             handler.addFilter(stop)
         try:
-            yield
+            yield lambda text: status.update(escape(harmless(text)))
         finally:
             for handler in handlers:
                 handler.removeFilter(stop)
