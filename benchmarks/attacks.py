@@ -66,7 +66,7 @@ def server() -> Iterator[str]:
         for line in process.stderr:
             if found := re.search(r"listening on (\S+)", line):
                 url = found[1]
-            if " ready " in line:
+            if " ready: " in line:
                 break
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield url

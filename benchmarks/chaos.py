@@ -233,7 +233,7 @@ class Site:
             if self._has_node:
                 self.start_node()
             found, text = None, ""
-            while found is None or " ready " not in text:
+            while found is None or " ready: " not in text:
                 if self.server.poll() is not None:
                     raise RuntimeError(f"the server did not start: {self.log.read_text()}")
                 time.sleep(0.01)

@@ -53,7 +53,7 @@ def server(flags: list[str]) -> Iterator[str]:
         for line in process.stderr:
             if found := re.search(r"listening on (\S+)", line):
                 url = found[1]
-            if " ready " in line:
+            if " ready: " in line:
                 break
         else:
             raise SystemExit("the server did not start")

@@ -145,6 +145,23 @@ class _Parser(argparse.ArgumentParser):
         )
         self.register("action", None, StoreOnce)
 
+    words: str | None = None
+    """Destination of positional arguments that may stand anywhere between flags."""
+
+    def parse_known_args(  # type: ignore[override]  # argparse has overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does, which by itself takes the words before the next flag only."""
+        if self.words is None:
+            return super().parse_known_args(args, namespace)
+        given = list(args or ())
+        end = given.index("--") if "--" in given else len(given)
+        parsed, rest = super().parse_known_args(given[:end], namespace)
+        flags = [word for word in rest if re.match(r"--?[A-Za-z]\S*$", word)]
+        words = [word for word in rest if word not in flags] + given[end + 1 :]
+        setattr(parsed, self.words, getattr(parsed, self.words) + words)
+        return parsed, flags
+
     def error(self, message: str) -> NoReturn:
         """Raises the error, with where the help is."""
         raise ConfigError(f"{_reworded(message)} (see {self.prog} --help)")

@@ -71,6 +71,13 @@ def _read_gib(text: str) -> int | None:
     return int(number * 2**30) or None
 
 
+def _read_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
 def _read_log_level(text: str) -> str:
     """A level of `log_level`; Python's other names for them are vLLM's, too."""
     level = text.lower()
@@ -84,6 +91,7 @@ ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "BATCH_INVARIANT": ("batch_invariant", _read_switch, "0 or 1"),
     "CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _read_gib, "GiB; 0 says nothing"),
     "SERVER_DEV_MODE": ("enable_admin", _read_switch, "0 or 1"),
+    "LOG_STATS_INTERVAL": ("log_stats_interval", _read_seconds, "seconds, more than 0"),
     "LOGGING_LEVEL": ("log_level", _read_log_level, "debug, info, warning or error"),
 }
 """Variables after OCTAVO_ or VLLM_: the setting, how it is read, and what may stand there."""
@@ -635,6 +643,13 @@ class ObservabilityConfig(Section, frozen=True):
             " stop_profile record."
         ),
     ] = None
+    disable_log_stats: Annotated[
+        bool,
+        Meta(
+            description="Do not log the statistics of a server every log_stats_interval seconds;"
+            " in LLM(...), where it is on unless given: collect no metrics."
+        ),
+    ] = False
 
 
 class ServerConfig(Section, frozen=True):
@@ -792,6 +807,14 @@ class ServerConfig(Section, frozen=True):
     log_format: Annotated[
         Literal["text", "json"], Meta(description="text for people, json for machines.")
     ] = "text"
+    log_stats_interval: Annotated[
+        float,
+        Meta(
+            description="Seconds between two log lines of statistics: throughput, requests, cache"
+            " usage. While nothing happens there are none.",
+            gt=0,
+        ),
+    ] = 10.0
     metrics_prefix: Annotated[
         Literal["octavo", "vllm"],
         Meta(
@@ -988,7 +1011,17 @@ class EngineConfig(Section, frozen=True):
         Raises:
             ConfigError: for an unknown name, a wrong value, or settings that contradict.
         """
-        sections = build_sections(cls, translate(kwargs))
+        settings = translate(kwargs)
+        if isinstance(settings.get("model"), str):
+            model, revision = read_hub_address(settings["model"])
+            if revision is not None and settings.get("revision") not in (None, revision):
+                raise ConfigError(
+                    f"model={settings['model']!r} and revision={settings['revision']!r} name two "
+                    "revisions; give one."
+                )
+            settings["model"] = model
+            settings |= {} if revision is None else {"revision": revision}
+        sections = build_sections(cls, settings)
         config = cls(**sections)
         config.check()
         return config
@@ -1265,6 +1298,34 @@ def optional_type(hint: Any) -> tuple[Any, bool]:
 def hub_offline() -> bool:
     """Whether the hub must not be asked (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def read_hub_address(model: str) -> tuple[str, str | None]:
+    """Return the hub id and the revision that the address (URL) of a model's page names.
+
+    Any other name of a model comes back as it is, with no revision.
+
+    Raises:
+        ConfigError: it is a URL, but not that of a model on the hub.
+    """
+    _, separator, rest = model.rpartition("://")
+    if not separator and not re.match(r"[\w-]+(\.[\w-]+)+(:\d+)?/[^/]+/", rest):
+        return model, None
+    from huggingface_hub import constants  # knows where the hub is
+
+    hub = constants.ENDPOINT.rpartition("://")[2].rstrip("/")
+    page = re.fullmatch(
+        rf"{re.escape(hub)}/([\w.-]+/[\w.-]+?)(?:/(?:tree|blob|resolve)/([^/?#]+).*)?/?([?#].*)?",
+        rest,
+    )
+    if page is not None and page[1].partition("/")[0] not in ("datasets", "spaces"):
+        return page[1], page[2]
+    if separator:
+        raise ConfigError(
+            f"model={model!r} is not the address of a model on the hub; give a hub id (org/name) "
+            "or a folder."
+        )
+    return model, None
 
 
 def cache_folder() -> Path | None:

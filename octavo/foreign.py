@@ -379,8 +379,7 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("answers are not watermarked", watermark_config={}),
         _group(
-            "statistics are not logged; /metrics has them",
-            disable_log_stats=EITHER,
+            "one log line has the statistics of all engines, and /metrics those of each",
             aggregate_engine_logging=EITHER,
         ),
         _group(

@@ -140,6 +140,7 @@ class TemplateClient:
                         str(MAX_RENDER_BYTES),
                     ],
                     stdin=theirs.fileno(),
+                    process_group=0,  # a Ctrl-C in the terminal is for the parent, from the start
                 )
             # Somebody always waits for it, so it is no zombie however it ends.
             threading.Thread(target=self._process.wait, daemon=True).start()

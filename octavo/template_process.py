@@ -47,7 +47,8 @@ Message = dict[str, Any]
 
 def main() -> None:
     """Renders until standard input ends. Arguments: seconds of one render, bytes of memory."""
-    # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
+    # The parent decides when to stop. It has started this process in a group of its own, which a
+    # Ctrl-C in the terminal does not reach while modules are imported.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     max_seconds, max_bytes = float(sys.argv[1]), int(sys.argv[2])

@@ -28,7 +28,7 @@ def serve(monkeypatch):
     "words",
     [
         ["-tp", "1", "-pp", "1", "-dp=1"],
-        ["--tensor_parallel_size=1", "--disable-log-stats"],
+        ["--tensor_parallel_size=1", "--aggregate-engine-logging"],
         ["-O0"],
         ["-O", "3", "-cc", "{}"],
         ["-O=2", "--no-enable-lora", "--no-disable_log_stats"],

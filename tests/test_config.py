@@ -7,6 +7,7 @@ import typing
 
 import msgspec
 import pytest
+from huggingface_hub import constants
 
 from octavo.arguments import add_settings, given_settings
 from octavo.config import (
@@ -128,6 +129,7 @@ BAD = {
     "data_parallel_rpc_port": [-1, 65536, None],
     "cluster_key_file": [5],
     "numa_node": [-1, 0.5, "auto"],
+    "disable_log_stats": ["yes", 1],
     "profiler_dir": [5],
     "kv_events_config": [
         *("zmq", 5),
@@ -224,6 +226,7 @@ BAD_SERVER = {
     "record_max_bytes": ["1", 0, 2**20 - 1],
     "log_level": ["INFO", "trace"],
     "log_format": ["xml"],
+    "log_stats_interval": [0, -1, NAN, "5s"],
     "metrics_prefix": ["vllm:", ""],
     "enable_log_requests": [1],
     "enable_tokenizer_info_endpoint": [1],
@@ -480,6 +483,7 @@ def test_settings_from_the_environment(monkeypatch):
             monkeypatch.delenv(f"{name}_{variable}", raising=False)
     assert settings_from_environment() == {}
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "2.5")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", "debug")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -487,6 +491,7 @@ def test_settings_from_the_environment(monkeypatch):
     assert settings_from_environment() == {
         "kv_cache_memory_bytes": 3 * 2**29,
         "log_level": "debug",
+        "log_stats_interval": 2.5,
         "batch_invariant": True,
         "enable_admin": True,
     }
@@ -576,3 +581,33 @@ def test_what_a_server_behind_a_load_balancer_has():
     hybrid |= {"data_parallel_size_local": 2, "data_parallel_address": "head"}
     assert of_server(**hybrid) == (2, 0, True)
     assert of_server(**hybrid, data_parallel_start_rank=2) == (2, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("page", "model", "revision"),
+    [
+        ("/org/name", "org/name", None),
+        ("/org/name/", "org/name", None),
+        ("/org/name/tree/v1.0", "org/name", "v1.0"),
+        ("/org/na.me-2/blob/main/config.json", "org/na.me-2", "main"),
+        ("/org/name?library=x#usage", "org/name", None),
+    ],
+)
+def test_the_address_of_a_model_on_the_hub(page, model, revision):
+    for hub in (constants.ENDPOINT, constants.ENDPOINT.partition("://")[2]):
+        config = EngineConfig.from_kwargs(model=hub + page).model
+        assert (config.model, config.revision) == (model, revision)
+
+
+def test_other_addresses_are_refused():
+    for address in (
+        "https://hub.invalid/org/name",
+        constants.ENDPOINT,
+        constants.ENDPOINT + "/datasets/name",
+    ):
+        with pytest.raises(ConfigError, match="not the address of a model"):
+            EngineConfig.from_kwargs(model=address)
+    with pytest.raises(ConfigError, match="two revisions"):
+        EngineConfig.from_kwargs(model=constants.ENDPOINT + "/a/b/tree/v1", revision="v2")
+    for name in ("org/name", "v1.5/of/folder", "./a.b/c/d", "C:/x"):
+        assert EngineConfig.from_kwargs(model=name).model.model == name

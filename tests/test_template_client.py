@@ -185,6 +185,32 @@ def test_it_survives_ctrl_c_and_ends_with_its_parent():
         assert process.wait(10) in (0, None)
 
 
+def test_ctrl_c_does_not_reach_it_while_it_starts():
+    code = (
+        "import os, signal, time\n"
+        "from octavo.template_client import RenderRequest, TemplateClient\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "client = TemplateClient()\n"
+        "request = RenderRequest({'default': 'x'}, {}, [{'role': 'user', 'content': ''}])\n"
+        "future = client.submit(request)\n"
+        "while client._process is None:\n"
+        "    time.sleep(0.001)\n"
+        "for _ in range(20):\n"
+        "    os.killpg(0, signal.SIGINT)\n"
+        "    time.sleep(0.005)\n"
+        "print(future.result())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("x\n", "")
+
+
 def test_what_cannot_travel_is_the_requests_fault(client):
     for value in (object(), 2**80, "\ud800"):
         with pytest.raises(RequestError):

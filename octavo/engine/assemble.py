@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from octavo import clock
 from octavo.config import EngineConfig, SpeculationConfig
 from octavo.device import num_cpus, resident_memory
 from octavo.distributed import Rank
+from octavo.engine.checks import check_settings
 from octavo.engine.core import EngineCore
 from octavo.engine.memory_plan import (
     MemoryPlan,
@@ -99,6 +99,8 @@ def make_engine_core(
     started = time.monotonic()
     # Who serves others wants to know all of it; a program or a chat of one's own, that it goes on.
     details = logging.DEBUG if request_memory is None else logging.INFO
+    platform = platform or get_platform(config.device.device)
+    check_settings(config, platform)
     directory = config.observability.profiler_dir
     profiler = None if directory is None else Profiler(directory)
     budget = resolve_max_num_batched_tokens(config, default_batched_tokens, spec.max_model_len)
@@ -116,31 +118,12 @@ def make_engine_core(
         setup = _with_connector(setup, engine_index)
         config = setup.config
     draft = setup.draft
-    platform = platform or get_platform(config.device.device)
-    platform.check_settings(config.device)
     if setup.rank.world_size > 1:
-        _check_parallel(setup, platform)
+        _check_parallel(setup)
     for stage in setup.stages:
         read_ahead(config, stage.part, model_path, setup.dtype)  # while torch is imported
     make_executor = make_executor or import_executor(config)
     estimate = platform.estimate_memory(setup)
-    # Kernels of others keep their memory in their own ways.
-    native = estimate is not None and config.device.attention_backend != "triton"
-    if config.model.enable_sleep_mode and not (native and sys.platform == "linux"):
-        raise ConfigError(
-            "enable_sleep_mode works with device=cpu on Linux only, without Triton; leave it out, "
-            "and end the process to free its memory."
-        )
-    if draft is not None and not native:
-        raise ConfigError(
-            "speculative_config: draft models run only on device=cpu and without Triton; use "
-            "method ngram or suffix."
-        )
-    if config.model.enable_prompt_embeds and not native:
-        raise ConfigError(
-            "enable_prompt_embeds: embeddings as prompts are supported on device=cpu only, without "
-            "Triton; leave it out."
-        )
     if estimate is not None:  # what does not fit is refused before anything is loaded
         plan, kv_cache = make_memory_plan(
             config,
@@ -220,7 +203,7 @@ def make_engine_core(
             kv_publisher=publisher,
             transfers=transfers,
         )
-        logger.info("model ready in %.2f s", time.monotonic() - started)
+        logger.info("model loaded in %.2f s", time.monotonic() - started)
         resident = [resident_memory(pid) for pid in (None, *executor.pids)]
         if estimate is not None and None not in resident:
             logger.log(details, "%s", plan.compare(sum(filter(None, resident))))
@@ -248,20 +231,10 @@ def _make_kv_publisher(config: EngineConfig, engine_index: int) -> KVEventPublis
 
 
 def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
-    """The same with what a KV connector must know of the model and the engine.
-
-    Raises:
-        ConfigError: the connector cannot be used with the other settings.
-    """
+    """The same with what a KV connector must know of the model and the engine."""
     config, model = setup.config, setup.config.model
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
-    get_connector_class(transfer).host_nbytes(transfer)
-    if not config.cache.enable_prefix_caching:
-        raise ConfigError(
-            "kv_transfer_config needs enable_prefix_caching: blocks are found by the hashes of the "
-            "prefix cache; set it to true."
-        )
     if transfer.engine_id is None:
         number = str(config.parallel.first_engine + engine_index)
         transfer = msgspec.structs.replace(transfer, engine_id=number)
@@ -283,29 +256,13 @@ def _connector_nbytes(config: EngineConfig) -> int:
     return 0 if transfer is None else get_connector_class(transfer).host_nbytes(transfer)
 
 
-def _check_parallel(setup: WorkerSetup, platform: Platform) -> None:
+def _check_parallel(setup: WorkerSetup) -> None:
     """Refuses what several ranks cannot do together.
 
     Raises:
         ConfigError: naming the setting.
     """
     config, rank = setup.config, setup.rank
-    setting = (
-        f"tensor_parallel_size={rank.size}"
-        if rank.size > 1
-        else f"pipeline_parallel_size={rank.num_stages}"
-    )
-    if platform.name != "cpu" or config.device.attention_backend == "triton":
-        raise ConfigError(f"{setting} needs device=cpu without Triton; change one of the two.")
-    reasons = {
-        "no draft model or heads (use the methods ngram or suffix)": setup.draft is not None,
-        "enable_prompt_embeds=false": config.model.enable_prompt_embeds,
-    }
-    for needed, wrong in reasons.items():
-        if wrong and rank.num_stages > 1:
-            raise ConfigError(
-                f"pipeline_parallel_size={rank.num_stages} needs {needed}; change one of the two."
-            )
     if rank.splits_rows and setup.kept_layers:
         raise ConfigError(
             "enable_sequence_parallel is not supported with a drafter that reads several layers "

@@ -25,6 +25,7 @@ from octavo.engine.beam_search import (
     prompt_params,
     run_beam_search,
 )
+from octavo.engine.checks import check_recording
 from octavo.engine.core_client import WatchedClient
 from octavo.engine.core_launcher import CoreLauncher, CoreProcess
 from octavo.engine.data_parallel import DataParallelClient, share_cores
@@ -185,13 +186,7 @@ class AsyncLLM:
         config.parallel.check(headless=False)
         config = msgspec.structs.replace(config, parallel=config.parallel.of_server())
         model, size = config.model, config.parallel.data_parallel_size
-        elastic = config.parallel.enable_elastic_ep
-        if (size > 1 or elastic) and record is not None:
-            which = "enable_elastic_ep" if elastic else f"data_parallel_size={size}"
-            raise ConfigError(
-                f"record={record.path!r} is not supported with {which}: a recording is of one "
-                "engine; leave out one of them."
-            )
+        check_recording(config, None if record is None else record.path)
         self._num_threads = share_cores(config).device.num_threads or num_cpus()
         self.config = config
         self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)

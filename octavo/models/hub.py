@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,8 @@ _WEIGHTS = {
     "pt": ["pytorch_model*.bin"],
     "dummy": [],
 }
+# Files of one model, which people give in place of its folder.
+_WEIGHT_FILES = (".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 # Other formats of the same weights: folders (onnx/, original/ ...) and Mistral's own single file.
 _IGNORED = ["*/*", "consolidated*"]
 
@@ -81,6 +84,11 @@ def local_folder(model: str) -> Path | None:
     if path.exists():
         raise ModelError(
             f"{model} is a file; name the model's folder (config.json, safetensors, tokenizer)."
+        )
+    if path.suffix.lower() in _WEIGHT_FILES:
+        raise ModelError(
+            f"There is no file {model}, and no model is one file here; name the model's folder "
+            "(config.json, safetensors, tokenizer)."
         )
     if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         raise ModelError(f"There is no folder {model}.")
@@ -154,7 +162,9 @@ def _download(
             local_files_only=offline,
         )
     except errors.HFValidationError:
-        raise HubError(f"{repo_id!r} is neither a folder here nor a hub id (org/name).") from None
+        raise HubError(
+            f"{repo_id!r} is neither a folder here nor a hub id (org/name).{_similar(repo_id)}"
+        ) from None
     except errors.GatedRepoError:
         raise HubError(
             f"{repo_id} is gated: its owner must grant you access. Ask for it on the model's page, "
@@ -162,8 +172,8 @@ def _download(
         ) from None
     except errors.RepositoryNotFoundError:
         raise HubError(
-            f"{repo_id} is neither a folder here nor a model on the hub; check the spelling. "
-            "If it is private, log in with `hf auth login` or set HF_TOKEN."
+            f"{repo_id} is neither a folder here nor a model on the hub; check the spelling."
+            f"{_similar(repo_id)} If it is private, log in with `hf auth login` or set HF_TOKEN."
         ) from None
     except errors.RevisionNotFoundError:
         raise HubError(
@@ -178,7 +188,7 @@ def _download(
         cause = "" if error.__cause__ is None else f" ({_first_line(error.__cause__)})"
         raise HubError(
             f"{where} has not been downloaded before, and {_unreachable(offline)}{cause}. "
-            "Go online, or name the folder of a model."
+            f"Go online, or name the folder of a model.{_similar(repo_id)}"
         ) from None
     except errors.HfHubHTTPError as error:
         raise HubError(f"The hub refused {where}: {_first_line(error)}.") from None
@@ -196,6 +206,13 @@ def _download(
             "network and try again: what is there already is kept."
         ) from error
     return Path(folder)
+
+
+def _similar(name: str) -> str:
+    """A question that names the built-in model with a similar name, or nothing."""
+    known = {full if "/" in name else full.partition("/")[2]: full for full in _BUILTIN}
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f" Did you mean {known[near[0]]}?" if near else ""
 
 
 def _unreachable(offline: bool) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 from octavo.errors import ModelError
@@ -41,13 +43,12 @@ def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSp
         architectures = [ARCHITECTURES[model_type]]
         config = config.replaced("architectures", architectures)
     if not isinstance(architectures, list) or [type(name) for name in architectures] != [str]:
-        raise config.error("architectures", f"it must name one of: {', '.join(FAMILIES)}")
+        raise config.error("architectures", "it must name one, such as LlamaForCausalLM")
     read = FAMILIES.get(architectures[0]) or _installed(architectures[0])
     if read is None:
         raise config.error(
             "architectures",
-            f"supported: {', '.join(FAMILIES)}, and what installed packages offer as entry points "
-            f"of the group {ENTRY_POINTS}",
+            f"{_kind_of(architectures[0])}; README.md lists the models that are",
         )
     config = config.filled(DEFAULTS.get(architectures[0], {}))
     if config.has("auto_map") and not trust_remote_code:
@@ -68,6 +69,38 @@ def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSp
         raise ModelError(
             f"{config.where}: its numbers do not fit together ({error}); download the file again."
         ) from None
+
+
+_KINDS = {
+    r"Classification$|Reward|ForRegression": "it is a classifier, and Octavo generates text",
+    r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder, which makes "
+    "vectors of a text, and Octavo generates text",
+    r"Whisper|Speech|Audio|CTC$|Voice": "it takes or makes sound, and Octavo's models take text",
+    r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
+    "encoder-decoder, and Octavo's models are decoders",
+    r"ForConditionalGeneration|Vision|VL|Llava|Image": "it takes images or other media, and "
+    "Octavo's models take text",
+    r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss": "it is a mixture of experts, and Octavo's models are "
+    "dense",
+    r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm2|Hybrid|Next": "it has "
+    "recurrent layers (a state space), and Octavo's models have attention in every layer",
+}
+"""What architectures are that no text decoder is, by patterns of their names."""
+
+
+def _kind_of(architecture: str) -> str:
+    """What kind of model an architecture is that no family reads."""
+    for pattern, kind in _KINDS.items():
+        if re.search(pattern, architecture):
+            return kind
+    known = {_stem(name): name for name in FAMILIES}
+    near = difflib.get_close_matches(_stem(architecture), known, n=1, cutoff=0.75)
+    hint = f", the nearest is {known[near[0]]}" if near else ""
+    return f"Octavo has no model family of this name{hint}"
+
+
+def _stem(architecture: str) -> str:
+    return re.sub("ForCausalLM$|LMHeadModel$", "", architecture)
 
 
 def _installed(architecture: str) -> Family | None:

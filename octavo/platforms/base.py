@@ -57,6 +57,10 @@ class Platform(ABC):
         """
         return
 
+    def is_native(self, config: DeviceConfig) -> bool:
+        """Whether Octavo's own kernels for a CPU compute, which some features need. Quick."""
+        return False
+
     def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
         """What there is and what will be taken, before loading; None: that is to be measured.
 

@@ -68,6 +68,10 @@ class CPUPlatform(Platform):
         if config.numa_node is not None:
             numa_cpus(config.numa_node)
 
+    def is_native(self, config: DeviceConfig) -> bool:
+        """See `Platform`; all attention backends but Triton use these kernels."""
+        return config.attention_backend != "triton"
+
     def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
         """See `Platform`: all of it is known, byte by byte."""
         import torch

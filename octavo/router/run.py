@@ -18,14 +18,15 @@ from octavo.router.config import RouterConfig
 from octavo.router.state import RouterState
 from octavo.server.auth import with_all_keys
 from octavo.server.run import (
+    address_of,
     allow_files,
     bind,
     bind_unix,
     check_tls,
+    client_address,
     is_any_address,
     prepare_process,
     serve_app,
-    tell_address,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
             stack.callback(Path(config.uds).unlink, missing_ok=True)
         stack.enter_context(listener)
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        tell_address(config, listener)
+        logger.info("listening on %s", address_of(config, listener))
+        if config.uds is None:
+            logger.info("chat: octavo chat --url %s/v1", client_address(config, listener))
 
         async def serve() -> int:
             state = RouterState(config, router, flags)

@@ -45,6 +45,8 @@ class Client:
         self._url = _api_address(url)
         self.usage: Usage | None = None
         """Tokens of the latest answer; None: it has not ended, or the server does not tell."""
+        self.defaults: dict[str, Any] = {}
+        """The model's sampling parameters, which servers do not tell."""
         self._http = httpx.Client(headers=headers, timeout=_TIMEOUT)
         try:
             self.model = self._first_model() if model is None else model

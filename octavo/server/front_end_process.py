@@ -65,7 +65,8 @@ def main() -> int:
             socket.socket(fileno=setup.listener) as listener,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            return runner.run(serve(state, listener, signals.hear))
+            is_first = setup.slot == 0
+            return runner.run(serve(state, listener, signals.hear, announces=is_first))
     except EngineDeadError:
         return 1  # the parent says why
     except OctavoError as error:

@@ -26,8 +26,9 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.device import SWITCH_INTERVAL
 from octavo.distributed import Rank
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.checks import check_recording, check_settings
 from octavo.engine.core_launcher import CoreProcess
-from octavo.engine.memory_plan import resolve_max_model_len
+from octavo.engine.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.logs import setup_logging
 from octavo.models.hub import resolve_model
@@ -41,6 +42,7 @@ from octavo.server.front_ends import check_front_ends, serve_by_front_ends
 from octavo.server.http_state import HttpState
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
+from octavo.worker.setup import resolve_kv_cache_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,8 @@ def run_server(
         bind(config.host, config.port) if config.uds is None else bind_unix(config.uds) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        tell_address(config, listener)
+        name = engine_config.model.served_model_name or [engine_config.model.model]
+        logger.info("loading %s, listening on %s", name[0], address_of(config, listener))
         try:
             if config.api_server_count > 1:
                 return runner.run(serve_by_front_ends(config, engine_config, listener))
@@ -128,6 +131,8 @@ async def serve(
     state: ServerState,
     listener: socket.socket,
     hear: Callable[[Callable[[int], None]], None] = hear_signals,
+    *,
+    announces: bool = True,
 ) -> int:
     """Serves what comes to a socket that listens; returns the exit status.
 
@@ -135,10 +140,19 @@ async def serve(
         state: the server.
         listener: the socket.
         hear: has what it is given called for each signal that ends the server.
+        announces: whether it logs that the model is loaded, and statistics; one of several front
+            ends does.
 
     Raises:
         OctavoError: the engine failed, with the root cause.
     """
+    if announces:
+
+        def on_ready() -> None:
+            _log_ready(state, listener)
+            state.log_stats()
+
+        state.on_ready = on_ready
     try:
         status = await serve_app(state, build_app(state), listener, hear)
     finally:
@@ -178,18 +192,35 @@ async def serve_app(
     return shutdown.status
 
 
-def tell_address(config: ServerConfig, listener: socket.socket) -> None:
-    """Logs where a server listens."""
-    scheme = "https" if config.ssl_certfile else "http"
+def address_of(config: ServerConfig, listener: socket.socket) -> str:
+    """The address at which a server listens: a URL, or its Unix socket."""
     if config.uds is not None:
-        logger.info("listening on the Unix socket %s", config.uds)
-    else:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("listening on %s://%s:%d", scheme, shown, port)
-        typed = f"{scheme}://{'localhost' if is_any_address(host) else shown}:{port}"
-        documentation = "" if config.disable_fastapi_docs else f"documentation: {typed}/docs; "
-        logger.info("%schat: octavo chat --url %s/v1", documentation, typed)
+        return f"the Unix socket {config.uds}"
+    return _url(config, listener, listener.getsockname()[0])
+
+
+def client_address(config: ServerConfig, listener: socket.socket) -> str:
+    """The URL that a client on this machine uses for a server that listens on a port."""
+    host = listener.getsockname()[0]
+    return _url(config, listener, "localhost" if is_any_address(host) else host)
+
+
+def _url(config: ServerConfig, listener: socket.socket, host: str) -> str:
+    scheme = "https" if config.ssl_certfile else "http"
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{listener.getsockname()[1]}"
+
+
+def _log_ready(state: ServerState, listener: socket.socket) -> None:
+    """Log that the model is loaded, and how it can be used."""
+    config, name = state.config, state.model_names[0]
+    if config.uds is not None:
+        logger.info("ready: %s at %s", name, address_of(config, listener))
+        return
+    address = client_address(config, listener)
+    documentation = "" if config.disable_fastapi_docs else f"documentation: {address}/docs; "
+    logger.info("%schat: octavo chat --url %s/v1", documentation, address)
+    logger.info("ready: %s at %s/v1", name, address)
 
 
 class _Shutdown:
@@ -324,7 +355,8 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
     """
     device = engine_config.device
     engine_config.parallel.check(headless=False)
-    get_platform(device.device).check_settings(device)
+    check_settings(engine_config, get_platform(device.device))
+    check_recording(engine_config, config.record)
     if config.chat_template is not None:
         read_override(config.chat_template)
     name, load = engine_config.model, engine_config.load
@@ -335,6 +367,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         load_format="dummy",
     )
     spec = read_spec(folder, trust_remote_code=name.trust_remote_code)
+    resolve_kv_cache_dtype(engine_config, resolve_dtype(engine_config, spec))
     resolve_max_model_len(engine_config, spec)
     spec.split(Rank.of(0, device))
     divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)

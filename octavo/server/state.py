@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -10,7 +11,6 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -31,6 +31,7 @@ from octavo.errors import (
 from octavo.server.auth import tenant_of
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
+from octavo.server.stats_log import StatsLog
 from octavo.server.streams import StreamRegistry
 from octavo.tokenizer import Tokenizer
 
@@ -76,6 +77,9 @@ class ServerState(HttpState):
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._logging: asyncio.Task[None] | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called when the model is loaded."""
         self._num_admitted = 0
         self._admitted: Counter[str | None] = Counter()
         """Of these, by tenant."""
@@ -104,7 +108,7 @@ class ServerState(HttpState):
             if engine.tokenizer is not None:
                 await self.chat_template(engine.tokenizer)  # a wrong one is told at once
             await engine.wait_ready()
-            logger.info("ready", extra={"model": self.model_names[0]})
+            self.on_ready()
             while engine.is_running:
                 await asyncio.sleep(_WATCH_INTERVAL)
             self.fail(EngineDeadError(engine.health().reason))
@@ -113,6 +117,22 @@ class ServerState(HttpState):
         except Exception as error:
             logger.exception("the engine could not be started")
             self.fail(EngineDeadError(f"the engine could not be started: {error!r}"))
+
+    def log_stats(self) -> None:
+        """Log statistics regularly from now on, unless the settings say otherwise."""
+        if not self.engine_config.observability.disable_log_stats:
+            self._logging = asyncio.create_task(self._log_stats())
+
+    async def _log_stats(self) -> None:
+        engine = self.engine
+        assert engine is not None
+        log, last = StatsLog(await engine.render_metrics()), time.monotonic()
+        while True:
+            await asyncio.sleep(self.config.log_stats_interval)
+            with contextlib.suppress(OctavoError):  # there is no engine for a while
+                page, now = await engine.render_metrics(), time.monotonic()
+                log.log(page, now - last)
+                last = now
 
     async def get_engine(self) -> AsyncLLM:
         """The engine; waits until it takes requests.
@@ -141,7 +161,8 @@ class ServerState(HttpState):
 
     async def close(self) -> None:
         """Ends the engine. May be called twice."""
-        tasks = [task for task in (self._loading, self._started) if task is not None]
+        started = self._loading, self._started, self._logging
+        tasks = [task for task in started if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,7 +219,7 @@ class ServerState(HttpState):
             limits.append(self.config.request_timeout)
         return arrival + min(limits) if limits else None
 
-    @contextmanager
+    @contextlib.contextmanager
     def admit(self, count: int, param: str, tenant: str | None = None) -> Iterator[None]:
         """Holds a place for `count` answers while they are made.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +27,8 @@ class Source(Protocol):
     """Its name."""
     usage: Usage | None
     """Tokens of the latest answer as far as they are known."""
+    defaults: Mapping[str, Any]
+    """The model's own sampling parameters by name, as far as they are known."""
 
     def chat(self, messages: Sequence[Message], params: dict[str, Any]) -> Iterator[str]:
         """Streams the answer to a chat, with sampling parameters by name."""
@@ -42,6 +44,9 @@ class LocalModel:
         self.model = name
         self.usage: Usage | None = None
         self._llm = llm
+        # As many tokens as fit, not the API's 16.
+        self._default = msgspec.structs.replace(llm.get_default_sampling_params(), max_tokens=None)
+        self.defaults = msgspec.structs.asdict(self._default)
 
     def chat(self, messages: Sequence[Message], params: dict[str, Any]) -> Iterator[str]:
         """See `Source`."""
@@ -53,8 +58,7 @@ class LocalModel:
         return self._text(self._llm.stream(prompt, self._params(params)))
 
     def _params(self, given: dict[str, Any]) -> SamplingParams:
-        default = self._llm.get_default_sampling_params()
-        return msgspec.structs.replace(default, **{"max_tokens": None, **given})
+        return msgspec.structs.replace(self._default, **given)
 
     def _text(self, outputs: Iterator[RequestOutput]) -> Iterator[str]:
         from octavo.server.client import Usage

@@ -8,18 +8,18 @@ import os
 import re
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.arguments import add_engine_settings, engine_kwargs
 from octavo.config import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLES,
-    BUILTIN_DRAFT_MODEL,
     BUILTIN_MODEL,
     EngineConfig,
     ServerConfig,
     admin_keys_from_environment,
     api_keys_from_environment,
+    read_hub_address,
     section_fields,
     settings_from_environment,
 )
@@ -29,12 +29,17 @@ from octavo.logs import setup_logging
 from octavo.settings_file import add_config_flag
 from octavo.terminal.answers import LocalModel, Source, show_answer
 from octavo.terminal.lines import Reader, history_file, read_all
-from octavo.terminal.screen import harmless, note, print_error
+from octavo.terminal.screen import harmless, note, print_error, spinner
 from octavo.terminal.session import SAMPLING, Session, check_sampling
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
 
 DEFAULT_URL = "http://localhost:8000/v1"
 _KEYS = " or ".join(API_KEY_VARIABLES)
 _STDIN = "-"
+_NAME = re.compile(r"[\w.~/\\:@+-]+", re.ASCII)
+"""What a model's name, path or URL is made of."""
 
 _RUN_EXAMPLES = """examples:
   octavo run                          chat with the built-in model
@@ -69,13 +74,14 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         usage="%(prog)s [MODEL] [PROMPT] [flags]",
         epilog=_RUN_EXAMPLES,
     )
+    run.words = "words"
     run.add_argument(
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT]",
         help="Model, and text to continue (-: read it from standard input); without a text, a "
-        "chat. A single word is taken for a model if it looks like one: a folder or path, a hub id "
-        "(org/name), or a name with digits or dashes (gpt2).",
+        "chat. One word without white space is a model: a folder, a hub id (org/name) or its URL. "
+        "To continue such a word, name the model, too.",
     )
     add_config_flag(run)
     run.add_argument(
@@ -137,7 +143,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     pull = commands.add_parser(
         "pull", help="download a model from the Hugging Face hub", epilog=_PULL_EXAMPLE
     )
-    pull.add_argument("model", metavar="MODEL", help="Hub id of the model (org/name).")
+    pull.add_argument("model", metavar="MODEL", help="Hub id of the model (org/name), or its URL.")
     pull.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit on the hub.")
     pull.add_argument(
         "--download-dir",
@@ -189,7 +195,7 @@ def run_model(args: argparse.Namespace) -> int:
     """`octavo run`."""
     model, prompt = model_and_prompt(args.words, hasattr(args, "model"))
     kwargs = engine_kwargs(args, model)
-    # Wrong settings are told before torch is imported.
+    # Wrong settings are reported before torch is imported.
     config = EngineConfig.from_kwargs(**engine_settings(kwargs))
     params = _sampling(args)
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
@@ -197,30 +203,51 @@ def run_model(args: argparse.Namespace) -> int:
         prompt = read_all()
     if prompt is not None and args.system_prompt is not None:
         raise ConfigError("--system-prompt is for a chat; a text to continue has none.")
-    if "model" not in kwargs and _is_word(args.words):
-        note(f"{config.model.model} continues {prompt!r}; for another model: octavo run MODEL TEXT")
 
-    level = settings_from_environment().get("log_level", "info")
-    setup_logging(getattr(args, "log_level", level), "text")
-
-    from octavo.llm import LLM
-
+    level = getattr(args, "log_level", settings_from_environment().get("log_level"))
+    setup_logging(level or "warning", "text")
     try:
-        llm = LLM(**kwargs)
+        llm = _load(kwargs, config, show_progress=level is None)
     except HubError as error:
-        if model is None or len(args.words) > 1:
+        if model is None or prompt is not None or "/" in model:
             raise
         raise HubError(
-            f"{error} If it is a text to continue: octavo run {BUILTIN_MODEL} {shlex.quote(model)}"
+            f"{error} To continue it as a text: octavo run {BUILTIN_MODEL} {shlex.quote(model)}"
         ) from None
     try:
         source = LocalModel(llm, config.model.model)
-        if prompt is None:
-            Session(source, params, args.system_prompt).run()
-            return 0
-        return _answer(source, prompt, params)
+        if prompt is not None:
+            return _answer(source, prompt, params)
+        is_chat = bool(llm.get_tokenizer().chat_templates)
+        if not is_chat and args.system_prompt is not None:
+            raise ConfigError(
+                f"--system-prompt is for a chat, and {source.model} has no chat template; leave "
+                "it out."
+            )
+        Session(source, params, args.system_prompt, is_chat).run()
+        return 0
     finally:
         llm.shutdown()
+
+
+def _load(kwargs: dict[str, Any], config: EngineConfig, *, show_progress: bool) -> LLM:
+    """Load the model; with `show_progress` a terminal shows that it is being loaded."""
+    from octavo.models.hub import resolve_folders
+
+    resolve_folders(config)  # a download shows its own progress
+    if not show_progress:
+        from octavo.llm import LLM
+
+        return LLM(**kwargs)
+    with spinner(f"loading {config.model.model}") as show:
+        from octavo.llm import LLM
+        from octavo.worker import loading_bar
+
+        loading_bar.on_progress = show
+        try:
+            return LLM(**kwargs)
+        finally:
+            loading_bar.on_progress = None
 
 
 def _check_local(config: EngineConfig) -> None:
@@ -252,34 +279,24 @@ def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str
         return words[0], words[1]
     if not words:
         return None, None
-    if not has_model and _looks_like_model(words[0]):
+    if not has_model and _is_model(words[0]):
         return words[0], None
     return None, words[0]
 
 
-def _looks_like_model(word: str) -> bool:
-    """Whether a word names a model: a built-in one, a folder, or what looks like a path or an id.
+def _is_model(word: str) -> bool:
+    """Whether a word that stands alone names a model: a path, a hub id, or any name.
 
-    One that is not there is then told, and not continued as a text.
+    Only what has white space or signs that no name has is a text.
     """
-    if word in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL) or os.path.isdir(os.path.expanduser(word)):
-        return True
-    if word == _STDIN or re.search(r"\s", word):
+    if word == _STDIN:
         return False
-    is_path = re.match(r"[~/\\]|\.{1,2}[/\\]", word) or word.count("/") > 1 or "\\" in word
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", word)
-    # gpt2, opt-125m: ids of the hub's early days, without an owner. No word of a text is like it.
-    is_old_id = re.fullmatch(r"(?=.*[\d_-])[A-Za-z][\w.-]*\w", word)
-    return bool(is_path or is_hub_id or is_old_id)
-
-
-def _is_word(words: list[str]) -> bool:
-    """Whether all that was said is one word, which may have been meant as a model."""
-    return len(words) == 1 and re.fullmatch(r"[\w.-]+\w", words[0]) is not None
+    return os.path.exists(os.path.expanduser(word)) or _NAME.fullmatch(word) is not None
 
 
 def _answer(source: Source, prompt: str, params: dict[str, Any]) -> int:
-    """Continues one text; returns the command's status."""
+    """Continue one text; return the command's status."""
+    note(f"{source.model} continues the text.")
     _, stopped = show_answer(source, source.complete(prompt, params))
     return 130 if stopped else 0
 
@@ -361,8 +378,9 @@ def pull_model(args: argparse.Namespace) -> int:
     from octavo.models.hub import resolve_model
     from octavo.models.registry import read_spec
 
-    where = {"revision": args.revision, "download_dir": args.download_dir}
+    model, revision = read_hub_address(args.model)
+    where = {"revision": args.revision or revision, "download_dir": args.download_dir}
     # Its description first: a model that is not supported is not downloaded.
-    read_spec(resolve_model(args.model, **where, load_format="dummy"), trust_remote_code=True)
-    print(f"{args.model} is in {resolve_model(args.model, **where)}")
+    read_spec(resolve_model(model, **where, load_format="dummy"), trust_remote_code=True)
+    print(f"{model} is in {resolve_model(model, **where)}")
     return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +41,33 @@ def print_error(message: str) -> None:
         _console().print(harmless(line), style="red", markup=False, emoji=False)
     else:
         print(line, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Show in a terminal that something takes a while; the first log line takes its place.
+
+    What it yields changes the text.
+    """
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.markup import escape
+
+    with _console().status(escape(harmless(text)), refresh_per_second=8) as status:
+
+        def stop(record: logging.LogRecord) -> bool:
+            status.stop()
+            return True
+
+        handlers = logging.getLogger("octavo").handlers
+        for handler in handlers:
+            handler.addFilter(stop)
+        try:
+            yield lambda text: status.update(escape(harmless(text)))
+        finally:
+            for handler in handlers:
+                handler.removeFilter(stop)
 
 
 def harmless(text: str) -> str:

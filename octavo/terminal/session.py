@@ -49,21 +49,30 @@ class Session:
     """A chat with a model.
 
     Args:
-        source: who answers.
+        source: the model or the server that answers.
         params: sampling parameters by name; the others are the model's own.
         system: the system prompt.
+        is_chat: False: the model continues each text by itself, without a conversation.
     """
 
     source: Source
     params: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
+    is_chat: bool = True
     messages: list[Message] = field(default_factory=list)
     """The conversation without the system prompt: questions and answers in turn."""
 
     def run(self) -> None:
         """Talks until the user leaves."""
         reader = Reader(history_file())
-        note(f"{self.source.model}: Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.")
+        keys = "Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands."
+        if self.is_chat:
+            note(f"{self.source.model}: {keys}")
+        else:
+            note(
+                f"{self.source.model} has no chat template, so it continues the texts that you "
+                f"type. {keys}"
+            )
         while (text := reader.read()) is not None:
             try:
                 if not self.take(text):
@@ -83,9 +92,10 @@ class Session:
             self.ask(text)
             return True
         name, _, rest = text[1:].partition(" ")
-        command = _COMMANDS.get(name)
+        commands = self._commands()
+        command = commands.get(name)
         if command is None:
-            near = difflib.get_close_matches(name, _COMMANDS, n=1)
+            near = difflib.get_close_matches(name, commands, n=1)
             hint = f"did you mean /{near[0]}?" if near else "/help lists the commands."
             raise ConfigError(
                 f"Unknown command /{name}; {hint} To say this to the model, begin with a space."
@@ -105,17 +115,31 @@ class Session:
             OctavoError: it was refused or failed; the conversation is as before.
         """
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
-        sent = asked
-        if self.system is not None:
-            sent = [{"role": "system", "content": self.system}, *asked]
-        answer, stopped = show_answer(self.source, self.source.chat(sent, self.params))
+        if self.is_chat:
+            sent = asked
+            if self.system is not None:
+                sent = [{"role": "system", "content": self.system}, *asked]
+            pieces = self.source.chat(sent, self.params)
+        else:
+            asked = asked[-1:]
+            pieces = self.source.complete(question, self.params)
+        answer, stopped = show_answer(self.source, pieces)
         if answer:  # a question without an answer would stand before the next question
             self.messages = [*asked, {"role": "assistant", "content": answer}]
         return stopped
 
+    def _commands(self) -> dict[str, _Command]:
+        """The commands that this session has."""
+        return {
+            name: command
+            for name, command in _COMMANDS.items()
+            if self.is_chat or not command.is_for_chats
+        }
+
     def _help(self, rest: str) -> None:
-        width = max(len(f"{name} {command.takes}") for name, command in _COMMANDS.items())
-        for name, command in _COMMANDS.items():
+        commands = self._commands()
+        width = max(len(f"{name} {command.takes}") for name, command in commands.items())
+        for name, command in commands.items():
             write(f"/{f'{name} {command.takes}':{width}}  {command.doc}\n")
         write('"""' + " " * (width - 2) + "  Begins and ends a message of several lines.\n")
 
@@ -123,8 +147,10 @@ class Session:
         name, _, value = rest.partition(" ")
         name = name.replace("-", "_")
         if not name:
+            values = {known: self._shown(known) for known in SAMPLING}
+            width = max(map(len, values.values()))
             for known, (_, doc) in SAMPLING.items():
-                write(f"{known:20} {doc}\n")
+                write(f"{known:20} {values[known]:{width}}  {doc}\n")
             return
         if name not in SAMPLING:
             raise ConfigError(f"{name!r} cannot be set; choose one of {', '.join(SAMPLING)}.")
@@ -138,6 +164,14 @@ class Session:
                 raise ConfigError(f"{name} is {needs}, not {value.strip()!r}.") from None
         check_sampling(params)
         self.params = params
+        note(f"{name}: {self._shown(name)}")
+
+    def _shown(self, name: str) -> str:
+        """The value of a sampling parameter: what was set, or else the model's own."""
+        if name in self.params:
+            return str(self.params[name])
+        default = self.source.defaults.get(name)
+        return "default" if default in (None, []) else f"{default} (default)"
 
     def _show(self, rest: str) -> None:
         write(f"model: {self.source.model}\n")
@@ -215,18 +249,24 @@ class _Command:
     doc: str
     do: Callable[[Session, str], None] | None
     """None: it leaves."""
+    is_for_chats: bool = False
+    """Whether it needs a conversation."""
 
 
 _COMMANDS = {
     "help": _Command("", "Lists the commands.", Session._help),
     "set": _Command(
-        "[NAME [VALUE]]", "Sets a sampling parameter or resets it; alone: lists all.", Session._set
+        "[NAME [VALUE]]",
+        "Sets a sampling parameter or resets it; alone: lists all with their values.",
+        Session._set,
     ),
     "show": _Command("", "Shows model, system prompt and what is set.", Session._show),
-    "system": _Command("[TEXT]", "Sets the system prompt; without a text, none.", Session._system),
-    "save": _Command("FILE", "Saves the conversation.", Session._save),
-    "load": _Command("FILE", "Loads a saved conversation.", Session._load),
-    "clear": _Command("", "Forgets the conversation.", Session._clear),
+    "system": _Command(
+        "[TEXT]", "Sets the system prompt; without a text, none.", Session._system, True
+    ),
+    "save": _Command("FILE", "Saves the conversation.", Session._save, True),
+    "load": _Command("FILE", "Loads a saved conversation.", Session._load, True),
+    "clear": _Command("", "Forgets the conversation.", Session._clear, True),
     "regen": _Command("", "Regenerates the last answer.", Session._regen),
     "bye": _Command("", "Leaves, as Ctrl-D does.", None),
 }

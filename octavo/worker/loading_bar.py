@@ -1,35 +1,59 @@
-"""The progress bar of a model that takes long to load."""
+"""How much of a model is loaded: a bar in a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
 from octavo.models.weight_cache import Progress
 
-# Seconds before it is shown.
+logger = logging.getLogger(__name__)
+
+# Seconds before the bar is shown, and between two log lines.
 _PATIENCE = 1.0
+_LOG_INTERVAL = 5.0
+
+on_progress: Callable[[str], None] | None = None
+"""Called in place of both with what there is to say, by a program with a display of its own."""
 
 
 @contextmanager
 def loading_bar(name: str, *, shown: bool = True) -> Iterator[Progress]:
-    """Shows on stderr how much of a model is loaded, where that is a terminal and takes long.
+    """Show how much of a model is loaded, where that takes long.
 
-    It is tqdm's, which leaves the cursor alone: loading may be ended at any moment. Of several
-    workers one shows it.
+    The bar is tqdm's, which leaves the cursor alone: loading may be ended at any moment. Of several
+    workers one shows it; none does where log lines of the level info are not wanted.
     """
+    if on_progress is not None:
+        report = on_progress
+        yield lambda done, total: report(_text(name, done, total))
+        return
+    shown = shown and logger.isEnabledFor(logging.INFO)
+    is_terminal = sys.stderr.isatty()
+    last = time.monotonic()
     with tqdm(
         desc=f"Loading {name}",
         delay=_PATIENCE,
         leave=False,
-        disable=None if shown else True,
+        disable=not (shown and is_terminal),
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
     ) as bar:
 
         def show(done: int, total: int) -> None:
+            nonlocal last
             bar.total = total
             bar.update(done - bar.n)
+            if shown and not is_terminal and time.monotonic() - last >= _LOG_INTERVAL:
+                last = time.monotonic()
+                logger.info("%s", _text(name, done, total))
 
         yield show
+
+
+def _text(name: str, done: int, total: int) -> str:
+    return f"loading {name}: {done / max(1, total):.0%}"

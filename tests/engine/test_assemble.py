@@ -89,7 +89,7 @@ def test_a_program_of_ones_own_gets_two_lines(estimates, caplog):
     _, plan = make([], estimates=estimates, max_model_len=-1)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == plan.report().splitlines()[0]
-    assert lines[1].startswith("model ready in ")
+    assert lines[1].startswith("model loaded in ")
     assert len(lines) == 2
 
 
@@ -102,7 +102,7 @@ def test_memory_is_planned_before_loading_if_it_can_be_known(estimates, monkeypa
     longest = 19 * 16
     lines = "\n".join(record.getMessage() for record in caplog.records)
     assert plan.report() in lines
-    assert "model ready in " in lines
+    assert "model loaded in " in lines
     assert order[-1][1].num_blocks == plan.num_blocks == 20
     assert core.scheduler.max_model_len == plan.max_model_len == longest
     first = order[0][1]

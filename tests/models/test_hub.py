@@ -71,6 +71,10 @@ class TestLocal:
         with pytest.raises(ModelError, match=r"model\.gguf is a file; name the model's folder"):
             resolve_model(str(file))
 
+    def test_file_that_is_not_there(self) -> None:
+        with pytest.raises(ModelError, match=r"no file model\.gguf, .*name the model's folder"):
+            resolve_model("model.gguf")
+
 
 class FakeHub:
     """Stands for `snapshot_download`: keeps its arguments, then raises or answers."""
@@ -177,3 +181,17 @@ def test_invalid_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(HubError, match="neither a folder here nor a hub id"):
         resolve_model("not a name", download_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("octavo/storys", BUILTIN_MODEL), ("storys-draft", BUILTIN_DRAFT_MODEL), ("org/name", None)],
+)
+def test_a_built_in_model_is_suggested(
+    name: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubError) as error:
+        resolve_model(name, download_dir=str(tmp_path))
+    assert ("Did you mean" in str(error.value)) == (meant is not None)
+    assert meant is None or f"Did you mean {meant}?" in str(error.value)

@@ -188,3 +188,26 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
     save(tmp_path / "model", "BrokenForCausalLM")
     with pytest.raises(ModelError, match=r"toy_family:gone of octavo\.models, for BrokenFor.*gone"):
         read_spec(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("BertForMaskedLM", "encoder, which makes vectors"),
+        ("XLMRobertaModel", "encoder, which makes vectors"),
+        ("Qwen2ForSequenceClassification", "classifier"),
+        ("T5ForConditionalGeneration", "encoder-decoder"),
+        ("WhisperForConditionalGeneration", "sound"),
+        ("Qwen2_5_VLForConditionalGeneration", "images"),
+        ("MixtralForCausalLM", "mixture of experts"),
+        ("MambaForCausalLM", "recurrent layers"),
+        ("Qwen4ForCausalLM", "of this name, the nearest is Qwen"),
+        ("CTRLLMHeadModel", "no model family of this name"),
+    ],
+)
+def test_the_refusal_of_an_architecture_says_what_kind_it_is(architecture, kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(ModelError) as error:
+        read_spec(tmp_path)
+    assert kind in str(error.value)
+    assert len(str(error.value)) < len(str(tmp_path)) + 250

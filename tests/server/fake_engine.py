@@ -117,7 +117,7 @@ class FakeAsyncLLM:
         self._input = InputProcessor(
             self.config.model, self.spec, self.tokenizer, self.max_model_len
         )
-        self._output = OutputProcessor(self.tokenizer)
+        self._output = OutputProcessor(self.tokenizer, self.metrics)
         self._stepping: asyncio.Task[None] | None = None
 
     async def generate(

@@ -294,7 +294,7 @@ def test_a_unix_socket(tmp_path):
         left.bind(path)
     server = Process("ready", "--uds", path)
     try:
-        server.wait_for(f"listening on the Unix socket {path}")
+        server.wait_for(f"ready: octavo/stories at the Unix socket {path}")
         transport = httpx.HTTPTransport(uds=path)
         # Names that only matter on the network: this is no loopback address.
         with httpx.Client(transport=transport, base_url="http://any.name", timeout=10) as client:
@@ -390,6 +390,12 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
         (["--max-model-len", "4k"], 2, "max_model_len=4000 is more than the 2048"),
         (["--num-threads", "100000"], 2, "num_threads=100000"),
         (["--numa-node", "100000"], 2, "numa_node=100000"),
+        (["--record", "f", "-dp", "2"], 2, "record='f' is not supported with data_parallel_size"),
+        (["--attention-backend", "triton", "-tp", "2"], 2, "tensor_parallel_size=2 needs device"),
+        (["--attention-backend", "triton", "--enable-sleep-mode"], 2, "enable_sleep_mode works"),
+        (["-pp", "2", "--enable-prompt-embeds"], 2, "needs enable_prompt_embeds=false"),
+        (["--kv-offloading-size", "1", "--no-enable-prefix-caching"], 2, "kv_transfer_config ne"),
+        (["--kv-cache-dtype", "float16"], 2, "kv_cache_dtype=float16 is not supported"),
     ],
 )
 def test_what_is_missing_is_found_before_anything_starts(
@@ -403,12 +409,30 @@ def test_what_is_missing_is_found_before_anything_starts(
     assert said in line
 
 
-def test_a_start_says_where_to_go_on():
+def test_a_start_says_first_what_it_loads_and_last_that_it_is_ready():
     with serving("ready") as server:
-        server.wait_for(
-            f"documentation: {server.url}/docs; chat: octavo chat --url {server.url}/v1"
-        )
-        assert not any("anyone who can reach" in line for line in server.lines)
+        server.wait_for("ready: ")
+        texts = [line.partition(" INFO ")[2] for line in server.lines]
+        assert texts[0] == f"loading octavo/stories, listening on {server.url}"
+        assert texts[-2:] == [
+            f"documentation: {server.url}/docs; chat: octavo chat --url {server.url}/v1",
+            f"ready: octavo/stories at {server.url}/v1",
+        ]
+
+
+@pytest.mark.parametrize("flags", [[], ["--disable-log-stats"]])
+def test_statistics_are_logged_unless_they_are_not_wanted(flags):
+    flags = [*flags, "--log-stats-interval", "0.1", "--served-model-name", "fake", "other"]
+    with serving("ready", *flags, "--log-format", "json") as server:
+        body = {"prompt": "hi", "max_tokens": 3}
+        server.wait_for("ready: fake at")
+        httpx.post(server.url + "/v1/completions", json=body, timeout=10).raise_for_status()
+        if len(flags) == 5:
+            server.wait_for('"statistics"')
+        time.sleep(0.3)
+        found = [json.loads(line) for line in server.lines if '"statistics"' in line]
+        assert bool(found) == (len(flags) == 5)
+        assert len(found) <= 3  # with tokens, the first that is idle, and no more
 
 
 @pytest.mark.parametrize(("key", "warned"), [(["--api-key", "k"], 0), ([], 1)])

@@ -13,6 +13,9 @@ class FakeSource:
     model = "fake"
     usage = Usage(20, 4, 16)
 
+    def __init__(self):
+        self.defaults = {"temperature": 0.6, "max_tokens": None}
+
     def chat(self, messages, params):
         question = messages[-1]["content"]
         if question == "for ever":
@@ -27,6 +30,9 @@ class FakeSource:
             yield "\x1b]0;title\x07\x1b[2J"
         else:
             yield "<" + json.dumps([messages, params], separators=(",", ":")) + ">"
+
+    def complete(self, prompt, params):
+        yield "<" + json.dumps([prompt, params], separators=(",", ":")) + ">"
 
 
 if __name__ == "__main__":

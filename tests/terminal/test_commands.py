@@ -60,6 +60,7 @@ def typed(monkeypatch):
 class FakeLLM:
     made = None
     error = None
+    has_template = True
 
     def __init__(self, **kwargs):
         self.kwargs = kwargs
@@ -84,6 +85,9 @@ class FakeLLM:
     def get_default_sampling_params(self):
         return SamplingParams(temperature=0.6, top_p=0.7)
 
+    def get_tokenizer(self):
+        return SimpleNamespace(chat_templates={"default": ""} if self.has_template else {})
+
     def render_chat(self, messages):
         return json.dumps(messages)
 
@@ -102,7 +106,8 @@ def test_run_streams_and_ends_with_figures(llm, capsys):
     assert cli.main(["run", "Once upon", "--max-tokens", "9", "--seed", "3", "--top_k", "4"]) == 0
     out, err = capsys.readouterr()
     assert out == "Hello\n"
-    (figures,) = err.splitlines()
+    model, figures = err.splitlines()
+    assert model == "octavo/stories continues the text."
     assert figures.startswith("[4 tokens | first token ")
     assert figures.endswith(" tokens/s | 16 of 20 prompt tokens cached]")
     assert llm().kwargs == {"seed": 3}
@@ -113,23 +118,33 @@ def test_run_streams_and_ends_with_figures(llm, capsys):
     assert llm().closed
 
 
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch):
+    monkeypatch.setattr(hub, "resolve_folders", lambda config: None)
+
+
 def test_run_tells_the_model_from_the_prompt(llm, typed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "a folder").mkdir()
     typed()
     for argv, model, prompts in [
         (["m", "hello"], "m", ["hello"]),
-        (["hello"], None, ["hello"]),
+        (["hello"], "hello", []),
+        (["mistral"], "mistral", []),
+        (["model.gguf"], "model.gguf", []),
         (["Who are you?"], None, ["Who are you?"]),
+        (["Hello!"], None, ["Hello!"]),
+        (["\u4ece\u524d"], None, ["\u4ece\u524d"]),
         (["yes/no or maybe"], None, ["yes/no or maybe"]),
         (["--model", "m", "org/name"], "m", ["org/name"]),
         (["2 + 3 ="], None, ["2 + 3 ="]),
         (["org/name"], "org/name", []),
         (["octavo/stories"], "octavo/stories", []),
         (["folder"], "folder", []),
+        (["a folder"], "a folder", []),
         ([str(tmp_path)], str(tmp_path), []),
         (["gpt2"], "gpt2", []),
-        (["opt-125m"], "opt-125m", []),
         (["models/llama/7b"], "models/llama/7b", []),
         (["./nothing"], "./nothing", []),
         (["~/nothing"], "~/nothing", []),
@@ -138,23 +153,41 @@ def test_run_tells_the_model_from_the_prompt(llm, typed, tmp_path, monkeypatch, 
         assert cli.main(["run", *argv]) == 0
         assert llm().kwargs.get("model") == model, argv
         assert llm().prompts == prompts
-        said = f"octavo/stories continues {prompts and prompts[0]!r}" in capsys.readouterr().err
-        assert said == (argv == ["hello"])  # it could have been meant as a model
+        assert (model or "octavo/stories") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "prompt"),
+    [
+        (["m", "--max-tokens", "4", "text"], "m", "text"),
+        (["--max-tokens", "4", "m", "text"], "m", "text"),
+        (["--max-tokens=4", "m", "--", "--text"], "m", "--text"),
+        (["m", "--max-tokens", "4", "- text"], "m", "- text"),
+        (["m", "--max-tokens", "4", "-5"], "m", "-5"),
+        (["--max-tokens", "4", "a text", "--seed", "1"], None, "a text"),
+    ],
+)
+def test_flags_may_stand_anywhere(llm, argv, model, prompt):
+    assert cli.main(["run", *argv]) == 0
+    assert llm().kwargs.get("model") == model
+    assert llm().prompts == [prompt]
+    assert llm().params[0].max_tokens == 4
 
 
 def test_a_word_taken_for_a_model_that_is_none_may_be_a_text(monkeypatch, capsys, typed):
-    def fail(**kwargs):
-        raise HubError("gpt9 is no model.")
+    def fail(config):
+        raise HubError(f"{config.model.model} is no model.")
 
     typed()
-    monkeypatch.setitem(sys.modules, "octavo.llm", SimpleNamespace(LLM=fail))
-    assert cli.main(["run", "gpt9"]) == 1
+    monkeypatch.setattr(hub, "resolve_folders", fail)
+    assert cli.main(["run", "hello"]) == 1
     assert capsys.readouterr().err == (
-        "octavo: error: gpt9 is no model. If it is a text to continue: octavo run octavo/stories "
-        "gpt9\n"
+        "octavo: error: hello is no model. To continue it as a text: octavo run octavo/stories "
+        "hello\n"
     )
-    assert cli.main(["run", "gpt9", "text"]) == 1
-    assert capsys.readouterr().err == "octavo: error: gpt9 is no model.\n"
+    for argv in (["hello", "text"], ["org/name"]):
+        assert cli.main(["run", *argv]) == 1
+        assert capsys.readouterr().err == f"octavo: error: {argv[0]} is no model.\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["-"], ["org/name", "-"], ["org/name"]])
@@ -200,10 +233,27 @@ def test_run_without_prompt_is_a_chat_with_memory(llm, typed, capsys):
     assert capsys.readouterr().out == "Hello\nHello\n\n"
 
 
-def test_run_logs_as_much_as_is_wanted(llm, levels):
+def test_a_model_without_a_chat_template_continues_texts(llm, typed, capsys, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "has_template", False)
+    typed("Once upon", "The dog", "/regen", "/system x")
+    assert cli.main(["run"]) == 0
+    assert llm().prompts == ["Once upon", "The dog", "The dog"]
+    assert llm().special == [True, True, True]
+    error = capsys.readouterr().err
+    assert "octavo/stories has no chat template, so it continues the texts" in error
+    assert "Unknown command /system" in error
+    typed()
+    assert cli.main(["run", "--system-prompt", "Be brief."]) == 2
+    assert "octavo/stories has no chat template; leave it out" in capsys.readouterr().err
+    assert llm().closed
+
+
+def test_run_logs_as_much_as_is_wanted(llm, levels, monkeypatch):
     assert cli.main(["run", "Once upon"]) == 0
-    assert cli.main(["run", "Once upon", "--log-level", "warning"]) == 0
-    assert levels == ["info", "warning"]
+    assert cli.main(["run", "Once upon", "--log-level", "info"]) == 0
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert cli.main(["run", "Once upon"]) == 0
+    assert levels == ["warning", "info", "debug"]
 
 
 def test_a_system_prompt_is_for_a_chat(llm, capsys):
@@ -214,8 +264,8 @@ def test_a_system_prompt_is_for_a_chat(llm, capsys):
 
 def test_run_says_what_is_wrong_with_a_prompt(llm, capsys):
     FakeLLM.error = RequestError("the prompt is too long")
-    assert cli.main(["run", "x"]) == 1
-    assert capsys.readouterr().err == "octavo: error: the prompt is too long\n"
+    assert cli.main(["run", "a text"]) == 1
+    assert capsys.readouterr().err.endswith("\noctavo: error: the prompt is too long\n")
     assert llm().closed
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError, RequestError
-from octavo.terminal.session import Session
+from octavo.terminal.session import SAMPLING, Session
 from tests.terminal.fake_chat import FakeSource
 from tests.terminal.pseudo import Terminal
 
@@ -168,6 +168,17 @@ def test_help_names_every_command(session, capsys):
     for name in ("help", "set", "show", "system", "save", "load", "clear", "regen", "bye", '"""'):
         assert name in text
     assert not session.take("/bye")
+
+
+def test_set_lists_all_values(session, capsys):
+    session.take("/set top-k 7")
+    assert capsys.readouterr().err == "top_k: 7\n"
+    session.take("/set")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [*SAMPLING]
+    shown = {line[:20].strip(): line[21:].partition("  ")[0] for line in lines}
+    assert (shown["top_k"], shown["temperature"]) == ("7", "0.6 (default)")
+    assert (shown["max_tokens"], shown["seed"]) == ("default", "default")
 
 
 def test_set_and_show(session, capsys):

@@ -1,12 +1,21 @@
 """When the bar is shown, and that nothing stays of it."""
 
 import io
+import logging
 import sys
 
 import pytest
 
 from octavo.worker import loading_bar
 from octavo.worker.loading_bar import loading_bar as bar
+
+
+@pytest.fixture(autouse=True)
+def info(caplog, monkeypatch):
+    log = logging.getLogger("octavo")  # as if nothing had set it up
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "handlers", [])
+    caplog.set_level(logging.INFO, "octavo.worker.loading_bar")
 
 
 class Terminal(io.StringIO):
@@ -35,8 +44,26 @@ def test_a_model_that_loads_quickly_has_none(monkeypatch):
     assert shown(monkeypatch, Terminal(), patience=1000.0) == ""
 
 
-def test_a_file_gets_nothing(monkeypatch):
+def test_a_file_gets_log_lines_now_and_then(monkeypatch, caplog):
     assert shown(monkeypatch, io.StringIO()) == ""
+    assert not caplog.messages
+    monkeypatch.setattr(loading_bar, "_LOG_INTERVAL", 0.0)
+    assert shown(monkeypatch, io.StringIO(), total=2) == ""
+    assert caplog.messages == [f"loading some/model: {part}%" for part in (3, 0, 50, 100)]
+
+
+def test_nothing_is_shown_where_only_warnings_are(monkeypatch, caplog):
+    monkeypatch.setattr(loading_bar, "_LOG_INTERVAL", 0.0)
+    caplog.set_level(logging.WARNING, "octavo.worker.loading_bar")
+    assert shown(monkeypatch, io.StringIO()) == shown(monkeypatch, Terminal()) == ""
+    assert not caplog.messages
+
+
+def test_a_display_of_ones_own_takes_its_place(monkeypatch, caplog):
+    texts = []
+    monkeypatch.setattr(loading_bar, "on_progress", texts.append)
+    assert shown(monkeypatch, Terminal(), total=1) == ""
+    assert texts == [f"loading some/model: {part}%" for part in (3, 0, 100)]
 
 
 def fail(progress):
