@@ -97,6 +97,14 @@ ABSENT_METRICS = {
 """Why Octavo has not the metrics of these names; of a name that ends with _, those it begins."""
 
 
+PARTLY = {
+    (ChatBody, "tools"): "the same with `tool_choice` none; else refused: calls of tools are not "
+    "read from answers yet",
+    (ChatBody, "tool_choice"): "`none`; else refused: use response_format to ask for JSON",
+}
+"""Fields of which some values are refused."""
+
+
 def document() -> str:
     """The whole text of docs/vllm.md."""
     lines = [HEAD, *_variables()]
@@ -185,6 +193,8 @@ def field_status(body: type[Body], words: list[str]) -> str:
         LookupError: it is not known.
     """
     (name,) = words
+    if (body, name) in PARTLY:
+        return PARTLY[body, name]
     if name in {field.alias or key for key, field in body.model_fields.items()}:
         return "the same"
     if name in NO_EFFECT:

@@ -95,6 +95,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        may_drop_tool_calls: bool = True,
     ) -> Future[str]:
         """Begins to make the prompt of a conversation: `render` as a future.
 
@@ -123,6 +124,7 @@ class ChatTemplate:
             add_generation_prompt,
             continue_final_message,
             template_kwargs,
+            may_drop_tool_calls,
         )
         # Variables of the request may make a template slow, too.
         long = bool(template_kwargs or tools or documents) or _is_long(messages)
@@ -141,7 +143,8 @@ class ChatTemplate:
                 for templates that know them; `add_generation_prompt` (default): end with the
                 beginning of the assistant's turn; `continue_final_message`: end inside the last
                 message, so that the model goes on with it, which excludes the former;
-                `template_kwargs`: further variables for the template.
+                `template_kwargs`: further variables for the template; `may_drop_tool_calls`
+                (default): render messages with tool calls by a template that leaves these out.
 
         Raises:
             RequestError: the messages are malformed, or the template refuses them, or takes too
@@ -159,10 +162,10 @@ def _is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
     if len(messages) > _MANY_MESSAGES:
         return True
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
-    # A list of parts counts as long: to see that it is not takes as long as it saves.
-    return any(isinstance(c, list) for c in contents) or (
-        sum(len(c) for c in contents if isinstance(c, str)) > _LONG_TEXT
-    )
+    # Parts and tool calls count as long: to see that they are not takes as long as it saves.
+    several = any(m.get("tool_calls") for m in messages if isinstance(m, Mapping))
+    several = several or any(isinstance(c, list) for c in contents)
+    return several or sum(len(c) for c in contents if isinstance(c, str)) > _LONG_TEXT
 
 
 def read_override(override: str) -> str:

@@ -316,6 +316,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Requests whose blocks could not all be loaded."""
     num_expired_transfers: int = 0
     """Requests whose blocks nobody has fetched in time."""
+    drafting_paused: int = 0
+    """1 while drafts do not pay at the present load; of several engines, how many of them."""
 
     @staticmethod
     def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:

@@ -126,6 +126,10 @@ class EngineMetrics:
             "Drafts that were right, by their place in the draft.",
             [*_LABELS, "position"],
         )
+        self._drafting_paused = self._gauge(
+            "spec_decode_drafting_paused",
+            "1 while no tokens are drafted, since that does not pay at this load.",
+        )
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total",
             "Of a step: prompt tokens computed for prompts that are done, and tokens generated.",
@@ -290,6 +294,7 @@ class EngineMetrics:
         self._external_hits.inc(stats.external_prefix_cache_hits - last.external_prefix_cache_hits)
         self._failed_loads.inc(stats.num_failed_loads - last.num_failed_loads)
         self._expired_transfers.inc(stats.num_expired_transfers - last.num_expired_transfers)
+        self._drafting_paused.set(stats.drafting_paused)
         if stats.num_drafts > last.num_drafts:
             self._record_drafts(stats, last)
 

@@ -43,6 +43,7 @@ class RenderRequest(msgspec.Struct):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Any = None
+    may_drop_tool_calls: bool = True
 
 
 class RenderResult(msgspec.Struct):

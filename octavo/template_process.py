@@ -138,6 +138,8 @@ class _Templates:
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages must be a list of at least one message.", "messages")
         name = self._choose(bool(tools))
+        if not request.may_drop_tool_calls:
+            self._check_tool_calls(name, messages)
         plain_messages = [self._adapt(name, _plain_message(m, i)) for i, m in enumerate(messages)]
         if request.continue_final_message:
             _mark_end(plain_messages[-1])
@@ -152,6 +154,18 @@ class _Templates:
             },
         )
         return _cut_at_mark(rendered) if request.continue_final_message else rendered
+
+    def _check_tool_calls(self, name: str, messages: list[Any]) -> None:
+        """Refuse tool calls that the template would leave out: the model would not see them."""
+        for i, message in enumerate(messages):
+            has_calls = isinstance(message, Mapping) and message.get("tool_calls")
+            if has_calls and not self._takes(name, "calls"):
+                raise UnsupportedError(
+                    f"messages[{i}].tool_calls: the model's chat template does not know tool "
+                    "calls, so the model would not see them; write them into content, or start the "
+                    "server with a --chat-template that knows them.",
+                    "messages",
+                )
 
     def _choose(self, with_tools: bool) -> str:
         if not self._sources:
@@ -239,6 +253,9 @@ class _Templates:
         return self._habits[key]
 
     def _probe(self, name: str, habit: str) -> bool:
+        if habit == "calls":
+            rendered = self._render_example(name, _call_example({}, _PROBE))
+            return rendered is None or _PROBE in rendered
         if habit == "objects":
             rendered = self._render_example(name, _call_example({_PROBE: "1"}))
             if rendered is not None:
@@ -271,9 +288,9 @@ class _Templates:
             return None
 
 
-def _call_example(arguments: object) -> list[Message]:
+def _call_example(arguments: object, name: str = "f") -> list[Message]:
     """A conversation with a tool call."""
-    function = {"name": "f", "arguments": arguments}
+    function = {"name": name, "arguments": arguments}
     call = {"id": "call00000", "type": "function", "function": function}
     return [
         {"role": "user", "content": "hi"},

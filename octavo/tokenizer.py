@@ -20,6 +20,7 @@ from octavo.errors import (
     UnsupportedError,
     reason_of,
 )
+from octavo.model_files import refuse_lfs_pointer
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -148,6 +149,7 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ModelError(_missing_message(folder))
+        refuse_lfs_pointer(file)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
@@ -593,6 +595,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
+        refuse_lfs_pointer(file)
         value = json.loads(file.read_text("utf-8"))
     except (ValueError, OSError) as error:
         raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
@@ -623,6 +626,7 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
     files |= {f.stem: f for f in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     for name, file in files.items():
         if file.is_file():
+            refuse_lfs_pointer(file)
             templates[name] = file.read_text("utf-8")
     return templates
 

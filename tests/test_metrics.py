@@ -26,6 +26,7 @@ NAMES = {
     "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos",
+    "spec_decode_drafting_paused",
     "prompt_tokens",
     "prompt_tokens_cached",
     "prompt_tokens_by_source",
@@ -247,6 +248,9 @@ def test_drafts(metrics):
     assert read(metrics, "spec_decode_num_accepted_tokens_total") == 5
     per_pos = "spec_decode_num_accepted_tokens_per_pos_total"
     assert [read(metrics, per_pos, position=str(i)) for i in range(3)] == [3, 1, 1]
+    assert read(metrics, "spec_decode_drafting_paused") == 0
+    metrics.record_scheduler_stats(SchedulerStats(num_steps=4, drafting_paused=1))
+    assert read(metrics, "spec_decode_drafting_paused") == 1
 
 
 def test_tokens_of_a_step(metrics):

@@ -78,10 +78,10 @@ class LLMEngine:
         _check_parallel(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
+        self.spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self.spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
         self._metrics = None
         if log_stats:
             from octavo.metrics import EngineMetrics

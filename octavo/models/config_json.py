@@ -1,4 +1,4 @@
-"""Typed reading of a Hugging Face JSON file, with errors that name file, field and value."""
+"""Typed reading of a model folder's JSON, with errors that name file, field and value."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.errors import ModelError, reason_of
+from octavo.model_files import refuse_lfs_pointer, require_file, without_config
 
 # A real index of the largest models has half of it.
 MOST_JSON_NBYTES = 32 * 2**20
 _MOST = 2**31 - 1
 _Choice = TypeVar("_Choice", bound=str)
 _MOST_SHOWN = 100  # characters of a value in an error message
-
-
-def require_file(path: Path) -> None:
-    """Checks that opening a file will not wait, as for a pipe, or read without end.
-
-    Raises:
-        ModelError: if it is there but is no regular file, nor a link to one.
-    """
-    if path.exists() and not path.is_file():
-        raise ModelError(f"{path} is not a regular file; download the model again.")
 
 
 class ConfigJson:
@@ -47,15 +38,16 @@ class ConfigJson:
         """
         require_file(path)
         try:
+            refuse_lfs_pointer(path)
             if path.stat().st_size > MOST_JSON_NBYTES:
                 raise ValueError(f"it has more than {MOST_JSON_NBYTES} bytes")
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ModelError(
-                f"{path} is missing: a model is a folder with config.json, weights and tokenizer."
-            ) from None
+            raise without_config(path.parent) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path} cannot be read as JSON: {reason_of(error)}.") from None
+            raise ModelError(
+                f"{path} is damaged or cut off ({reason_of(error)}); download the file again."
+            ) from None
         if not isinstance(data, dict):
             raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}.")
         return cls(data, str(path))

@@ -16,7 +16,7 @@ from octavo.config import (
     hub_offline,
 )
 from octavo.errors import HubError, ModelError, reason_of
-from octavo.models.config_json import require_file
+from octavo.model_files import gguf_file, require_file
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
@@ -82,6 +82,8 @@ def local_folder(model: str) -> Path | None:
                 require_file(file)
         return path
     if path.exists():
+        if path.suffix == ".gguf":
+            raise gguf_file(model)
         raise ModelError(
             f"{model} is a file; name the model's folder (config.json, safetensors, tokenizer)."
         )

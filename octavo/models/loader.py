@@ -21,9 +21,9 @@ from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory, release_memory
 from octavo.layers.shared import SharedBuffers
+from octavo.model_files import refuse_lfs_pointer, require_file, without_weights
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
-from octavo.models.config_json import require_file
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weight_cache import Progress, WeightCache, weights_key
 from octavo.models.weights import (
@@ -472,7 +472,7 @@ class _SafetensorsCheckpoint(_FileCheckpoint):
                     "which can run code when they are read; load_format=pt reads them all the "
                     "same, with torch's restricted unpickler."
                 )
-            raise ModelError(f"{folder} holds no *.safetensors files.")
+            raise without_weights(folder, "*.safetensors")
         for file in files:
             header = read_safetensors_header(file)
             self.headers.update(header)
@@ -503,9 +503,10 @@ class _TorchCheckpoint(_FileCheckpoint):
         self.tensors: dict[str, Tensor] = {}
         files = weight_files(folder, "pt")
         if not files:
-            raise ModelError(f"{folder} holds no pytorch_model*.bin files.")
+            raise without_weights(folder, "pytorch_model*.bin")
         for file in files:
             require_file(file)
+            refuse_lfs_pointer(file)
             try:
                 # Files older than torch 1.6 are no zip archives and cannot be mapped.
                 state = torch.load(

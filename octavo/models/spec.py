@@ -13,13 +13,14 @@ from safetensors import SafetensorError, safe_open
 from octavo.distributed import Rank
 from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ConfigError, ModelError
+from octavo.model_files import refuse_lfs_pointer, require_file
 from octavo.models.blocks.attention import Alibi
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.cache import CacheSpec
-from octavo.models.config_json import MOST_JSON_NBYTES, require_file
+from octavo.models.config_json import MOST_JSON_NBYTES
 from octavo.models.weights import Names, Weight
 from octavo.quantization.base import get_quantization, linear_nbytes
 
@@ -273,6 +274,7 @@ def read_safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]
     """
     require_file(file)
     try:
+        refuse_lfs_pointer(file)
         with file.open("rb") as stream:
             if int.from_bytes(stream.read(8), "little") > MOST_JSON_NBYTES:
                 raise ValueError("the header's length is impossible")

@@ -16,6 +16,7 @@ from there, and the counts here are put right when the results come.
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -51,6 +52,9 @@ from octavo.scheduler.speculation import DraftLengths
 from octavo.structured_output.base import MAX_FORCED
 
 # Waits that end by `set_ready`; requests in them do not queue.
+logger = logging.getLogger(__name__)
+
+_DRAFTING_INTERVAL = 60.0  # seconds between log lines about drafting
 _HELD = (
     RequestStatus.WAITING_FOR_FSM,
     RequestStatus.WAITING_FOR_REMOTE_KVS,
@@ -125,6 +129,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self._draft_lengths = DraftLengths(num_speculative_tokens)
+        self._logged_pause, self._next_drafting_line = False, -math.inf
         self.max_num_drafts = max_num_drafts
         self.num_stages = num_stages
         self.kv_cache_config = kv_cache_config
@@ -286,7 +291,7 @@ class Scheduler:
             output,
             self.max_num_batched_tokens,
             self.max_num_drafts,
-            self._draft_lengths.choose(len(self.running)) if self._draft_lengths.most else 0,
+            self._choose_num_drafts(now) if self._draft_lengths.most else 0,
             self.forced_per_request,
             now,
         )
@@ -528,6 +533,7 @@ class Scheduler:
             external_prefix_cache_queries=self._num_external_queries,
             external_prefix_cache_hits=self._num_external_hits,
             num_failed_loads=self._num_failed_loads,
+            drafting_paused=int(self._draft_lengths.paused),
             num_expired_transfers=0 if self._connector is None else self._connector.num_expired,
         )
 
@@ -930,6 +936,17 @@ class Scheduler:
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)
         self.waiting.push(request)
+
+    def _choose_num_drafts(self, now: float) -> int:
+        """Return the most drafts of a request in the next step, and log when drafting stops or
+        goes on, as often as is readable."""
+        lengths, num_reqs = self._draft_lengths, len(self.running)
+        num_drafts = lengths.choose(num_reqs)
+        if lengths.paused != self._logged_pause and now >= self._next_drafting_line:
+            self._logged_pause, self._next_drafting_line = lengths.paused, now + _DRAFTING_INTERVAL
+            change = "paused: does not pay" if lengths.paused else "resumed: pays"
+            logger.info("drafting %s at this load (%d running)", change, num_reqs)
+        return num_drafts
 
     def _learn(self, step: _ScheduledStep, output: ModelRunnerOutput) -> None:
         """Takes note of what a step's drafts cost and brought."""

@@ -37,13 +37,17 @@ class DraftLengths:
         """For each place: how often the draft there was right, of those times that there was one.
         (One behind a wrong draft is wrong.)"""
         self._loads: dict[int, _Load] = {}
+        self.paused = False
+        """Whether drafts do not pay at the present load: there are none, but for short looks."""
 
     def choose(self, num_reqs: int) -> int:
-        """The most drafts for each of so many running requests."""
+        """Return the most drafts for each of so many running requests."""
         load = self._load(num_reqs)
         load.steps_left -= 1
         if load.steps_left < 0:
             self._look(load)
+        if num_reqs:
+            self.paused = load.paused
         return load.current
 
     def record(self, seconds: float, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -92,6 +96,7 @@ class DraftLengths:
         else:
             load.current = best
         load.best = best
+        load.paused = best == 0 and most_tried > 0
         load.tried.add(load.current)
         load.steps_left = (_STEPS_BETWEEN if load.current == best else _STEPS_OF_PROBE) - 1
 
@@ -110,7 +115,7 @@ class _Load:
         self._counts: dict[int, int] = {}
         self.current = self.best = 0
         self.steps_left = 0
-        self.downwards = False
+        self.downwards = self.paused = False
         self.pause = _FIRST_PAUSE
         self.until_probe = _FIRST_PAUSE // _STEPS_BETWEEN
 

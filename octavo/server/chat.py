@@ -23,7 +23,7 @@ from octavo.server.generation import (
     prompt_logprobs_json,
     raw,
 )
-from octavo.server.schema import ChatBody, Message
+from octavo.server.schema import ChatBody, Message, Tool, ToolCall
 from octavo.server.state import state_of
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ async def render_messages(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     template_kwargs: dict[str, Any] | None,
+    tools: list[Tool] | None = None,
 ) -> str:
-    """The prompt text of a chat.
+    """Return the prompt text of a chat.
 
     Args:
         template: the chat template.
@@ -51,33 +52,54 @@ async def render_messages(
         add_generation_prompt: begin the answer; default: unless `continue_final_message`.
         continue_final_message: leave the last message open, so that the answer goes on with it.
         template_kwargs: more variables for the template.
+        tools: definitions of tools, for templates that know them.
 
     Raises:
-        RequestError: the template refuses the chat, or takes too much time or memory for it.
+        RequestError: the template refuses the chat, leaves its tool calls out, or takes too much
+            time or memory for it.
         ModelError: the template is broken.
     """
-    plain = await offload(len(messages), _plain_messages, messages)
+    num_calls = sum(len(message.tool_calls or ()) for message in messages)
+    plain = await offload(len(messages) + num_calls, _plain_messages, messages)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     return await asyncio.wrap_future(
         template.submit(
             plain,
+            tools=[_plain_tool(tool) for tool in tools or []],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
             template_kwargs=template_kwargs,
+            may_drop_tool_calls=False,
         )
     )
 
 
-def _plain_messages(messages: list[Message]) -> list[dict[str, str]]:
-    return [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": message.content,
-            **({} if message.name is None else {"name": message.name}),
-        }
-        for message in messages
-    ]
+def _plain_messages(messages: list[Message]) -> list[dict[str, object]]:
+    plain: list[dict[str, object]] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        plain.append({"role": role, "content": message.content})
+        if message.name is not None:
+            plain[-1]["name"] = message.name
+        if message.tool_calls:
+            plain[-1]["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            plain[-1]["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _plain_call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {
+        **({} if call.id is None else {"id": call.id}),
+        "type": call.type,
+        "function": function,
+    }
+
+
+def _plain_tool(tool: Tool) -> dict[str, object]:
+    return {"type": tool.type, "function": tool.function.model_dump(exclude_unset=True)}
 
 
 class ChatCompletion(Generation[ChatBody]):
@@ -132,7 +154,8 @@ class ChatCompletion(Generation[ChatBody]):
             body.messages,
             body.add_generation_prompt,
             body.continue_final_message,
-            self.state.template_kwargs(body.chat_template_kwargs),
+            self.state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
+            body.tools,
         )
         # The template writes the special tokens itself.
         special = bool(body.add_special_tokens)

@@ -76,11 +76,34 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
         "continue_final_message": "Continue the last message instead of answering it.",
         "chat_template_kwargs": "Variables for the chat template.",
+        "reasoning_effort": "A variable for the chat template; it also sets enable_thinking there, "
+        "unless chat_template_kwargs does.",
+        "tools": "Definitions of tools, for templates that know them; with tool_choice none.",
+        "tool_choice": "none: the answer calls no tool. Needed with tools; other values are "
+        "refused.",
+    },
+    schema.Tool: {"type": "function.", "function": "The function."},
+    schema.FunctionDefinition: {
+        "name": "Its name.",
+        "description": "What it does.",
+        "parameters": "A JSON schema of its arguments.",
+        "strict": "A variable for the template; it has no other effect.",
+    },
+    schema.ToolCall: {
+        "id": "A name for the call, which the tool's message repeats.",
+        "type": "function.",
+        "function": "What was called.",
+    },
+    schema.FunctionCall: {
+        "name": "The function's name.",
+        "arguments": "Its arguments: an object, or the JSON of one.",
     },
     schema.Message: {
-        "role": "Who speaks: system, user, assistant ...",
+        "role": "Who speaks: system, user, assistant, tool ...",
         "content": "The text, or a list of text parts.",
         "name": "The speaker's name, for templates that show it.",
+        "tool_calls": "The calls of tools in an assistant's earlier answer.",
+        "tool_call_id": "Which of these calls a tool's message answers.",
     },
     schema.ContentPart: {"type": "text.", "text": "The text."},
     schema.StreamOptions: {
@@ -133,6 +156,7 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
         "continue_final_message": "Leave the last message open, to be continued.",
         "chat_template_kwargs": "Variables for the chat template.",
+        "tools": "Definitions of tools, for templates that know them.",
         "return_token_strs": "Return the text of each token, too.",
     },
     schema.ScaleBody: {

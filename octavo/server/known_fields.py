@@ -23,13 +23,13 @@ def _all(values: tuple[object, ...], names: str) -> dict[str, tuple[object, ...]
     return dict.fromkeys(names.split(), values)
 
 
-# Notes for whoever keeps the answer, hints for routing and caching, and settings of something that
-# is refused itself: whatever they hold, the text is the same without them.
+# Notes for a store of answers, hints for routing, caching and drafting, and settings of something
+# that is refused itself: whatever they hold, the text is the same without them.
 NO_EFFECT = frozenset(
     _all(
         (),
-        "metadata safety_identifier prompt_cache_key prompt_cache_retention session_id "
-        "parallel_tool_calls return_mm_kwargs cache_control "
+        "metadata store prediction safety_identifier prompt_cache_key prompt_cache_retention "
+        "session_id parallel_tool_calls return_mm_kwargs cache_control "
         "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold id_slot n_cache_reuse "
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     )
@@ -37,7 +37,6 @@ NO_EFFECT = frozenset(
 
 GENERATION: Unsupported = {
     # OpenAI
-    "store": _OFF,
     "service_tier": (None, "auto", "default"),
     # vLLM, newer and older
     **_all(
@@ -108,11 +107,11 @@ GENERATION: Unsupported = {
     **_all(_ONE, "num_beams num_return_sequences"),
 }
 
+_FUNCTIONS: Unsupported = {"functions": (None, []), "function_call": (None, "none")}
 _TOOLS: Unsupported = {
     "tools": (None, []),
     "tool_choice": (None, "none"),
-    "functions": (None, []),
-    "function_call": (None, "none"),
+    **_FUNCTIONS,
 }
 _TEMPLATE = _all(_NOTHING, "chat_template media_io_kwargs mm_processor_kwargs")
 
@@ -130,13 +129,10 @@ COMPLETION: Unsupported = {
 CHAT: Unsupported = {
     **GENERATION,
     "prompt_embeds": (None, []),
-    **_TOOLS,
+    **_FUNCTIONS,
     **_TEMPLATE,
-    **_all(
-        _NOTHING, "audio prediction web_search_options reasoning_effort reasoning prompt suffix"
-    ),
+    **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
     "modalities": (None, ["text"]),
-    "verbosity": (None, "medium"),
     "documents": (None, []),
     "include_reasoning": (None, True),
     "separate_reasoning": (None, True),
@@ -145,11 +141,10 @@ CHAT: Unsupported = {
 }
 
 MESSAGE: Unsupported = {
-    **_all(_NOTHING, "audio function_call tool_call_id reasoning reasoning_content thinking"),
+    **_all(_NOTHING, "audio function_call reasoning reasoning_content thinking"),
     **_all(_OFF, "prefix partial"),
     "refusal": _NOTHING,
     "annotations": (None, []),
-    "tool_calls": (None, []),
 }
 
 STRUCTURED_OUTPUTS: Unsupported = {
@@ -160,7 +155,8 @@ STRUCTURED_OUTPUTS: Unsupported = {
 STREAM_OPTIONS: Unsupported = {"include_obfuscation": _OFF}
 
 TOKENIZE: Unsupported = {
-    **_TOOLS,
+    "tool_choice": (None, "none"),
+    **_FUNCTIONS,
     **_TEMPLATE,
     **_all(_NOTHING, "content add_special documents"),
     "with_pieces": _OFF,
@@ -198,7 +194,7 @@ INSTEAD: Mapping[str, str] = {
     "skip_reading_prefix_cache": "a cache_salt of its own",
     "logprob_token_ids": "logprobs",
     **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"), "prompt_logprobs"),
-    **dict.fromkeys(("reasoning_effort", "documents"), "chat_template_kwargs"),
+    "documents": "chat_template_kwargs",
     "chat_template": "--chat-template when the server starts",
     **dict.fromkeys(("tools", "tool_choice", "functions"), "response_format to ask for JSON"),
     "max_completion_tokens": "max_tokens",

@@ -215,11 +215,52 @@ class ContentPart(Body):
     text: str
 
 
+class FunctionCall(Body):
+    """The function of a tool call, and what it was called with."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+_CALL_PARTS: Mapping[str, type[Body]] = {"function": FunctionCall}
+
+
+class ToolCall(Body):
+    """A call that the assistant made in an earlier message."""
+
+    inner = _CALL_PARTS
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+_TOOL_PARTS: Mapping[str, type[Body]] = {"function": FunctionDefinition}
+
+
+class Tool(Body):
+    """A tool, for chat templates that know them."""
+
+    inner = _TOOL_PARTS
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
 class Message(Body):
     """One message of a chat; a list of text parts has become one text."""
 
     unsupported = known_fields.MESSAGE
-    inner: ClassVar[Mapping[str, type[Body]]] = {"content": ContentPart}
+    inner: ClassVar[Mapping[str, type[Body]]] = {"content": ContentPart, "tool_calls": ToolCall}
 
     role: str
     content: Annotated[
@@ -227,6 +268,8 @@ class Message(Body):
         BeforeValidator(_check_content, json_schema_input_type=str | list[str | ContentPart]),
     ]
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
 
 
 def _check_messages(value: object) -> object:
@@ -244,15 +287,27 @@ def _check_messages(value: object) -> object:
                 "messages",
             )
         role = message.get("role")
-        if role in ("tool", "function"):
-            raise UnsupportedError(f"{where}: tool calls are not supported yet.", "messages")
+        if role == "function":
+            raise UnsupportedError(
+                f"{where}.role='function' is not supported; use role 'tool', with the tool_call_id "
+                "of the call.",
+                "messages",
+            )
         if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_LENGTH:
             raise RequestError(
                 f"{where}.role={show(role)} is not allowed; it is a string of 1 to "
                 f"{MAX_ROLE_LENGTH} characters, such as system, user or assistant.",
                 "messages",
             )
-        if role == "assistant" and message.get("content", ...) is None:
+        for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if message.get(name) and role != owner:
+                raise RequestError(
+                    f"{where}.{name} is not allowed with role {show(role)}; it belongs to messages "
+                    f"of role {owner!r}.",
+                    "messages",
+                )
+        may_lack_content = "content" in message or message.get("tool_calls")
+        if role == "assistant" and message.get("content") is None and may_lack_content:
             message["content"] = ""  # so OpenAI's own answers look that have no text
         if not isinstance(message.get("content"), str | list):
             raise RequestError(
@@ -271,6 +326,17 @@ def _check_messages(value: object) -> object:
 Messages: TypeAlias = Annotated[
     list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
 ]
+Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)] | None
+
+
+def _check_tool_choice(value: object) -> object:
+    if value not in (None, "none"):
+        raise UnsupportedError(
+            f'tool_choice={show(value)} is not supported yet; use "none", or response_format to '
+            "ask for JSON.",
+            "tool_choice",
+        )
+    return value
 
 
 class StreamOptions(Body):
@@ -555,13 +621,28 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    tools: Tools = None
+    tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_check_tool_choice)] = None
 
     unsupported = known_fields.CHAT
-    inner: ClassVar[Mapping[str, type[Body]]] = {**GenerationBody.inner, "messages": Message}
+    inner: ClassVar[Mapping[str, type[Body]]] = {
+        **GenerationBody.inner,
+        "messages": Message,
+        "tools": Tool,
+    }
 
     def check(self) -> None:
         """See `GenerationBody.check`."""
         super().check()
+        if self.tools and self.tool_choice is None:
+            raise UnsupportedError(
+                'tools is supported with tool_choice="none" only: calls of tools are not read from '
+                "answers yet; add that, or use response_format to ask for JSON.",
+                "tools",
+            )
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
@@ -583,10 +664,11 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools = None
     return_token_strs: bool | None = None
 
     unsupported = known_fields.TOKENIZE
-    inner: ClassVar[Mapping[str, type[Body]]] = {"messages": Message}
+    inner: ClassVar[Mapping[str, type[Body]]] = {"messages": Message, "tools": Tool}
 
     def check(self) -> None:
         """Refuses fields that contradict one another."""

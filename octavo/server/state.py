@@ -293,9 +293,22 @@ class ServerState(HttpState):
 
     # Chat templates
 
-    def template_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A request's variables for the template, and the server's own for those not given."""
-        return {**self.config.default_chat_template_kwargs, **(given or {})} or None
+    def template_kwargs(
+        self, given: dict[str, Any] | None, reasoning_effort: str | None = None
+    ) -> dict[str, Any] | None:
+        """Return a request's variables for the template, and the server's own for those not given.
+
+        Args:
+            given: the request's.
+            reasoning_effort: another one of them; it also says whether the model thinks at all,
+                unless `given` does.
+        """
+        variables = {**self.config.default_chat_template_kwargs, **(given or {})}
+        if reasoning_effort is not None:
+            variables["reasoning_effort"] = reasoning_effort
+            if "enable_thinking" not in (given or {}):
+                variables["enable_thinking"] = reasoning_effort != "none"
+        return variables or None
 
     def tokenizer(self, engine: AsyncLLM, param: str) -> Tokenizer:
         """The engine's tokenizer.

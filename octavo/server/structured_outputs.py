@@ -122,20 +122,27 @@ class StructuredOutputsBody(Body):
     structural_tag: ObjectOrText | None = None
 
     def constraint(self) -> tuple[str, GrammarKind, object] | None:
-        """The field with what the answer has to look like, its kind, and what it holds.
+        """Return the field with what the answer has to look like, its kind, and what it holds.
+
+        Several fields that hold the same, such as `structured_outputs.grammar` and
+        `guided_grammar`, count as one: clients send both spellings to reach every version of vLLM.
 
         Raises:
-            RequestError: there are several, or one lacks something.
+            RequestError: two fields differ, or one lacks something.
         """
         found = [*self._response_format(), *self._structured_outputs()]
         for name, kind in _FLAT.items():
             if (value := getattr(self, name)) is not None:
                 found.append((name, kind, value))
-        if len(found) > 1:
+        for name, kind, value in found[1:]:
+            first = found[0]
+            if (kind, value) == first[1:]:
+                continue
+            differ = " and differ" if kind == first[1] else ""
             raise RequestError(
-                f"{found[0][0]} and {found[1][0]} both say what the answer has to look like; give "
+                f"{first[0]} and {name} both say what the answer has to look like{differ}; give "
                 "one of them.",
-                found[1][0],
+                name,
             )
         return found[0] if found else None
 

@@ -34,6 +34,7 @@ async def tokenize(request: Request) -> Response:
             body.add_generation_prompt,
             body.continue_final_message,
             state.template_kwargs(body.chat_template_kwargs),
+            body.tools,
         )
         special = bool(special)  # the template writes them itself
     return Response(

@@ -66,10 +66,14 @@ class TestLocal:
             resolve_model(name)
 
     def test_file(self, tmp_path: Path) -> None:
-        file = tmp_path / "model.gguf"
-        file.touch()
-        with pytest.raises(ModelError, match=r"model\.gguf is a file; name the model's folder"):
-            resolve_model(str(file))
+        for name, message in (
+            ("model.safetensors", "is a file; name the model's folder"),
+            ("model.gguf", "is a GGUF file, .* name the folder"),
+        ):
+            file = tmp_path / name
+            file.touch()
+            with pytest.raises(ModelError, match=message):
+                resolve_model(str(file))
 
     def test_file_that_is_not_there(self) -> None:
         with pytest.raises(ModelError, match=r"no file model\.gguf, .*name the model's folder"):

@@ -710,6 +710,20 @@ class TestSpeculation:
         assert len(learned) == 1
         engine.run()
 
+    def test_a_change_of_drafting_is_logged_once_and_at_most_once_a_minute(self, caplog):
+        caplog.set_level("INFO", "octavo.scheduler.scheduler")
+        engine = FakeEngine(num_drafts=2)
+        engine.add("0", [1, 2], max_tokens=30)
+        lengths = engine.scheduler._draft_lengths
+        lengths.choose = lambda num_reqs: 0
+        for engine.now, lengths.paused in ((0, False), (1, True), (2, True), (3, False), (61, 0)):
+            engine.step()
+            assert engine.scheduler.make_stats().drafting_paused == lengths.paused
+        assert caplog.messages == [
+            "drafting paused: does not pay at this load (1 running)",
+            "drafting resumed: pays at this load (1 running)",
+        ]
+
     def test_a_grammar_counts_where_a_request_samples(self):
         engine = FakeEngine(max_num_batched_tokens=16)
         for request_id, grammar in (("0", None), ("1", GrammarSpec("regex", "a"))):

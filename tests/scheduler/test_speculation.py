@@ -72,6 +72,22 @@ def test_the_first_answers_of_a_large_batch_are_not_held_up():
     assert total / tokens < 0.7 * seconds(1, 0)
 
 
+def test_it_says_that_drafts_do_not_pay_at_a_load():
+    lengths = DraftLengths(5)
+    assert not lengths.paused  # nothing is known yet
+    states = []
+    for _ in range(300):
+        run(lengths, 1, compute_bound, 0.5, num_reqs=16)
+        states.append(lengths.paused)
+    # From the first measure on, also during the looks at what may have become better.
+    assert states == sorted(states)
+    assert states[-1]
+    lengths.choose(0)
+    assert lengths.paused  # without requests there is no load to judge by
+    run(lengths, 300, memory_bound, 0.95)
+    assert not lengths.paused
+
+
 def test_what_a_method_does_not_find_costs_nothing():
     """It goes on looking, and finds what repeats at once."""
     lengths = DraftLengths(5)

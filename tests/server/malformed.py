@@ -273,6 +273,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
     add("too many prompts", COMPLETIONS, {"prompt": ["a"] * 5000}, param="prompt")
 
     text_part = {"type": "text", "text": "hi"}
+    tool_call = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
     for name, messages in {
         "missing": ...,
         "null": None,
@@ -292,7 +293,13 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         "role list": [{"role": ["user"], "content": "hi"}],
         "long role": [{"role": "x" * 65, "content": "hi"}],
         "empty role": [{"role": "", "content": "hi"}],
-        "tool role": [*chat, {"role": "tool", "content": "5", "tool_call_id": "x"}],
+        "tool role without content": [*chat, {"role": "tool", "tool_call_id": "x"}],
+        "tool call id of a user": [{**chat[0], "tool_call_id": "x"}],
+        "tool calls of a user": [{**chat[0], "tool_calls": [tool_call]}],
+        "tool calls that the template drops": [
+            *chat,
+            {"role": "assistant", "tool_calls": [tool_call]},
+        ],
         "function role": [*chat, {"role": "function", "name": "f", "content": "5"}],
         "tool calls": [*chat, {"role": "assistant", "content": "x", "tool_calls": [{"id": "x"}]}],
         "image": [
@@ -325,7 +332,8 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         ("function_call", "auto"),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
-        ("prediction", {"type": "content"}),
+        ("reasoning_effort", "very much"),
+        ("reasoning_effort", 5),
         ("web_search_options", {}),
         ("chat_template", "{{ messages }}"),
         ("documents", [{"text": "x"}]),

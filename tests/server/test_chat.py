@@ -190,6 +190,75 @@ def test_a_template_of_ones_own():
     with_server(scenario, chat_template="own:{{ messages[0].content }}", response_role="bot")
 
 
+TOOL = {"type": "function", "function": {"name": "f", "description": "d"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"at": 1}'}}
+SHOWS = "{{ messages[1].tool_calls | tojson }}|{{ messages[2] | tojson }}|{{ tools | tojson }}"
+
+
+def test_tools_and_their_calls_go_to_the_template():
+    history = [
+        USER,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+
+    async def scenario(served):
+        response = await served.chat(*history, tools=[TOOL], tool_choice="none")
+        assert response.status_code == 200, response.text
+        assert "X-Octavo-Ignored-Fields" not in response.headers
+        calls, result, tools = map(json.loads, rendered(served).split("|"))
+        assert calls == [{**CALL, "function": {"name": "f", "arguments": {"at": 1}}}]
+        assert result == {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
+        assert tools == [TOOL]
+        tokenized = await served.post("/tokenize", messages=history, tools=[TOOL])
+        assert tokenized.json()["tokens"] == served.engine.requests[-1].prompt_token_ids
+        await served.chat(*history, tools=[])
+        assert rendered(served).endswith("|null")
+
+    with_server(scenario, chat_template=SHOWS)
+
+
+def test_tool_calls_that_a_template_does_not_know_are_refused():
+    async def scenario(served):
+        history = [USER, {"role": "assistant", "tool_calls": [CALL]}, USER]
+        # That the definition of the tool names it, too, does not make the call known.
+        response = await served.chat(*history, tools=[TOOL], tool_choice="none")
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["message"].startswith("messages[1].tool_calls: the model's chat template does")
+        assert error["code"] == "unsupported_parameter"
+
+    with_server(scenario, chat_template="{{ tools | tojson }}{{ messages[-1].content }}")
+
+
+def test_reasoning_effort_is_a_variable_of_the_template():
+    async def scenario(served):
+        for fields, expected in (
+            ({}, "medium,"),
+            ({"reasoning_effort": "high"}, "high,True"),
+            ({"reasoning_effort": "none"}, "none,False"),
+            (
+                {
+                    "reasoning_effort": "low",
+                    "chat_template_kwargs": {"reasoning_effort": "max", "enable_thinking": False},
+                },
+                "low,False",
+            ),
+        ):
+            response = await served.chat(**fields, store=True, prediction={"type": "content"})
+            assert response.status_code == 200, response.text
+            assert "X-Octavo-Ignored-Fields" not in response.headers
+            assert rendered(served) == expected
+        response = await served.chat(verbosity="low")
+        assert response.headers["X-Octavo-Ignored-Fields"] == "verbosity"
+
+    with_server(
+        scenario,
+        chat_template="{{ reasoning_effort }},{{ enable_thinking }}",
+        default_chat_template_kwargs={"reasoning_effort": "medium"},
+    )
+
+
 def test_a_model_without_template():
     async def scenario(served):
         response = await served.chat()

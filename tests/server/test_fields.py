@@ -245,7 +245,6 @@ def test_a_content_type_is_asked_for():
 # for anything; the value behind it does.
 DEFAULTS = {
     "response_format": ({"type": "text"}, {"type": "grammar"}),
-    "store": (False, True),
     "service_tier": ("auto", "flex"),
     "length_penalty": (1, 2),
     "thinking_token_budget": (-1, 0),
@@ -314,7 +313,6 @@ def test_the_defaults_of_other_servers_pass(path):
         ("/v1/completions", {"suffix": ""}, {"suffix": "x"}),
         ("/v1/completions", {"messages": None}, {"messages": []}),
         ("/v1/chat/completions", {"modalities": ["text"]}, {"modalities": ["audio"]}),
-        ("/v1/chat/completions", {"verbosity": "medium"}, {"verbosity": "low"}),
         ("/v1/chat/completions", {"include_reasoning": True}, {"include_reasoning": False}),
         ("/v1/chat/completions", {"best_of": 1}, {"best_of": 2}),
         ("/v1/chat/completions", {"documents": []}, {"documents": [{}]}),

@@ -198,9 +198,37 @@ WRONG = {
             None,
         ),
         (
-            messages(*CHAT["messages"], {"role": "tool", "content": "x"}),
-            "messages[1]: tool calls are not supported yet.",
+            messages({"role": "function", "content": "x"}),
+            "messages[0].role='function' is not supported; use role 'tool', with the tool_call_id "
+            "of the call.",
             "messages",
+            "unsupported_parameter",
+        ),
+        (
+            messages({"role": "user", "content": "x", "tool_call_id": "c"}),
+            "messages[0].tool_call_id is not allowed with role 'user'; it belongs to messages of "
+            "role 'tool'.",
+            "messages",
+            None,
+        ),
+        (
+            messages({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
+            "messages[0].tool_calls[0].function.name is missing; it is required.",
+            "messages[0].tool_calls[0].function.name",
+            "missing_parameter",
+        ),
+        (
+            {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            'tools is supported with tool_choice="none" only: calls of tools are not read from '
+            "answers yet; add that, or use response_format to ask for JSON.",
+            "tools",
+            "unsupported_parameter",
+        ),
+        (
+            {**CHAT, "tool_choice": "auto"},
+            "tool_choice='auto' is not supported yet; use \"none\", or response_format to ask for "
+            "JSON.",
+            "tool_choice",
             "unsupported_parameter",
         ),
         (

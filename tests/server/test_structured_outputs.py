@@ -13,6 +13,7 @@ SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 OLD_TAG = {"type": "structural_tag", "structures": [{"begin": "<a>"}], "triggers": ["<"]}
+GUIDANCE = {"guided_decoding_backend": "guidance"}
 PATHS = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -70,6 +71,12 @@ ASKED = [
     ({"grammar": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
     ({"ebnf": "root ::= x"}, GrammarSpec("grammar", "root ::= x")),
     ({"structural_tag": {"a": 1}}, GrammarSpec("structural_tag", '{"a":1}')),
+    # guidance's VLLMModel sends the grammar in the old and in the new spelling.
+    (
+        wanted(grammar="start: x") | {"guided_grammar": "start: x", **GUIDANCE},
+        GrammarSpec("grammar", "start: x", "llguidance"),
+    ),
+    (json_schema(schema=SCHEMA) | {"guided_json": SCHEMA}, GrammarSpec("json", TEXT)),
 ]
 
 
@@ -167,6 +174,13 @@ WRONG = [
         "structured_outputs.json and structured_outputs.regex both say what the answer has to look "
         "like; give one of them.",
         "structured_outputs.regex",
+        None,
+    ),
+    (
+        wanted(grammar="a") | {"guided_grammar": "b"},
+        "structured_outputs.grammar and guided_grammar both say what the answer has to look like "
+        "and differ; give one of them.",
+        "guided_grammar",
         None,
     ),
     (

@@ -1,0 +1,92 @@
+"""What a model folder holds that cannot be read, and what to do about it. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from octavo.errors import ModelError
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def require_file(path: Path) -> None:
+    """Check that opening a file will not wait, as for a pipe, or read without end.
+
+    Raises:
+        ModelError: if it is there but is no regular file, nor a link to one.
+    """
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is not a regular file; download the model again.")
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Check that a file has its own content: git without LFS leaves a short text in its place.
+
+    Raises:
+        ModelError: it is such a text.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError(
+                f"{path} is a Git-LFS pointer, a few lines of text in place of the file. Run "
+                f"`git lfs pull` in {path.parent}, or download the model again."
+            )
+
+
+def without_config(folder: Path) -> ModelError:
+    """Return the error for a folder that has no config.json."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return ModelError(
+            f"{folder} is empty; name a folder with config.json, *.safetensors and tokenizer.json, "
+            "or a model on the hub (org/name)."
+        )
+    return _of_another_kind(folder) or ModelError(
+        f"{folder} has no config.json: a model is a folder with config.json, *.safetensors and "
+        "tokenizer.json. Name such a folder, or download the model again."
+    )
+
+
+def without_weights(folder: Path, pattern: str) -> ModelError:
+    """Return the error for a folder that has no files of weights.
+
+    Args:
+        folder: has a config.json.
+        pattern: what the files should be called.
+    """
+    return _of_another_kind(folder) or ModelError(
+        f"{folder} holds no {pattern} files: the download is incomplete, or the model is published "
+        "in another format. Download the model again, or choose one with *.safetensors."
+    )
+
+
+def gguf_file(path: str) -> ModelError:
+    """Return the error for a name that leads to a GGUF file."""
+    return ModelError(
+        f"{path} is a GGUF file, the format of llama.cpp, which Octavo does not read; name the "
+        "folder, or the hub's name, of the original model (config.json, *.safetensors, "
+        "tokenizer.json)."
+    )
+
+
+def _of_another_kind(folder: Path) -> ModelError | None:
+    """Return the error for an adapter or for llama.cpp's format; None: it is neither."""
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        return ModelError(
+            f"{folder} is an adapter{_base_of(adapter)}, not a model; adapters are not supported. "
+            "Merge it with peft (merge_and_unload, then save_pretrained) and name that folder."
+        )
+    for file in sorted(folder.glob("*.gguf")):
+        return gguf_file(str(file))
+    return None
+
+
+def _base_of(adapter: Path) -> str:
+    """Return " for MODEL", as far as an adapter names its model."""
+    try:
+        base = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return f" for {base[:100]}" if isinstance(base, str) and base else ""
