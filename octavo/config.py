@@ -143,6 +143,13 @@ class ModelConfig(Section, frozen=True):
         int,
         Meta(description="Maximum number of logprobs a request may ask for; -1: no limit.", ge=-1),
     ] = 20
+    logits_processors: Annotated[
+        list[str],
+        Meta(
+            description="Classes of logits processors, each as module:Class, of Octavo's interface"
+            " or of vLLM's (vllm.v1.sample.logits_processor)."
+        ),
+    ] = []
     guided_decoding_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance"],
         Meta(

@@ -373,10 +373,6 @@ FOREIGN: dict[str, Foreign] = {
             enable_trace_replay=False,
             aux_output_config={},
         ),
-        _group(
-            "logits processors come with packages, found by entry point, as examples/ has one",
-            logits_processors=[],
-        ),
         _group("answers are not watermarked", watermark_config={}),
         _group(
             "statistics are not logged; /metrics has them",

@@ -14,7 +14,9 @@ _POOLING = "Octavo generates text only"
 _ADAPTERS = "merge the adapter into the weights and load the merged model"
 _MEDIA = "models take text only here; leave it out"
 _PARSERS = "parse the text of the answer yourself, or ask for JSON with structured outputs"
-_KV_CONNECTORS = "Octavo's own KV connectors are set with kv_transfer_config (docs/kv_connectors.md)"
+_KV_CONNECTORS = (
+    "Octavo's own KV connectors are set with kv_transfer_config (docs/kv_connectors.md)"
+)
 
 _PARTS: dict[str, tuple[str, str]] = {
     "ClassificationOutput": ("an answer of a classifying model", _POOLING),
@@ -35,7 +37,10 @@ _PARTS: dict[str, tuple[str, str]] = {
     "benchmarks": ("vLLM's own benchmarks", "use octavo bench"),
     "collect_env": ("vLLM's report of the machine", "use octavo collect-env"),
     "compilation": ("vLLM's compiler passes", "nothing is compiled here; leave it out"),
-    "config": ("vLLM's settings as its engine holds them", "give settings as arguments of LLM(...)"),
+    "config": (
+        "vLLM's settings as its engine holds them",
+        "give settings as arguments of LLM(...)",
+    ),
     "config.CompilationConfig": (
         "the settings of vLLM's compiler",
         "nothing is compiled here; leave it out",

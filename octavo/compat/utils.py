@@ -144,7 +144,7 @@ def set_ulimit(target_soft_limit: int = _FILES) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target_soft_limit, hard))
 
 
-class UsageContext(str, enum.Enum):
+class UsageContext(enum.StrEnum):
     """What a vLLM engine is used for; Octavo reports it to no one."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
@@ -211,7 +211,7 @@ class Platform:
             import torch
 
             random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002 - it is what the caller asks for
+            np.random.seed(seed)
             torch.manual_seed(seed)
 
 
@@ -249,9 +249,7 @@ def with_cancellation(handler: Callable[..., Awaitable[Any]]) -> Callable[..., A
 
         answer = asyncio.ensure_future(handler(*args, **kwargs))
         gone = asyncio.ensure_future(wait_for_disconnect())
-        done, pending = await asyncio.wait(
-            [answer, gone], return_when=asyncio.FIRST_COMPLETED
-        )
+        done, pending = await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         return answer.result() if answer in done else None
@@ -309,7 +307,9 @@ def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]
         ids = request.prompt_token_ids
         prompt = own.decode(ids or []) if request.prompt is None else request.prompt
         samples.append(
-            SampleRequest(prompt, len(own.encode(prompt) if ids is None else ids), request.max_tokens)
+            SampleRequest(
+                prompt, len(own.encode(prompt) if ids is None else ids), request.max_tokens
+            )
         )
     return samples
 

@@ -6,10 +6,11 @@ ends in one sentence that says what it is and what to use instead.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -25,12 +26,13 @@ from octavo.engine import async_llm, input_processor, llm_engine, vllm_arguments
 from octavo.engine_args import AsyncEngineArgs, EngineArgs
 from octavo.errors import OctavoError
 from octavo.llm import LLM
+from octavo.sampling.vllm_config import VllmConfig
 
 _CONFIG = {
     "KVEventsConfig": config.KVEventsConfig,
     "KVTransferConfig": config.KVTransferConfig,
     "ProfilerConfig": utils.ProfilerConfig,
-    "VllmConfig": config.EngineConfig,
+    "VllmConfig": VllmConfig,
 }
 _ENGINE = {"LLMEngine": llm_engine.LLMEngine}
 _ASYNC_ENGINE = {"AsyncLLM": async_llm.AsyncLLM, "AsyncLLMEngine": async_llm.AsyncLLMEngine}
@@ -131,6 +133,34 @@ _MODULES: dict[str, dict[str, Any]] = {
 }
 
 
+_PROCESSORS = (
+    "AddedRequest",
+    "BatchUpdate",
+    "LogitsProcessor",
+    "MoveDirectionality",
+    "MovedRequest",
+    "RemovedRequest",
+)
+_WITH_TORCH: dict[str, dict[str, str]] = {
+    "vllm.logits_process": {"LogitsProcessor": "RequestLogitsProcessor"},
+    "vllm.v1.sample": {},
+    "vllm.v1.sample.logits_processor": {
+        name: name
+        for name in (
+            *_PROCESSORS,
+            "AdapterLogitsProcessor",
+            "RequestLogitsProcessor",
+            "process_dict_updates",
+        )
+    },
+    "vllm.v1.sample.logits_processor.builtin": {"process_dict_updates": "process_dict_updates"},
+    "vllm.v1.sample.logits_processor.interface": {name: name for name in _PROCESSORS},
+}
+"""Modules whose names are taken from `_TORCH_MODULE` when they are first asked for: that imports
+torch."""
+_TORCH_MODULE = "octavo.sampling.vllm_logits_processors"
+_NAMES: dict[str, Mapping[str, Any]] = {**_MODULES, **_WITH_TORCH}
+
 
 class AbsentError(ModuleNotFoundError):
     """A script imports a part of vLLM that Octavo does not have."""
@@ -147,7 +177,7 @@ class _Finder(MetaPathFinder):
         """Raise what is wrong with importing a module, if it is one of vLLM's."""
         if name.startswith("vllm."):
             # Without a name: an import of a module's attribute would discard the error otherwise.
-            raise AbsentError(sentence(name, _MODULES))
+            raise AbsentError(sentence(name, _NAMES))
 
 
 def install() -> None:
@@ -164,12 +194,12 @@ def install() -> None:
     llm_engine.LLMEngine.metrics_prefix = "vllm"
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for name, attributes in _MODULES.items():
+    for name in _NAMES:
         module = ModuleType(name, "Octavo, under vLLM's name.")
         module.__path__ = []  # a package, with no files
         module.__file__ = __file__  # errors of imports name it
         module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
-        module.__dict__.update(attributes, _is_octavo=True, __getattr__=_missing(name))
+        module.__dict__.update(_MODULES.get(name, {}), _is_octavo=True, __getattr__=_missing(name))
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:
@@ -180,11 +210,14 @@ def _missing(module: str) -> Any:
     """Return the `__getattr__` of a module."""
 
     def missing(name: str) -> Any:
+        own_name = _WITH_TORCH.get(module, {}).get(name)
+        if own_name is not None:
+            return getattr(importlib.import_module(_TORCH_MODULE), own_name)
         if module == "vllm.envs" and name.startswith("VLLM_"):
             return utils.read_variable(name)
         if name.startswith("__"):  # Python itself asks for these
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise AbsentNameError(sentence(f"{module}.{name}", _MODULES))
+        raise AbsentNameError(sentence(f"{module}.{name}", _NAMES))
 
     return missing
 

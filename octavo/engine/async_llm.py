@@ -50,8 +50,8 @@ from octavo.errors import (
     FirstTokenError,
     ScalingError,
     StepFailedError,
-    UnsupportedError,
     UnmetDeadlineError,
+    UnsupportedError,
 )
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.metrics import EngineMetrics, join_pages
@@ -621,7 +621,9 @@ class AsyncLLM:
                 self._record_sleep_state(None)
             return awake
 
-    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True
+    ) -> None:
         """Computes nothing more until `resume_generation`, and keeps all memory.
 
         Requests that come meanwhile wait, up to their deadlines.

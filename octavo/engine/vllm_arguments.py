@@ -52,8 +52,9 @@ def check_stat_loggers(given: Sequence[object] | None) -> None:
     for kind in given or ():
         if not (isinstance(kind, type) and issubclass(kind, StatLogger)):
             raise UnsupportedError(
-                f"stat_loggers has {kind!r}; only LoggingStatLogger and AggregatedLoggingStatLogger "
-                "of vllm.v1.metrics.loggers are supported; read AsyncLLM.stats or /metrics instead.",
+                f"stat_loggers has {kind!r}; only LoggingStatLogger and "
+                "AggregatedLoggingStatLogger of vllm.v1.metrics.loggers are supported; read "
+                "AsyncLLM.stats or /metrics instead.",
                 "stat_loggers",
             )
 

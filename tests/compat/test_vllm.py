@@ -95,7 +95,7 @@ def test_what_cannot_be_run_is_said(tmp_path, capsys, monkeypatch):
 @pytest.fixture
 def installed(monkeypatch):
     """`vllm` is Octavo, for one test."""
-    for name in vllm._MODULES:
+    for name in vllm._NAMES:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "vllm")
     monkeypatch.setattr(LLMEngine, "metrics_prefix", "octavo")  # it is put back after the test
@@ -128,7 +128,7 @@ def test_a_name_that_is_absent_is_no_attribute(installed):
     with pytest.raises(AttributeError, match="PoolingParams is the parameters of pooling"):
         _ = module.PoolingParams
     assert importlib.import_module("vllm.envs").VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 5
-    with pytest.raises(AttributeError, match="VLLM_FROBNICATE .* is not set"):
+    with pytest.raises(AttributeError, match=r"VLLM_FROBNICATE .* is not set"):
         _ = importlib.import_module("vllm.envs").VLLM_FROBNICATE
 
 
