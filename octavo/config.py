@@ -143,6 +143,10 @@ class ModelConfig(Section, frozen=True):
         int,
         Meta(description="Maximum number of logprobs a request may ask for; -1: no limit.", ge=-1),
     ] = 20
+    hf_overrides: Annotated[
+        dict[str, Any],
+        Meta(description="Fields that count instead of those in the model's config.json."),
+    ] = {}
     logits_processors: Annotated[
         list[str],
         Meta(

@@ -324,7 +324,6 @@ FOREIGN: dict[str, Foreign] = {
             "copy of the folder",
             config_format=("auto", "hf"),
             hf_config_path=None,
-            hf_overrides={},
             model_class_overrides={},
             model_impl=("auto", "vllm"),
             engram_config={},
@@ -337,8 +336,9 @@ FOREIGN: dict[str, Foreign] = {
             override_generation_config={},
         ),
         _group(
-            "tokenizers are read from tokenizer.json only",
-            tokenizer_mode=("auto", "hf", "fast"),
+            "a tokenizer is read from tokenizer.json, whose tokens are those of Mistral's and other "
+            "own formats, too; leave it out",
+            tokenizer_mode=("auto", "hf", "fast", "slow"),
         ),
         _group(
             "one revision holds for weights, config and tokenizer; use revision, or tokenizer "

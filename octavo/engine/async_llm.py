@@ -200,7 +200,9 @@ class AsyncLLM:
             )
         self._num_threads = share_cores(config).device.num_threads or num_cpus()
         self.config = config
-        self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
+        self.spec = read_spec(
+            path, trust_remote_code=model.trust_remote_code, overrides=model.hf_overrides
+        )
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None

@@ -81,7 +81,9 @@ class LLMEngine:
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self.spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
+        self.spec = read_spec(
+            path, trust_remote_code=settings.trust_remote_code, overrides=settings.hf_overrides
+        )
         self._metrics = None
         if log_stats:
             from octavo.metrics import EngineMetrics

@@ -417,6 +417,19 @@ def test_an_async_engine_streams_and_ends(llm):
     assert asyncio.run(run()) == expected
 
 
+def test_fields_of_the_model_can_be_overridden(llm):
+    overrides = {"rope_theta": 100.0, "max_position_embeddings": 4096}
+    settings = {"kv_cache_memory_bytes": "64M", "hf_overrides": overrides}
+    with LLM(**settings) as other:
+        assert other.model_config.max_model_len == 4096
+        changed = texts(other.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert changed != texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    with LLM(**settings, isolate=True) as isolated:
+        assert texts(isolated.generate(PROMPTS, GREEDY, use_tqdm=False)) == changed
+    with pytest.raises(ConfigError, match="hf_overrides=5 is not allowed: expected a JSON object"):
+        LLM(hf_overrides=5)
+
+
 def test_an_async_engine_that_is_made_before_the_event_loop(llm):
     engine = AsyncLLMEngine.from_engine_args(
         AsyncEngineArgs(max_model_len=512, kv_cache_memory_bytes="64M")
