@@ -33,7 +33,7 @@ DOCUMENT = ROOT / "docs" / "vllm.md"
 BEGIN, END = "<!-- examples: begin -->", "<!-- examples: end -->"
 TRACEBACK = "TRACEBACK"
 _SECONDS = 240
-_PORT = 8000
+_PORT, _OTHER_PORT = 8000, 8001
 _SERVER_FLAGS = (
     *("--enable-admin", "--enable-prompt-embeds", "--no-warm-spare"),
     *("--kv-cache-memory-bytes", "256M", "--max-model-len", "8192"),
@@ -52,14 +52,16 @@ LEFT_OUT = {
     "features/kv_events/": "waits for events without an end",
     "features/structured_diffusion/": "a server of a diffusion model",
     "generate/multimodal/": "pictures, sounds and videos",
-    "generate/multimodal": "pictures, sounds and videos",
     "pooling/": "pooling models",
+    "rl/rdt_vllm_serve": "functions of another script",
     "scale_out/example_mm_serve": "pictures",
     "speech_to_text/": "sounds",
 }
 # Arguments without which a script only prints its usage.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "applications/api_server/server.py": ("--help",),
+    "applications/api_server/server.py": ("--port", str(_OTHER_PORT)),
+    "applications/api_server/client.py": ("--port", str(_OTHER_PORT)),
+    "disaggregated/flexkv_connector/prefix_caching_flexkv.py": ("--model", "{model}"),
     "features/sharded_state/load_sharded_state_offline.py": ("--model", "{model}"),
     "features/sharded_state/save_sharded_state_offline.py": (
         *("--model", "{model}", "--output", "{folder}"),
@@ -67,8 +69,10 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "features/tensorize_vllm_model.py": (
         *("--model", "facebook/opt-125m", "serialize", "--serialized-directory", "{folder}"),
     ),
-    "ray_serving/elastic_ep/scale.py": ("--new-dp-size", "2"),
+    "ray_serving/elastic_ep/scale.py": ("--port", str(_PORT), "--new-dp-size", "2"),
 }
+# A script that waits for requests, and the one that asks it, whose outcome is that of both.
+ASKED_BY = {"applications/api_server/server.py": "applications/api_server/client.py"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,11 @@ def scripts(examples: Path) -> Iterator[str]:
     """The scripts that use a text model, by their paths in `examples`."""
     for file in sorted(examples.rglob("*.py")):
         name = str(file.relative_to(examples))
-        if file.stat().st_size and not name.startswith(tuple(LEFT_OUT)):
+        if (
+            file.stat().st_size
+            and not name.startswith(tuple(LEFT_OUT))
+            and name not in ASKED_BY.values()
+        ):
             yield name
 
 
@@ -145,27 +153,46 @@ def serving(work: Path, environment: dict[str, str], examples: Path) -> Iterator
             stderr=log,
         )
         try:
-            _wait_ready(process, work / "server.txt")
+            _wait_ready(process, work / "server.txt", f"http://127.0.0.1:{_PORT}/ready")
             yield
         finally:
             process.terminate()
             process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
     end = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < end:
         try:
-            if httpx.get(f"http://127.0.0.1:{_PORT}/ready").status_code == 200:
+            if httpx.get(url).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.2)
-    raise RuntimeError(f"The server did not start:\n{log.read_text()}")
+    raise RuntimeError(f"{url} does not answer:\n{log.read_text()}")
 
 
 def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> Line:
     """Run a script in a process group and a folder of its own."""
+    output = work / "runs" / name / "output.txt"
+    process = _start(work, environment, examples, name)
+    try:
+        if name in ASKED_BY:
+            _wait_ready(process, output, f"http://127.0.0.1:{_OTHER_PORT}/health")
+            return Line(name, run(work, environment, examples, ASKED_BY[name]).outcome)
+        status: int | None = process.wait(_SECONDS)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _end(process)
+    line = Line(name, outcome(status, output.read_text(errors="replace")))
+    print(f"{name}: {line.outcome}", file=sys.stderr, flush=True)
+    return line
+
+
+def _start(
+    work: Path, environment: dict[str, str], examples: Path, name: str
+) -> subprocess.Popen[bytes]:
     shim.offer_all((examples / name).read_text())
     folder = work / "runs" / name
     folder.mkdir(parents=True)
@@ -173,7 +200,7 @@ def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> L
         word.format(model=work / "model", folder=folder / "out") for word in ARGUMENTS.get(name, ())
     ]
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "octavo.compat.vllm", str(examples / name), *words],
             cwd=folder,
             env=environment,
@@ -182,15 +209,6 @@ def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> L
             stderr=output,
             start_new_session=True,
         )
-        try:
-            status: int | None = process.wait(_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
-    line = Line(name, outcome(status, (folder / "output.txt").read_text(errors="replace")))
-    print(f"{name}: {line.outcome}", file=sys.stderr, flush=True)
-    return line
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -206,15 +224,15 @@ def outcome(status: int | None, output: str) -> str:
         status: its exit status; None: it was stopped, because it did not end.
         output: what it printed.
     """
-    if "Traceback (most recent call last)" in output:
-        return f"{TRACEBACK}: {output.strip().splitlines()[-1][:300]}"
-    if status == 0:
-        return "works"
-    sentences = re.findall(r"^(?:\S+:\d+: )?error: (.*)$", output, re.MULTILINE)
-    if status is not None and sentences:
-        return str(sentences[-1])
     last = (output.strip().splitlines() or ["nothing was printed"])[-1][:300]
-    return f"{TRACEBACK}: " + ("did not end: " if status is None else "") + last
+    if "Traceback (most recent call last)" in output:
+        return f"{TRACEBACK}: {last}"
+    if status is None:
+        return f"{TRACEBACK}: it did not end: {last}"
+    sentences = re.findall(r"^(?:\S+:\d+: )?error: (.*)$", output, re.MULTILINE)
+    if sentences:
+        return str(sentences[-1])
+    return "works" if status == 0 else last
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -88,6 +88,8 @@ _PARTS: dict[str, tuple[str, str]] = {
         "vLLM's batch-invariant kernels",
         "Octavo is batch-invariant always; leave it out",
     ),
+    "model_executor.models": ("vLLM's code of models", _OWN_CODE),
+    "model_executor.layers": ("vLLM's code of layers", _OWN_CODE),
     "model_executor.model_loader": (
         "vLLM's loaders of weights",
         "Octavo reads safetensors files, and packs them once; see load_format in docs/settings.md",

@@ -32,7 +32,14 @@ _FILES = 65535
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An argument parser whose flags may have underscores for dashes: vLLM's."""
+    """An argument parser whose flags may have underscores for dashes: vLLM's.
+
+    Of two flags with one name the later counts: Octavo's settings have names that a script may
+    need for its own flags.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"conflict_handler": "resolve", **kwargs})
 
     def parse_known_args(  # type: ignore[override]  # its overloads
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -159,7 +161,13 @@ _WITH_TORCH: dict[str, dict[str, str]] = {
 """Modules whose names are taken from `_TORCH_MODULE` when they are first asked for: that imports
 torch."""
 _TORCH_MODULE = "octavo.sampling.vllm_logits_processors"
-_NAMES: dict[str, Mapping[str, Any]] = {**_MODULES, **_WITH_TORCH}
+_ABOVE = ("vllm.model_executor",)
+"""Packages of vLLM's of which parts are described: they can be imported, and have nothing."""
+_NAMES: dict[str, Mapping[str, Any]] = {
+    **_MODULES,
+    **_WITH_TORCH,
+    **{name: {} for name in _ABOVE},
+}
 
 
 class AbsentError(ModuleNotFoundError):
@@ -234,26 +242,59 @@ def main(words: Sequence[str]) -> int:
     install()
     sys.argv = list(words)
     sys.path[0] = str(Path(script).resolve().parent)  # as Python does with a script
+    in_process, in_thread = BaseProcess.run, threading.excepthook
+
+    def run(process: BaseProcess) -> None:
+        try:
+            in_process(process)
+        except Exception as error:
+            if not _report(script, error):
+                raise
+            sys.exit(1)
+
+    def report(failed: threading.ExceptHookArgs) -> None:
+        if not _report(script, failed.exc_value):
+            in_thread(failed)
+
+    BaseProcess.run = run  # type: ignore[method-assign]  # of processes that the script forks
+    threading.excepthook = report
     try:
         runpy.run_path(script, run_name="__main__")
-    except (OctavoError, ImportError, AttributeError) as error:
-        message = _explain(error)
-        if message is None:
+    except Exception as error:
+        if not _report(script, error):
             raise
-        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == script]
-        line = f"{script}:{lines[-1].lineno}: " if lines else ""
-        print(f"{line}error: {message}", file=sys.stderr)
         return 1
+    finally:
+        BaseProcess.run, threading.excepthook = in_process, in_thread  # type: ignore[method-assign]
     return 0
 
 
-def _explain(error: Exception) -> str | None:
-    """Return the sentence that says all that a user can do about an error, if there is one."""
+def _report(script: str, error: BaseException | None) -> bool:
+    """Print the sentence that says all that a user can do about an error; False: there is none."""
+    message = None if error is None else _explain(error)
+    if error is None or message is None:
+        return False
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == script]
+    line = f"{script}:{lines[-1].lineno}: " if lines else ""
+    print(f"{line}error: {message}", file=sys.stderr)
+    return True
+
+
+def _explain(error: BaseException) -> str | None:
     if isinstance(error, OctavoError | AbsentError | AbsentNameError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name.partition('.')[0]} is not installed."
-    return None
+    # What httpx, requests and OpenAI's client raise when a server refuses a request.
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if response is None or status is None:
+        return None
+    try:
+        said = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return f"the server answers {status}: {said}"
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     except ImportError as error:
         print(error)
     try:
-        import vllm.model_executor
+        from vllm.model_executor.model_loader import ShardedStateLoader
     except ImportError as error:
         print(error)
     # Other libraries ask so whether vLLM is there.
@@ -75,9 +75,9 @@ def test_a_script_runs_unchanged(tmp_path):
         "6 generated True",
         "vllm.PoolingParams is the parameters of pooling models (embeddings, classes, scores), "
         "which Octavo does not have: Octavo generates text only.",
-        "vllm.model_executor is vLLM's code of models, layers and loaders, which Octavo does not "
-        "have: write it for Octavo's own interface (docs/architecture.md, Recipes), or leave it "
-        "out.",
+        "vllm.model_executor.model_loader is vLLM's loaders of weights, which Octavo does not "
+        "have: Octavo reads safetensors files, and packs them once; see load_format in "
+        "docs/settings.md.",
         "True",
     ]
 
@@ -130,6 +130,52 @@ def test_a_name_that_is_absent_is_no_attribute(installed):
     assert importlib.import_module("vllm.envs").VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 5
     with pytest.raises(AttributeError, match=r"VLLM_FROBNICATE .* is not set"):
         _ = importlib.import_module("vllm.envs").VLLM_FROBNICATE
+
+
+SERVER = """
+import http.server, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(404)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"message": "there is nothing here."}}')
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+import httpx; httpx.get(f"http://127.0.0.1:{server.server_port}").raise_for_status()
+""".strip().replace("\n", "\n    ")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import threading; threading.Thread(target=f).start()",
+        "import multiprocessing as m; m.get_context('fork').Process(target=f).start()",
+    ],
+)
+def test_a_sentence_of_a_thread_and_of_a_process(tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(f"def f(): import vllm.lora\n{start}\n")
+    done = run(str(script))
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith(f"{script}:1: error: vllm.lora is")
+
+
+def test_a_server_that_refuses(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"if True:\n    {SERVER}")
+    done = run(str(script))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("the server answers 404: there is nothing here.")
+    assert "Traceback" not in done.stderr
+
+
+def test_flags_of_a_script_and_of_the_engine():
+    parser = vllm.FlexibleArgumentParser()
+    parser.add_argument("--enable-ssl-refresh", action="store_true")
+    vllm.EngineArgs.add_cli_args(parser)
+    parser.add_argument("--seed", default="x")
+    args = parser.parse_args([])
+    assert (args.enable_ssl_refresh, args.seed) == (False, "x")
 
 
 @pytest.mark.parametrize(
