@@ -181,10 +181,10 @@ class LoadConfig(Section, frozen=True):
     """Where weights come from."""
 
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "dummy"],
+        Literal["auto", "safetensors", "pt", "sharded_state", "dummy"],
         Meta(
             description="auto and safetensors read safetensors; pt allows PyTorch .bin files"
-            " (pickle); dummy: random weights."
+            " (pickle); sharded_state: what vLLM saved of each rank; dummy: random weights."
         ),
     ] = "auto"
     download_dir: Annotated[

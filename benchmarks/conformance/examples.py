@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "applications/api_server/server.py": ("--port", str(_OTHER_PORT)),
     "applications/api_server/client.py": ("--port", str(_OTHER_PORT)),
     "disaggregated/flexkv_connector/prefix_caching_flexkv.py": ("--model", "{model}"),
-    "features/sharded_state/load_sharded_state_offline.py": ("--model", "{model}"),
+    "features/sharded_state/load_sharded_state_offline.py": ("--model", "{sharded}"),
     "features/sharded_state/save_sharded_state_offline.py": (
         *("--model", "{model}", "--output", "{folder}"),
     ),
@@ -99,6 +100,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_model(work / "model")
+        shutil.copytree(work / "model", work / "sharded", symlinks=True)
+        weights = work / "sharded" / "model.safetensors"
+        weights.rename(weights.with_name("model-rank-0-part-0.safetensors"))
         environment = make_environment(work)
         with serving(work, environment, examples), ThreadPoolExecutor(options.jobs) as pool:
             lines = list(pool.map(lambda name: run(work, environment, examples, name), names))
@@ -197,7 +201,8 @@ def _start(
     folder = work / "runs" / name
     folder.mkdir(parents=True)
     words = [
-        word.format(model=work / "model", folder=folder / "out") for word in ARGUMENTS.get(name, ())
+        word.format(model=work / "model", sharded=work / "sharded", folder=folder / "out")
+        for word in ARGUMENTS.get(name, ())
     ]
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(

@@ -27,6 +27,7 @@ _WEIGHTS = {
     "auto": ["*.safetensors"],
     "safetensors": ["*.safetensors"],
     "pt": ["pytorch_model*.bin"],
+    "sharded_state": ["model-*-part-*.safetensors"],
     "dummy": [],
 }
 # Other formats of the same weights: folders (onnx/, original/ ...) and Mistral's own single file.
