@@ -30,9 +30,11 @@ from octavo.server.body import Body
 from octavo.server.field_docs import field_doc
 from octavo.server.openapi import OPERATIONS, InvocationBody
 from octavo.server.schema import (
+    BatchChatBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerateBody,
     GenerationBody,
     ScaleBody,
     TokenizeBody,
@@ -141,6 +143,8 @@ _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     InvocationBody: {"messages": [{"role": "user", "content": "Hello!"}]},
     CompletionBody: {"model": BUILTIN_MODEL, "prompt": "Once upon a time", "max_tokens": 20},
     ChatBody: {"model": BUILTIN_MODEL, "messages": [{"role": "user", "content": "Hello!"}]},
+    BatchChatBody: {"messages": [[{"role": "user", "content": "Hello!"}]]},
+    GenerateBody: {"token_ids": [72, 105], "sampling_params": {"max_tokens": 5}},
     TokenizeBody: {"prompt": "Once upon a time"},
     DetokenizeBody: {"tokens": [72, 105]},
     ScaleBody: {"new_data_parallel_size": 2},

@@ -102,9 +102,15 @@ def shown_default(field: ConfigField) -> object:
 
 
 def _add_foreign_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that only vLLM has; they are told in docs/vllm.md, not in the help."""
+    """Adds the flags that only vLLM has; they are in docs/vllm.md, not in the help.
+
+    A flag that the parser has already is the caller's own.
+    """
     kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    taken = {flag for action in parser._actions for flag in action.option_strings}
     for setting in FOREIGN.values():
+        if setting.flag in taken:
+            continue
         if setting.kind == "bool":
             parser.add_argument(*_names(setting.name), **kwargs, action=_SwitchOnce)
         elif setting.kind == "list":

@@ -155,6 +155,17 @@ class ModelConfig(Section, frozen=True):
         int,
         Meta(description="Maximum number of logprobs a request may ask for; -1: no limit.", ge=-1),
     ] = 20
+    hf_overrides: Annotated[
+        dict[str, Any],
+        Meta(description="Fields that count instead of those in the model's config.json."),
+    ] = {}
+    logits_processors: Annotated[
+        list[str],
+        Meta(
+            description="Classes of logits processors, each as module:Class, of Octavo's interface"
+            " or of vLLM's (vllm.v1.sample.logits_processor)."
+        ),
+    ] = []
     guided_decoding_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance"],
         Meta(
@@ -182,10 +193,10 @@ class LoadConfig(Section, frozen=True):
     """Where weights come from."""
 
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "dummy"],
+        Literal["auto", "safetensors", "pt", "sharded_state", "dummy"],
         Meta(
             description="auto and safetensors read safetensors; pt allows PyTorch .bin files"
-            " (pickle); dummy: random weights."
+            " (pickle); sharded_state: what vLLM saved of each rank; dummy: random weights."
         ),
     ] = "auto"
     download_dir: Annotated[

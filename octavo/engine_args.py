@@ -40,7 +40,9 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     environment = settings_from_environment()
     settings: dict[str, Any] = {k: v for k, v in environment.items() if k in _OWN}
     for name, value in given.items():
-        if name == "task":  # vLLM's older name of runner
+        if name == "logits_processors" and isinstance(value, list | tuple):
+            settings[name] = [_class_name(kind) for kind in value]
+        elif name == "task":  # vLLM's older name of runner
             if value not in (None, "auto", "generate"):
                 raise ConfigError(f"task={value!r} is not supported: models generate text here.")
         elif name not in _IGNORED and not (name in _OWN and _is_default(name, value)):
@@ -48,6 +50,18 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if "dtype" in settings:  # torch's own are named "torch.float16"
         settings["dtype"] = str(settings["dtype"]).removeprefix("torch.")
     return settings
+
+
+def _class_name(kind: Any) -> Any:
+    """The name of a class by which an engine finds it, in whatever process."""
+    if not isinstance(kind, type):
+        return kind
+    if "<locals>" in kind.__qualname__:
+        raise ConfigError(
+            f"logits_processors has the class {kind.__qualname__}, which only a function of yours "
+            "can see; define it outside of functions."
+        )
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _is_default(name: str, value: Any) -> bool:

@@ -72,13 +72,22 @@ FOREIGN: dict[str, Foreign] = {
             decode_context_parallel_size=1,
             nnodes=1,
             node_rank=0,
+            enable_batch_sharded_sampling=False,
+        ),
+        _group(
+            "no mixture of experts can be loaded here, so there are no experts to divide",
             enable_expert_parallel=False,
             enable_ep_weight_filter=False,
-            elastic_ep_max_dp_size=None,
             enable_eplb=False,
-            enable_dbo=False,
-            enable_hc_sp=False,
-            enable_batch_sharded_sampling=False,
+        ),
+        _group("a step is one batch here, and is not split in two", enable_dbo=False),
+        _group("no model with hyper-connections can be loaded here", enable_hc_sp=False),
+        _group(
+            "the number of engines has no maximum of its own; leave it out",
+            elastic_ep_max_dp_size=None,
+        ),
+        _group(
+            "an engine that dies is always replaced here; leave it out",
             enable_fault_tolerance=False,
         ),
         _group(
@@ -86,37 +95,65 @@ FOREIGN: dict[str, Foreign] = {
             "(data_parallel_rank), and a load balancer",
             data_parallel_multi_port_external_lb=False,
         ),
-        _group("the server starts the engines itself, without Ray", data_parallel_backend="mp"),
         _group(
-            "it tunes how devices share a model, and here one device has all of it",
+            "the server and its nodes start the engines; Ray can have workers "
+            "(distributed_executor_backend) and whole servers (octavo router)",
+            data_parallel_backend="mp",
+        ),
+        _group(
+            "processes do not meet through torch.distributed here",
             master_addr=ANY,
             master_port=ANY,
             distributed_timeout_seconds=ANY,
             cpu_distributed_timeout_seconds=ANY,
+        ),
+        _group(
+            "it tunes context parallelism, which is refused",
             dcp_comm_backend=ANY,
             dcp_q_replicate=EITHER,
             dcp_kv_cache_interleave_size=ANY,
             cp_kv_cache_interleave_size=ANY,
+        ),
+        _group(
+            "a server watches its engines itself, so there is no supervisor with a port or probes",
             data_parallel_supervisor_port=ANY,
             dp_supervisor_probe_interval_s=ANY,
             dp_supervisor_probe_timeout_s=ANY,
             dp_supervisor_probe_failure_threshold=ANY,
+        ),
+        _group(
+            "engines beside each other do not wait for one another here",
             dp_sync_interval=ANY,
             disable_nccl_for_dp_synchronization=EITHER,
+        ),
+        _group(
+            "workers add up their parts in memory that they share, without NCCL",
             disable_custom_all_reduce=EITHER,
             enable_nccl_comm_suspend=EITHER,
-            enable_shm_tensor_arena=EITHER,
+        ),
+        _group("steps go to workers through shared memory always", enable_shm_tensor_arena=EITHER),
+        _group(
+            "it tunes mixtures of experts, of which none can be loaded here",
             all2all_backend=ANY,
             expert_placement_strategy=ANY,
             eplb_config=ANY,
-            fault_tolerance_config=ANY,
+        ),
+        _group(
+            "it tunes how enable_dbo splits a batch, which is refused",
             ubatch_size=ANY,
             dbo_decode_token_threshold=ANY,
             dbo_prefill_token_threshold=ANY,
+        ),
+        _group(
+            "max_engine_restarts and progress_timeout say how engines that die are replaced",
+            fault_tolerance_config=ANY,
+        ),
+        _group(
+            "weights are mapped from their files, so loading them takes no copy for each worker",
             max_parallel_loading_workers=ANY,
         ),
         _group(
-            "there is no Ray here; the engine is one process that the server starts",
+            "record a profile with profiler_dir; Nsight is not started",
             ray_workers_use_nsight=False,
         ),
         _group(
@@ -218,6 +255,9 @@ FOREIGN: dict[str, Foreign] = {
             mm_encoder_only=False,
             mm_encoder_fp8_scale_save_path=None,
             ec_transfer_config={},
+        ),
+        _group(
+            "prompts are texts, token ids or embeddings, and no plug-in makes them of other things",
             io_processor_plugin=None,
         ),
         _group(
@@ -271,6 +311,9 @@ FOREIGN: dict[str, Foreign] = {
             cpu_offload_gb=0,
             offload_backend="auto",
             offload_group_size=0,
+        ),
+        _group(
+            "memory that can be given back comes with enable_sleep_mode",
             enable_cumem_allocator=False,
         ),
         _group(
@@ -281,24 +324,33 @@ FOREIGN: dict[str, Foreign] = {
             offload_params=ANY_LIST,
         ),
         _group(
-            "all weights go to sleep with enable_sleep_mode, and recorded steps stay; leave it out",
+            "steps that were recorded stay in memory while an engine sleeps; leave it out",
             sleep_mode_offload_cudagraph=False,
-            sleep_preserve_parameter_names=[],
         ),
         _group(
-            "kv_cache_dtype=fp8 halves what the KV cache takes",
-            kv_cache_dtype_skip_layers=[],
+            "at level=2 all weights are read again when an engine wakes up; take level=1",
+            sleep_preserve_parameter_names=[],
+        ),
+        _group("kv_cache_dtype holds for all layers", kv_cache_dtype_skip_layers=[]),
+        _group(
+            "no model whose layers share a KV cache can be loaded here",
             kv_sharing_fast_prefill=False,
         ),
         _group(
-            "blocks are found again by SHA-256 and stay until their memory is needed",
+            "blocks of the prefix cache are found again by their SHA-256",
             prefix_caching_hash_algo=("sha256", "sha256_cbor"),
-            prefix_cache_retention_interval=0,
-            prefix_match_unit=None,
         ),
+        _group(
+            "cached prefixes stay until their memory is needed; leave it out",
+            prefix_cache_retention_interval=0,
+        ),
+        _group("a cached prefix ends with a block; set block_size instead", prefix_match_unit=None),
         _group(
             "each kind of layer has block tables of its own here, whatever is asked for",
             disable_hybrid_kv_cache_manager=EITHER,
+        ),
+        _group(
+            "no model that caches its sliding windows apart (DeepSeek V4.1) can be loaded here",
             swa_bounded_replay=EITHER,
         ),
         _group("there is no cascade attention here", disable_cascade_attn=EITHER),
@@ -310,9 +362,12 @@ FOREIGN: dict[str, Foreign] = {
         _group("use max_num_seqs", max_num_active_seqs=None),
         _group("use max_num_queued_reqs or request_memory_bytes", max_num_queued_tokens=None),
         _group(
-            "the scheduler fills each step up to max_num_batched_tokens; leave it out",
+            "prompts fill each step up to max_num_batched_tokens; leave it out",
             long_prefill_token_threshold_adaptive=False,
             prefill_schedule_interval=1,
+        ),
+        _group(
+            "no blocks of the KV cache are held back when a request starts; leave it out",
             watermark=0,
         ),
         _group(
@@ -320,16 +375,19 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("tokens are sent as they come; leave it out", stream_interval=1),
         _group(
-            "settings of a model come from its folder; leave it out, or change config.json in a "
-            "copy of the folder",
+            "a model is described by the config.json of its folder, in Hugging Face's form; change "
+            "fields with hf_overrides",
             config_format=("auto", "hf"),
             hf_config_path=None,
-            hf_overrides={},
+        ),
+        _group(
+            "models are computed by Octavo's own code; a class of yours comes with a package "
+            "(docs/architecture.md, Recipes)",
             model_class_overrides={},
             model_impl=("auto", "vllm"),
-            engram_config={},
-            diffusion_config={},
         ),
+        _group("no model with n-gram embeddings can be loaded here", engram_config={}),
+        _group("no diffusion model can be loaded here", diffusion_config={}),
         _group(
             "defaults of the sampling come from the model's generation_config.json; give others "
             "in the request",
@@ -337,8 +395,9 @@ FOREIGN: dict[str, Foreign] = {
             override_generation_config={},
         ),
         _group(
-            "tokenizers are read from tokenizer.json only",
-            tokenizer_mode=("auto", "hf", "fast"),
+            "a tokenizer is read from tokenizer.json, which has the tokens of other formats "
+            "(Mistral's ...), too; leave it out",
+            tokenizer_mode=("auto", "hf", "fast", "slow"),
         ),
         _group(
             "one revision holds for weights, config and tokenizer; use revision, or tokenizer "
@@ -348,11 +407,15 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("set the environment variable HF_TOKEN", hf_token=None),
         _group(
-            "use load_format and download_dir; weights are read in parallel as they are",
+            "of a model only the files of its load_format are downloaded and read; leave it out",
             ignore_patterns=["original/**/*"],
             model_loader_extra_config={},
-            pt_load_map_location="cpu",
             model_weights="",
+        ),
+        _group("weights go straight to the device; leave it out", pt_load_map_location="cpu"),
+        _group(
+            "weights do not change while an engine is awake; put others into the model's folder, "
+            "and sleep (level=2) and wake the engine up",
             weight_transfer_config={},
         ),
         _group(
@@ -360,22 +423,35 @@ FOREIGN: dict[str, Foreign] = {
             safetensors_load_strategy=ANY,
             safetensors_prefetch_block_size=ANY,
             safetensors_prefetch_num_threads=ANY,
-            use_tqdm_on_load=EITHER,
         ),
+        _group("loading shows its progress on a terminal only", use_tqdm_on_load=EITHER),
         _group("use quantization=int8 or int4", quantization_config={}),
         _group("there are no deprecated methods here", allow_deprecated_quantization=EITHER),
         _group(
             "logprobs are those of the model before any processing; leave it out",
             logprobs_mode="raw_logprobs",
-            return_sampling_mask=False,
-            use_fp64_gumbel=False,
-            enable_return_routed_experts=False,
-            enable_trace_replay=False,
-            aux_output_config={},
         ),
         _group(
-            "logits processors come with packages, found by entry point, as examples/ has one",
-            logits_processors=[],
+            "answers do not say which tokens the sampling had left to choose from; leave it out",
+            return_sampling_mask=False,
+        ),
+        _group(
+            "the precision of the sampling is fixed: weights of tokens are whole numbers; leave it "
+            "out",
+            use_fp64_gumbel=False,
+        ),
+        _group(
+            "no mixture of experts can be loaded here, so no token is routed to an expert",
+            enable_return_routed_experts=False,
+        ),
+        _group(
+            "tokens to be generated cannot be given beforehand; octavo replay repeats what a "
+            "server was asked, from a recording (--record)",
+            enable_trace_replay=False,
+        ),
+        _group(
+            "answers have tokens, text and logprobs, and no other output of the model",
+            aux_output_config={},
         ),
         _group("answers are not watermarked", watermark_config={}),
         _group(
@@ -395,19 +471,28 @@ FOREIGN: dict[str, Foreign] = {
             log_error_stack=False,
         ),
         _group(
-            "/metrics has all that is measured; leave it out, or record a profile with "
-            "profiler_dir",
-            collect_detailed_traces=[],
+            "/metrics has all that is measured; leave it out",
             cudagraph_metrics=False,
-            custom_histogram_buckets={},
-            enable_layerwise_nvtx_tracing=False,
-            enable_logging_iteration_details=False,
             enable_mfu_metrics=False,
             enable_per_request_metrics=False,
             kv_cache_metrics=False,
-            otlp_traces_endpoint=None,
             per_request_spec_decode_metrics="none",
-            show_hidden_metrics_for_version=None,
+        ),
+        _group(
+            "no metric is hidden in /metrics; leave it out", show_hidden_metrics_for_version=None
+        ),
+        _group(
+            "histograms in /metrics have fixed buckets; leave it out", custom_histogram_buckets={}
+        ),
+        _group(
+            "what each step takes is in a profile; record one with profiler_dir",
+            enable_layerwise_nvtx_tracing=False,
+            enable_logging_iteration_details=False,
+        ),
+        _group(
+            "there are no OpenTelemetry traces; use /metrics, or a profile with profiler_dir",
+            collect_detailed_traces=[],
+            otlp_traces_endpoint=None,
         ),
         _group("it tunes kv_cache_metrics, which are refused", kv_cache_metrics_sample=ANY),
         _group(
@@ -418,32 +503,42 @@ FOREIGN: dict[str, Foreign] = {
         _group("templates are rendered in a process of their own", renderer_num_workers=ANY),
         _group("every answer has an X-Request-Id", enable_request_id_headers=EITHER),
         _group(
-            "the server cannot do that yet; leave it out",
+            "the requests that are being answered are counted in any case: GET /load",
             enable_server_load_tracking=EITHER,
+        ),
+        _group(
+            "system_fingerprint names Octavo's version and settings; leave it out",
             fingerprint_mode="full",
             fingerprint_value=None,
+        ),
+        _group(
+            "a stream is silent until its next token; put a proxy in front of the server that "
+            "keeps connections alive",
             sse_keep_alive_interval=0,
         ),
         _group(
-            "put a proxy in front of the server",
+            "allowed_origins may use any method and header, without cookies; put a proxy in front "
+            "of the server for other rules of CORS",
             allow_credentials=False,
             allowed_headers=("*", ["*"]),
             allowed_methods=("*", ["*"]),
+        ),
+        _group(
+            "use ssl_certfile and ssl_keyfile; put a proxy in front of the server for more of TLS",
             enable_ssl_refresh=False,
             ssl_ca_certs=None,
             ssl_cert_reqs=0,
             ssl_ciphers=None,
         ),
+        _group("/docs needs no other server already", enable_offline_docs=EITHER),
+        _group("there is POST /inference/v1/generate in any case", enable_scale_out=EITHER),
+        _group("every address is always there; use POST /inference/v1/generate", tokens_only=False),
+        _group("the API is HTTP with JSON", grpc=False, grpc_port=None),
         _group(
-            "the API is HTTP with JSON, and documented at /docs",
-            enable_offline_docs=EITHER,
-            enable_scale_out=False,
-            grpc=False,
-            grpc_port=None,
-            tokens_only=False,
-        ),
-        _group(
-            "use max_request_bytes", h11_max_header_count=256, h11_max_incomplete_event_size=4194304
+            "a request has 32 KiB and 100 headers at most; put a proxy in front of the server for "
+            "other bounds",
+            h11_max_header_count=256,
+            h11_max_incomplete_event_size=4194304,
         ),
         _group("an unknown VLLM_* variable is a warning", fail_on_environ_validation=False),
         _group("Octavo has no further settings", additional_config={}),

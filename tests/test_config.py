@@ -87,6 +87,8 @@ BAD = {
     "max_model_len": [-2, 0, 1.5, "4096", True, 2**70],
     "revision": [5],
     "served_model_name": [5, [5], [None], None],
+    "logits_processors": [5, [5], [None], None],
+    "hf_overrides": [5, "x", "[1]", None],
     "max_logprobs": [-2, None, 1.0],
     "guided_decoding_backend": ["outlines", "", None],
     "enable_sleep_mode": [1, "yes", None],

@@ -59,7 +59,11 @@ def check_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ModelSpec,
     """
     kwargs = engine_kwargs(args)
     config = EngineConfig.from_kwargs(**engine_settings(kwargs))
-    spec = read_spec(resolve_folders(config)[0], trust_remote_code=config.model.trust_remote_code)
+    spec = read_spec(
+        resolve_folders(config)[0],
+        trust_remote_code=config.model.trust_remote_code,
+        overrides=config.model.hf_overrides,
+    )
     return kwargs, spec, resolve_max_model_len(config, spec)
 
 

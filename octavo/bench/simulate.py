@@ -152,7 +152,9 @@ class _Simulation:
                 "stages compute at once; leave it out."
             )
         self.spec = read_spec(
-            resolve_folders(config)[0], trust_remote_code=config.model.trust_remote_code
+            resolve_folders(config)[0],
+            trust_remote_code=config.model.trust_remote_code,
+            overrides=config.model.hf_overrides,
         )
         platform = get_platform(config.device.device)
         self._budget = resolve_max_num_batched_tokens(

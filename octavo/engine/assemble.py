@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -242,11 +243,12 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     load_format = config.load.load_format
     seed = model.seed if load_format == "dummy" else None
     found = model_hash(setup.model_path, setup.model_path, load_format)
+    overrides = msgspec.json.encode(model.hf_overrides, order="sorted").decode()
     identity = (found, setup.dtype, model.quantization, load_format, seed, setup.max_model_len)
     return replace(
         setup,
         config=msgspec.structs.replace(config, cache=cache),
-        model_identity=" ".join(map(str, identity)),
+        model_identity=" ".join(map(str, [*identity, overrides])),
     )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,12 @@ from octavo.engine.output_processor import OutputProcessor, RequestOutputCollect
 from octavo.engine.record import make_recorder
 from octavo.engine.request_memory import RequestMemory, request_nbytes
 from octavo.engine.supervisor import Recovery, Supervisor
-from octavo.engine.vllm_arguments import heed_environment, refuse_adapter, require_tokenizer
+from octavo.engine.vllm_arguments import (
+    check_stat_loggers,
+    heed_environment,
+    refuse_adapter,
+    require_tokenizer,
+)
 from octavo.engine_args import AsyncEngineArgs
 from octavo.errors import (
     ConfigError,
@@ -47,6 +52,7 @@ from octavo.errors import (
     ScalingError,
     StepFailedError,
     UnmetDeadlineError,
+    UnsupportedError,
 )
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.metrics import EngineMetrics, join_pages
@@ -189,7 +195,9 @@ class AsyncLLM:
         check_recording(config, None if record is None else record.path)
         self._num_threads = share_cores(config).device.num_threads or num_cpus()
         self.config = config
-        self.spec = read_spec(path, trust_remote_code=model.trust_remote_code)
+        self.spec = read_spec(
+            path, trust_remote_code=model.trust_remote_code, overrides=model.hf_overrides
+        )
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None
@@ -321,14 +329,27 @@ class AsyncLLM:
         )
 
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
+    def from_engine_args(
+        cls,
+        engine_args: AsyncEngineArgs,
+        *,
+        usage_context: object = None,
+        stat_loggers: Sequence[object] | None = None,
+    ) -> AsyncLLM:
         """Starts the engine process with vLLM's settings; as `start`, but a download blocks.
 
         May be called before there is an event loop.
 
+        Args:
+            engine_args: the settings.
+            usage_context: ignored: usage is reported to no one.
+            stat_loggers: what logs statistics; see `StatLogger`.
+
         Raises:
             ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+            UnsupportedError: a logger of statistics is not one of vLLM's own two.
         """
+        check_stat_loggers(stat_loggers)
         level = heed_environment()
         config = engine_args.create_engine_config()
         folders = resolve_folders(config)
@@ -435,6 +456,7 @@ class AsyncLLM:
         turn: int = 0,
         lora_request: None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; closing the stream aborts it.
 
@@ -450,6 +472,7 @@ class AsyncLLM:
             turn: how many prompts came before it in the same call: those behind let others pass.
             lora_request: adapters are not supported.
             priority: smaller is served earlier (with `scheduling_policy=priority`).
+            data_parallel_rank: must be None: the engine with the least load is chosen.
 
         Raises:
             RequestError: if the request is bad or fails, or its id is in use.
@@ -458,6 +481,12 @@ class AsyncLLM:
             EngineDeadError: if the engine is gone.
         """
         refuse_adapter(lora_request)
+        if data_parallel_rank is not None:
+            raise UnsupportedError(
+                f"data_parallel_rank={data_parallel_rank!r} is not supported: each request goes to "
+                "the engine with the least load; leave it out.",
+                "data_parallel_rank",
+            )
         if priority:
             sampling_params = msgspec.structs.replace(sampling_params, priority=priority)
         request, text = await self._process(
@@ -588,6 +617,43 @@ class AsyncLLM:
                 self._sleep_level = None
                 self._record_sleep_state(None)
             return awake
+
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True
+    ) -> None:
+        """Computes nothing more until `resume_generation`, and keeps all memory.
+
+        Requests that come meanwhile wait, up to their deadlines.
+
+        Args:
+            mode: what becomes of unfinished requests: abort ends them with what they have, wait
+                finishes them first, keep lets them go on later.
+            clear_cache: whether cached prefixes are forgotten, as new weights need it; what is kept
+                is computed again then.
+
+        Raises:
+            RequestError: mode is unknown.
+        """
+        await self.sleep(0, mode)
+        if clear_cache:
+            await self.reset_prefix_cache(reset_running_requests=True)
+
+    async def resume_generation(self) -> None:
+        """Goes on after `pause_generation`; memory that sleeps is left asleep."""
+        await self.wake_up(["scheduling"])
+
+    async def is_paused(self) -> bool:
+        """Whether nothing is computed until `resume_generation` or `wake_up`."""
+        return await self.is_sleeping()
+
+    async def do_log_stats(self) -> None:
+        """Log a line with what the engine does now; may be called from any event loop."""
+        logger.info(
+            "running: %d, waiting: %d, KV cache usage: %.1f %%",
+            self.stats.num_running_reqs,
+            self.stats.num_waiting_reqs,
+            100 * self.stats.kv_cache_usage,
+        )
 
     @property
     def asleep(self) -> bool:

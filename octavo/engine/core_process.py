@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import queue
+import select
 import shutil
 import signal
 import sys
@@ -95,7 +96,11 @@ def main() -> None:
     status = 0
     try:
         path = Path(setup.model_path)
-        spec = read_spec(path, trust_remote_code=setup.config.model.trust_remote_code)
+        spec = read_spec(
+            path,
+            trust_remote_code=setup.config.model.trust_remote_code,
+            overrides=setup.config.model.hf_overrides,
+        )
         recorder = None if setup.record is None else Recorder(Path(setup.record))
         core, plan = make_engine_core(
             setup.config,

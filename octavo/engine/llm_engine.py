@@ -78,7 +78,9 @@ class LLMEngine:
         _check_parallel(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
-        self.spec = read_spec(path, trust_remote_code=settings.trust_remote_code)
+        self.spec = read_spec(
+            path, trust_remote_code=settings.trust_remote_code, overrides=settings.hf_overrides
+        )
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)

@@ -70,7 +70,9 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
     key = ClusterKey.from_file(parallel.cluster_key_file)
     config = share_cores(config)
     path, tokenizer_path = resolve_folders(config)
-    read_spec(path, trust_remote_code=config.model.trust_remote_code)
+    read_spec(
+        path, trust_remote_code=config.model.trust_remote_code, overrides=config.model.hf_overrides
+    )
     join = Join(
         version=__version__,
         model=model_hash(path, tokenizer_path, config.load.load_format),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +33,30 @@ def heed_environment() -> str | None:
         _warned.update(names)
         logger.warning("ignored environment variables (see docs/vllm.md): %s", ", ".join(names))
     return level
+
+
+class StatLogger:
+    """A logger of statistics that vLLM has: it stands for what `AsyncLLM.do_log_stats` logs."""
+
+
+class AggregatedStatLogger(StatLogger):
+    """The same over all engines, as it always is here."""
+
+
+def check_stat_loggers(given: Sequence[object] | None) -> None:
+    """Refuse loggers of statistics of the caller's own.
+
+    Raises:
+        UnsupportedError: one is given.
+    """
+    for kind in given or ():
+        if not (isinstance(kind, type) and issubclass(kind, StatLogger)):
+            raise UnsupportedError(
+                f"stat_loggers has {kind!r}; only LoggingStatLogger and "
+                "AggregatedLoggingStatLogger of vllm.v1.metrics.loggers are supported; read "
+                "AsyncLLM.stats or /metrics instead.",
+                "stat_loggers",
+            )
 
 
 def refuse_adapter(lora_request: object) -> None:

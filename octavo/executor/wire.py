@@ -72,8 +72,12 @@ class PlainSetup(msgspec.Struct):
         Raises:
             ConfigError, ModelError: the folders are not what they were.
         """
-        trusted = self.config.model.trust_remote_code
-        spec = read_spec(Path(self.model_path), trust_remote_code=trusted)
+        model = self.config.model
+        spec = read_spec(
+            Path(self.model_path),
+            trust_remote_code=model.trust_remote_code,
+            overrides=model.hf_overrides,
+        )
         setup = self._with(spec)
         if self.draft is not None:
             config, speculative = self.config, self.config.speculation.speculative_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +63,11 @@ class ConfigJson:
     def replaced(self, name: str, value: object) -> ConfigJson:
         """Return the same object with another value of a field."""
         return ConfigJson(self._data | {name: value}, self.where)
+
+    def override(self, fields: Mapping[str, Any]) -> ConfigJson:
+        """Return the same with other fields; of objects in both, with other fields inside."""
+        where = f"{self.where} with hf_overrides"
+        return ConfigJson(_merge(self._data, fields), where)
 
     def error(self, name: str, expected: str) -> ModelError:
         """The error to raise for a field whose value is wrong or not supported."""
@@ -180,3 +186,11 @@ def _is_finite(value: object) -> bool:
         )
     except OverflowError:  # a whole number beyond float64
         return False
+
+
+def _merge(data: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**data, **fields}
+    for name, value in fields.items():
+        if isinstance(value, dict) and isinstance(data.get(name), dict):
+            merged[name] = _merge(data[name], value)
+    return merged

@@ -28,6 +28,7 @@ _WEIGHTS = {
     "auto": ["*.safetensors"],
     "safetensors": ["*.safetensors"],
     "pt": ["pytorch_model*.bin"],
+    "sharded_state": ["model-*-part-*.safetensors"],
     "dummy": [],
 }
 # Files of one model, which people give in place of its folder.

@@ -24,6 +24,7 @@ from octavo.layers.shared import SharedBuffers
 from octavo.model_files import refuse_lfs_pointer, require_file, without_weights
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
+from octavo.models.sharded_state import ShardedState
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weight_cache import Progress, WeightCache, weights_key
 from octavo.models.weights import (
@@ -34,7 +35,7 @@ from octavo.models.weights import (
 )
 from octavo.quantization.base import MOST_INPUTS, Quantization, get_quantization, linear_nbytes
 
-LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pt", "sharded_state", "dummy"]
 _Loaded = Tensor | PackedWeight | QuantizedWeight
 
 _SAFETENSORS_DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -70,8 +71,8 @@ def load_model(
         path: the folder; not read for dummy weights.
         dtype: of weights and activations: float32, float16 or bfloat16; weights are converted.
         device: where to.
-        load_format: auto and safetensors read *.safetensors; pt reads pytorch_model*.bin; dummy
-            makes random weights.
+        load_format: auto and safetensors read *.safetensors; pt reads pytorch_model*.bin;
+            sharded_state reads vLLM's files of each rank; dummy makes random weights.
         seed: of the random weights.
         max_model_len: rows of the rotary tables; default: the model's context.
         quantization: form of the linear weights, as in `ModelConfig`; they are quantized as they
@@ -395,6 +396,24 @@ class _DummyCheckpoint:
         """Nothing is kept."""
 
 
+class _ShardedCheckpoint:
+    """Parts of ranks, which are put together as they are read."""
+
+    def __init__(self, spec: ModelSpec, folder: Path) -> None:
+        self.state = ShardedState(spec, folder)
+
+    def check(self, weights: list[Weight]) -> None:
+        """See `ShardedState.check`."""
+        self.state.check([source for weight in weights for source in weight.sources])
+
+    def read(self, source: Source, weight: Weight) -> Tensor:
+        """A copy, of the parts of all ranks."""
+        return self.state.read(source)
+
+    def done(self, tensor: Tensor) -> None:
+        """Nothing is kept."""
+
+
 class _FileCheckpoint:
     """What safetensors and PyTorch files have in common."""
 
@@ -548,5 +567,7 @@ def _open_checkpoint(
             return _DummyCheckpoint(seed, device)
         case "pt":
             return _TorchCheckpoint(spec, folder)
+        case "sharded_state":
+            return _ShardedCheckpoint(spec, folder)
         case "auto" | "safetensors":
             return _SafetensorsCheckpoint(spec, folder)

@@ -6,7 +6,9 @@ import difflib
 import importlib
 import pkgutil
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from octavo.errors import ModelError
 from octavo.models import families
@@ -25,18 +27,27 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
 
 
-def read_spec(folder: Path | str, *, trust_remote_code: bool = False) -> ModelSpec:
+def read_spec(
+    folder: Path | str,
+    *,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> ModelSpec:
     """Reads config.json and generation_config.json of a Hugging Face model folder.
 
     Args:
         folder: the folder.
         trust_remote_code: accept a config that names code of its own (`auto_map`). The code
             is never run: the model is computed by Octavo's own decoder.
+        overrides: fields that count instead of config.json's; of one that is an object in both,
+            its own fields do.
 
     Raises:
         ModelError: naming file, field, value and what is supported.
     """
     config = ConfigJson.load(Path(folder) / "config.json")
+    if overrides:
+        config = config.override(overrides)
     architectures = config.get("architectures")
     model_type = config.get("model_type")
     if not architectures and isinstance(model_type, str) and model_type in ARCHITECTURES:

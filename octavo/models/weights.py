@@ -78,6 +78,8 @@ def weight_files(folder: Path, load_format: str) -> list[Path]:
             return []
         case "pt":
             return _list_files(folder, "pytorch_model.bin.index.json", "pytorch_model*.bin")
+        case "sharded_state":
+            return sorted(folder.glob("model-*-part-*.safetensors"))
     return _list_files(folder, "model.safetensors.index.json", "*.safetensors")
 
 

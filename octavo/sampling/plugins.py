@@ -1,9 +1,12 @@
-"""Logits processors of other packages: those of entry points `octavo.logits_processors`."""
+"""Logits processors of others: entry points `octavo.logits_processors`, and classes by name."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 
@@ -16,6 +19,8 @@ from octavo.kernels.base import Ops
 from octavo.kernels.memory import to_device
 from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.sizes import rows_per_chunk
+from octavo.sampling.vllm_logits_processors import LogitsProcessor as VllmLogitsProcessor
+from octavo.sampling.vllm_logits_processors import PerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,70 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
     return plugins
 
 
+def load_named(
+    names: Sequence[str],
+    max_num_rows: int,
+    vocab_size: int,
+    make_vllm: Callable[[type[VllmLogitsProcessor]], VllmLogitsProcessor],
+) -> list[LogitsProcessor]:
+    """Makes the processors of the setting `logits_processors`, in its order.
+
+    Args:
+        names: classes, each as module:Class.
+        max_num_rows: rows of the sampling state.
+        vocab_size: width of the logits.
+        make_vllm: makes one of vLLM's interface; it is called for each request.
+
+    Raises:
+        ConfigError: if one of them cannot be used.
+    """
+    plugins: list[LogitsProcessor] = []
+    for name in names:
+        try:
+            kind = _find_class(name)
+            inner: LogitsProcessor
+            if issubclass(kind, VllmLogitsProcessor):
+                inner = PerRequest(max_num_rows, vocab_size, kind, make_vllm)
+            elif issubclass(kind, LogitsProcessor):
+                inner = kind(max_num_rows, vocab_size)
+            else:
+                raise TypeError(
+                    "it is not a subclass of octavo.sampling.logits_processors.base."
+                    "LogitsProcessor, nor of vllm.v1.sample.logits_processor.LogitsProcessor"
+                )
+            plugins.append(_Plugin(name, inner))
+        except _FAULTS as error:
+            raise ConfigError(
+                f"logits_processors has {name!r}, which cannot be used: {error!r}."
+            ) from error
+    return plugins
+
+
+def _find_class(name: str) -> type:
+    module, colon, path = name.partition(":")
+    if not (module and colon and path):
+        raise ValueError("write it as module:Class")
+    if module == "__main__" and "__main__" in sys.modules:
+        try:
+            return _as_class(pkgutil.resolve_name(name))
+        except AttributeError:
+            raise ValueError(
+                "the engine is in a process of its own, which has not run your script; put the "
+                "class into a module"
+            ) from None
+    if "vllm" not in sys.modules:
+        # What was written for vLLM imports vLLM. This package is above the sampler, so it is
+        # found by its name, as the class is.
+        pkgutil.resolve_name("octavo.compat.vllm:install")()
+    return _as_class(pkgutil.resolve_name(name))
+
+
+def _as_class(found: object) -> type:
+    if not isinstance(found, type):
+        raise TypeError("it is no class")
+    return found
+
+
 class _Plugin(LogitsProcessor):
     """Keeps a plug-in to the requests that ask for it, and its faults to these.
 
@@ -73,13 +142,14 @@ class _Plugin(LogitsProcessor):
         super().__init__(inner.max_num_rows, inner.vocab_size)
         self._name, self._inner = name, inner
         self.extra_args, self.needs_tokens = inner.extra_args, inner.needs_tokens
+        self.takes_all = inner.takes_all
         self._rows: set[int] = set()
         self._failed: dict[int, BaseException] = {}
         """What it raised for some of its rows; their requests fail when it is applied."""
 
     def add_row(self, new: NewRow) -> bool:
         """Passes on a request that asks for it."""
-        if self.extra_args.isdisjoint(new.params.extra_args or ()):
+        if not self.takes_all and self.extra_args.isdisjoint(new.params.extra_args or ()):
             return False
         self._rows.add(new.row)
         # Its own: the answers of a request share theirs, and a resumed one brings it again.

@@ -63,6 +63,7 @@ class SamplingState:
         """Whether any has."""
         self._needs_tokens = np.zeros(max_num_rows, np.bool_)
         self._extra_args = frozenset[str]().union(*(p.extra_args for p in plugins))
+        self._takes_any_args = any(p.takes_all for p in plugins)
 
     def add_row(
         self,
@@ -86,7 +87,7 @@ class SamplingState:
         """
         try:
             for key in params.extra_args or ():
-                if key not in self._extra_args:
+                if key not in self._extra_args and not self._takes_any_args:
                     known = ", ".join(sorted(self._extra_args)) or "none"
                     raise RequestError(
                         f"extra_args (over HTTP: vllm_xargs) has the key {key[:80]!r}, which no "

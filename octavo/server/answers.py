@@ -219,6 +219,7 @@ class ChatMessage(Answer):
     role: str
     content: str
     refusal: None
+    reasoning: None
 
 
 class ChatChoice(Answer):
@@ -266,6 +267,61 @@ class ChatChunk(Envelope):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class TokenLogprob(Answer):
+    """A candidate token."""
+
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class ChosenTokenLogprob(TokenLogprob):
+    """A token of an answer, with the candidates at its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class TokensLogprobs(Answer):
+    """Of an answer's tokens."""
+
+    content: list[ChosenTokenLogprob]
+
+
+class TokensChunkChoice(Answer):
+    """What is new of an answer."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: TokensLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    text: str | None = None
+
+
+class TokensAnswer(Answer):
+    """POST /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens", "text"]
+    choices: list[TokensChunkChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class TokensChunk(Answer):
+    """An event of a stream of /inference/v1/generate."""
+
+    request_id: str
+    output_mode: Literal["tokens", "text"]
+    choices: list[TokensChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -329,6 +385,24 @@ class IsSleeping(Answer):
     """GET /is_sleeping."""
 
     is_sleeping: bool
+
+
+class Paused(Answer):
+    """POST /pause."""
+
+    status: Literal["paused"]
+
+
+class Resumed(Answer):
+    """POST /resume."""
+
+    status: Literal["resumed"]
+
+
+class IsPaused(Answer):
+    """GET /is_paused."""
+
+    is_paused: bool
 
 
 class ProfileStarted(Answer):

@@ -27,10 +27,11 @@ from octavo.errors import ConfigError, NotFoundError, RequestError
 from octavo.messages import PauseMode
 from octavo.metrics import CONTENT_TYPE
 from octavo.server.body import check_media_type, read_model
-from octavo.server.chat import create_chat_completion
+from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
 from octavo.server.errors import AdminError, RouteError, on_http_exception, show
+from octavo.server.generate import create_token_generation
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware, context_of
@@ -88,6 +89,8 @@ def build_app(state: ServerState) -> FastAPI:
         ("/v1/models/{model:path}", get_model, get),
         ("/v1/completions", resumable(create_completion), post),
         ("/v1/chat/completions", resumable(create_chat_completion), post),
+        ("/v1/chat/completions/batch", create_batch_chat_completion, post),
+        ("/inference/v1/generate", resumable(create_token_generation), post),
         ("/invocations", resumable(create_invocation), post),
         ("/v1/streams/{stream_id:path}", get_stream, get),
         ("/tokenize", tokenize, post),
@@ -98,6 +101,9 @@ def build_app(state: ServerState) -> FastAPI:
         ("/sleep", sleep, post),
         ("/wake_up", wake_up, post),
         ("/is_sleeping", is_sleeping, get),
+        ("/pause", pause, post),
+        ("/resume", resume, post),
+        ("/is_paused", is_paused, get),
         ("/scale_elastic_ep", scale_elastic_ep, post),
         ("/is_scaling_elastic_ep", is_scaling_elastic_ep, post),
         ("/start_profile", start_profile, post),
@@ -320,13 +326,13 @@ async def reset_prefix_cache(request: Request) -> Response:
     return _json({"success": await engine.reset_prefix_cache(restart, external)})
 
 
-def _flag(request: Request, name: str) -> bool:
+def _flag(request: Request, name: str, default: str = "false") -> bool:
     """A query parameter that is true or false.
 
     Raises:
         RequestError: it is neither.
     """
-    value = request.query_params.get(name, "false")
+    value = request.query_params.get(name, default)
     if value not in ("true", "false"):
         raise RequestError(f"{name}={show(value)} is not allowed; it is true or false.", name)
     return value == "true"
@@ -343,12 +349,9 @@ async def sleep(request: Request) -> Response:
     _check_admin(request)
     engine = await _sleeping_engine(request)
     level = request.query_params.get("level", "1")
-    mode: Any = request.query_params.get("mode", "abort")
     if level not in ("0", "1", "2"):
         raise RequestError(f"level={show(level)} is not allowed; it is 0, 1 or 2.", "level")
-    if mode not in get_args(PauseMode):
-        raise RequestError(f"mode={show(mode)} is not allowed; it is abort, wait or keep.", "mode")
-    await engine.sleep(int(level), mode)
+    await engine.sleep(int(level), _pause_mode(request))
     return _json({"status": "sleeping", "level": int(level)})
 
 
@@ -365,6 +368,47 @@ async def is_sleeping(request: Request) -> Response:
     """Whether the engine sleeps, at any level."""
     _check_operator(request)
     return _json({"is_sleeping": await (await _sleeping_engine(request)).is_sleeping()})
+
+
+async def pause(request: Request) -> Response:
+    """Computes nothing more until `/resume`, and keeps all memory; requests that come wait.
+
+    `mode` says what becomes of requests: abort (the default) ends them with finish_reason "abort",
+    wait finishes them first, keep lets them go on later. With `clear_cache=false` cached prefixes
+    are kept.
+    """
+    _check_admin(request)
+    mode = _pause_mode(request)
+    clear = _flag(request, "clear_cache", "true")
+    engine = await _ready_engine(request)
+    await engine.pause_generation(mode=mode, clear_cache=clear)
+    return _json({"status": "paused"})
+
+
+async def resume(request: Request) -> Response:
+    """Goes on after `/pause`."""
+    _check_admin(request)
+    await (await _ready_engine(request)).resume_generation()
+    return _json({"status": "resumed"})
+
+
+async def is_paused(request: Request) -> Response:
+    """Whether nothing is computed until `/resume`, or `/wake_up`."""
+    _check_operator(request)
+    return _json({"is_paused": await (await _ready_engine(request)).is_paused()})
+
+
+def _pause_mode(request: Request) -> PauseMode:
+    """What the query says of unfinished requests.
+
+    Raises:
+        RequestError: it is unknown.
+    """
+    mode: Any = request.query_params.get("mode", "abort")
+    if mode not in get_args(PauseMode):
+        raise RequestError(f"mode={show(mode)} is not allowed; it is abort, wait or keep.", "mode")
+    found: PauseMode = mode
+    return found
 
 
 async def scale_elastic_ep(request: Request) -> Response:
@@ -437,7 +481,12 @@ async def _sleeping_engine(request: Request) -> AsyncLLM:
     state = state_of(request)
     if not state.engine_config.model.enable_sleep_mode:
         raise RouteError(404, "Sleep mode is off; start the server with --enable-sleep-mode.")
-    engine = await state.get_engine()
+    return await _ready_engine(request)
+
+
+async def _ready_engine(request: Request) -> AsyncLLM:
+    """The engine once it is loaded."""
+    engine = await state_of(request).get_engine()
     await engine.wait_ready()
     return engine
 

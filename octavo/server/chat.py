@@ -23,7 +23,7 @@ from octavo.server.generation import (
     prompt_logprobs_json,
     raw,
 )
-from octavo.server.schema import ChatBody, Message, Tool, ToolCall
+from octavo.server.schema import BatchChatBody, ChatBody, ChatFields, Message, Tool, ToolCall
 from octavo.server.state import state_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ async def create_chat_completion(request: Request) -> Response:
     """Writes the next message of a chat."""
     limit = state_of(request).config.max_request_bytes
     return await ChatCompletion.respond(request, await read_model(request, ChatBody, limit))
+
+
+async def create_batch_chat_completion(request: Request) -> Response:
+    """Writes the next message of each of several chats; the choices are in their order."""
+    limit = state_of(request).config.max_request_bytes
+    return await ChatCompletion.respond(request, await read_model(request, BatchChatBody, limit))
 
 
 async def render_messages(
@@ -102,29 +108,34 @@ def _plain_tool(tool: Tool) -> dict[str, object]:
     return {"type": tool.type, "function": tool.function.model_dump(exclude_unset=True)}
 
 
-class ChatCompletion(Generation[ChatBody]):
-    """One request."""
+class ChatCompletion(Generation[ChatFields]):
+    """One request; its choices are numbered chat by chat."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
     prompt_param = "messages"
 
-    def __init__(self, request: Request, body: ChatBody) -> None:
+    def __init__(self, request: Request, body: ChatFields) -> None:
         super().__init__(request, body)
-        last = body.messages[-1]
         # Where no answer is begun, what comes belongs to the last message.
         opened = body.add_generation_prompt
         if opened is None:
             opened = not body.continue_final_message
-        self._role = self.state.config.response_role if opened else last.role
-        self._echoed = last.content if body.echo and last.role == self._role else ""
-        """Text of the last message, if it is to stand before the answers."""
+        last = [messages[-1] for messages in body.conversations]
+        role = self.state.config.response_role
+        self._roles = [role if opened else message.role for message in last]
+        """Of the answers to each chat."""
+        self._echoed = [
+            message.content if body.echo and message.role == role else ""
+            for message, role in zip(last, self._roles, strict=True)
+        ]
+        """Texts of the last messages, if they are to stand before the answers."""
 
     @property
     def num_prompts(self) -> int:
         """A chat is one prompt."""
-        return 1
+        return len(self.body.conversations)
 
     async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
         """See `Generation.prepare`."""
@@ -149,27 +160,32 @@ class ChatCompletion(Generation[ChatBody]):
             if body.logprobs and not body.logprob_token_ids
             else None,
         )
-        prompt = await render_messages(
-            await self.state.chat_template(tokenizer),
-            body.messages,
-            body.add_generation_prompt,
-            body.continue_final_message,
-            self.state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
-            body.tools,
-        )
+        template = await self.state.chat_template(tokenizer)
+        prompts = [
+            await render_messages(
+                template,
+                messages,
+                body.add_generation_prompt,
+                body.continue_final_message,
+                self.state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
+                body.tools,
+            )
+            for messages in body.conversations
+        ]
         # The template writes the special tokens itself.
         special = bool(body.add_special_tokens)
-        return [prompt], params, special
+        return prompts, params, special
 
     def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
         """See `Generation.choices`."""
         for completion in sorted(output.outputs, key=lambda c: c.index):
             choice: dict[str, object] = {
-                "index": completion.index,
+                "index": index * self.n + completion.index,
                 "message": {
-                    "role": self._role,
-                    "content": self._echoed + completion.text,
+                    "role": self._roles[index],
+                    "content": self._echoed[index] + completion.text,
                     "refusal": None,
+                    "reasoning": None,
                 },
                 "logprobs": self._logprobs(completion),
                 "finish_reason": completion.finish_reason,
@@ -180,6 +196,8 @@ class ChatCompletion(Generation[ChatBody]):
 
     def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """See `Generation.extras`."""
+        if len(outputs) > 1:  # there is no place for those of several chats
+            return {"prompt_logprobs": None, "prompt_token_ids": None}
         (output,) = outputs
         ids = output.prompt_token_ids if self.body.return_token_ids else None
         return {
@@ -189,9 +207,10 @@ class ChatCompletion(Generation[ChatBody]):
 
     def opening(self, output: RequestOutput) -> list[dict[str, object]]:
         """See `Generation.opening`: the role of each answer, and what is echoed before it."""
-        deltas = [{"role": self._role, "content": ""}]
-        if self._echoed:
-            deltas.append({"content": self._echoed})
+        (role,), (echoed,) = self._roles, self._echoed  # several chats are not streamed
+        deltas = [{"role": role, "content": ""}]
+        if echoed:
+            deltas.append({"content": echoed})
         opening: list[dict[str, object]] = []
         for number in range(self.n):
             for delta in deltas:

@@ -89,7 +89,11 @@ def _make_coordinator(setup: CoordinatorSetup) -> Coordinator:
         log_level=config.log_level,
         log_format=config.log_format,
     )
-    spec = read_spec(path, trust_remote_code=engine_config.model.trust_remote_code)
+    spec = read_spec(
+        path,
+        trust_remote_code=engine_config.model.trust_remote_code,
+        overrides=engine_config.model.hf_overrides,
+    )
     metrics = EngineMetrics(
         names[0] if names else engine_config.model.model,
         resolve_max_model_len(engine_config, spec),

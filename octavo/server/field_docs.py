@@ -67,8 +67,9 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "logprobs": "Return logprobs of each token and of this many most probable ones.",
         "best_of": "Generate this many answers and return the n best; not with stream.",
     },
-    schema.ChatBody: {
-        "messages": "The chat so far.",
+    schema.ChatBody: {"messages": "The chat so far."},
+    schema.BatchChatBody: {"messages": "The chats so far, each a list of messages."},
+    schema.ChatFields: {
         "echo": "Repeat the last message before the answer.",
         "max_completion_tokens": "Maximum tokens of an answer: the newer name of max_tokens.",
         "logprobs": "Return logprobs of each token.",
@@ -147,6 +148,20 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "structural_tag": "Tags whose insides follow schemas, in xgrammar's notation.",
         "disable_any_whitespace": "JSON without white space between its parts.",
         "backend": "auto, xgrammar or llguidance; default: the server's.",
+    },
+    schema.GenerateBody: {
+        "token_ids": "The prompt.",
+        "sampling_params": "Fields of SamplingParams, such as max_tokens and temperature.",
+        "model": "One of the served names; default: the first.",
+        "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or generated.",
+        "output_mode": "tokens (default), or text: return the text of the answer, too.",
+        "return_token_ids": "Return the token ids of the prompt, too.",
+        "stream": "Stream the answer as server-sent events.",
+        "stream_options": "What a stream reports besides the tokens; needs stream.",
+        "cache_salt": "Only requests with the same salt share the prefix cache.",
+        "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
+        "kv_transfer_params": "With --kv-transfer-config: what another server has computed of the "
+        "prompt, or that another one will go on with it.",
     },
     schema.TokenizeBody: {
         "model": "One of the served names; default: the first.",

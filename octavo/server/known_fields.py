@@ -164,6 +164,15 @@ TOKENIZE: Unsupported = {
     "return_token_offsets": _OFF,
 }
 
+GENERATE: Unsupported = {
+    **_all(
+        _NOTHING,
+        "features ec_transfer_params parse_context reasoning_parser_kwargs reasoning_ended "
+        "token_offsets",
+    ),
+    "content_parts": (None, []),
+}
+
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}
 

@@ -17,17 +17,16 @@ ELSEWHERE: Mapping[str, str] = {
         "/cohere/v2",
     ),
     **_all(
-        "send each conversation to POST /v1/chat/completions; they are computed together",
-        "/v1/chat/completions/batch",
-    ),
-    **_all(
         "POST /tokenize renders prompts and chats as token ids, POST /v1/completions takes and, "
         "with return_token_ids, gives them, and POST /detokenize turns them into text",
         "/v1/completions/render",
         "/v1/completions/derender",
         "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
-        "/inference/v1",
+    ),
+    **_all(
+        "requests end when their clients close the connection, and all do when the server ends",
+        "/inference/v1/abort_requests",
     ),
     **_all(
         "models generate text here; embeddings, scores and classes are not supported",
@@ -73,9 +72,6 @@ ELSEWHERE: Mapping[str, str] = {
     ),
     **_all(
         "requests end when their clients close the connection, and all do when the server ends",
-        "/pause",
-        "/resume",
-        "/is_paused",
         "/abort_requests",
     ),
     **_all("clients cannot run code in the server; use LLM.collective_rpc", "/collective_rpc"),

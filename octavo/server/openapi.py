@@ -17,7 +17,15 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from octavo.server import answers
 from octavo.server.field_docs import FIELD_DOCS, describe
-from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, ScaleBody, TokenizeBody
+from octavo.server.schema import (
+    BatchChatBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    ScaleBody,
+    TokenizeBody,
+)
 
 _SCHEMA_REF = "#/components/schemas/{model}"
 # No HTTP, and the Host header; key, and draining, where keys are asked for; what a body can get.
@@ -103,6 +111,10 @@ OPERATIONS: dict[str, Operation] = {
         answers.CompletionAnswer, _WITH_BODY, CompletionBody, answers.CompletionChunk
     ),
     "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
+    "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
+    "/inference/v1/generate": Operation(
+        answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
+    ),
     "/invocations": Operation(
         answers.InvocationAnswer, _WITH_BODY, InvocationBody, answers.InvocationChunk
     ),
@@ -132,6 +144,13 @@ OPERATIONS: dict[str, Operation] = {
         answers.WokeUp, (*_ADMIN, 404), query={"tags": ("", "weights", "kv_cache", "scheduling")}
     ),
     "/is_sleeping": Operation(answers.IsSleeping, (*_GUARDED, 403, 404)),
+    "/pause": Operation(
+        answers.Paused,
+        _ADMIN,
+        query={"mode": ("abort", "wait", "keep"), "clear_cache": ("true", "false")},
+    ),
+    "/resume": Operation(answers.Resumed, _ADMIN),
+    "/is_paused": Operation(answers.IsPaused, (*_GUARDED, 403)),
     "/scale_elastic_ep": Operation(answers.Scaled, (*_WITH_BODY, 403, 409), ScaleBody),
     "/is_scaling_elastic_ep": Operation(answers.IsScaling, (*_ADMIN, 404)),
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),

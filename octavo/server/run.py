@@ -366,7 +366,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         download_dir=load.download_dir,
         load_format="dummy",
     )
-    spec = read_spec(folder, trust_remote_code=name.trust_remote_code)
+    spec = read_spec(folder, trust_remote_code=name.trust_remote_code, overrides=name.hf_overrides)
     resolve_kv_cache_dtype(engine_config, resolve_dtype(engine_config, spec))
     resolve_max_model_len(engine_config, spec)
     spec.split(Rank.of(0, device))

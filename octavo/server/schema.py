@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -272,14 +273,14 @@ class Message(Body):
     tool_call_id: str | None = None
 
 
-def _check_messages(value: object) -> object:
+def _check_messages(value: object, chat: str = "messages") -> object:
     if not isinstance(value, list) or not value:
         raise RequestError(
-            f"messages={show(value)} is not allowed; give a list of one or more messages.",
+            f"{chat}={show(value)} is not allowed; give a list of one or more messages.",
             "messages",
         )
     for i, message in enumerate(value):
-        where = f"messages[{i}]"
+        where = f"{chat}[{i}]"
         if not isinstance(message, dict):
             raise RequestError(
                 f'{where}={show(message)} is not a message; give {{"role": "user", '
@@ -336,6 +337,18 @@ def _check_tool_choice(value: object) -> object:
             "ask for JSON.",
             "tool_choice",
         )
+    return value
+
+
+def _check_conversations(value: object) -> object:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
+        raise RequestError(
+            f"messages={show(value)} is not allowed; give a list of 1 to {MAX_PROMPTS} "
+            "conversations, each a list of messages.",
+            "messages",
+        )
+    for i, chat in enumerate(value):
+        _check_messages(chat, f"messages[{i}]")
     return value
 
 
@@ -608,10 +621,9 @@ class CompletionBody(GenerationBody):
                 )
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+class ChatFields(GenerationBody):
+    """What chats have beside their messages."""
 
-    messages: Messages
     echo: bool | None = None
     max_completion_tokens: (
         Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(_read_int)] | None
@@ -634,6 +646,11 @@ class ChatBody(GenerationBody):
         "tools": Tool,
     }
 
+    @property
+    @abstractmethod
+    def conversations(self) -> list[list[Message]]:
+        """The chats to be answered."""
+
     def check(self) -> None:
         """See `GenerationBody.check`."""
         super().check()
@@ -652,6 +669,76 @@ class ChatBody(GenerationBody):
                 "give one of them.",
                 "max_tokens",
             )
+
+
+class ChatBody(ChatFields):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+
+    @property
+    def conversations(self) -> list[list[Message]]:
+        """See `ChatFields.conversations`."""
+        return [self.messages]
+
+
+class BatchChatBody(ChatFields):
+    """POST /v1/chat/completions/batch: vLLM's, several chats in one request."""
+
+    messages: Annotated[
+        list[Annotated[list[Message], Field(fail_fast=True)]],
+        Field(fail_fast=True),
+        BeforeValidator(_check_conversations),
+    ]
+
+    @property
+    def conversations(self) -> list[list[Message]]:
+        """See `ChatFields.conversations`."""
+        return self.messages
+
+    def check(self) -> None:
+        """See `GenerationBody.check`."""
+        super().check()
+        for name, nothing in _WITHOUT_BATCH.items():
+            value = getattr(self, name)
+            if value not in nothing:
+                raise RequestError(
+                    f"{name}={show(value)} is not available with several chats in a request; send "
+                    "each to POST /v1/chat/completions.",
+                    name,
+                )
+
+
+_WITHOUT_BATCH: Mapping[str, tuple[object, ...]] = {
+    "stream": (None, False),
+    "use_beam_search": (None, False),
+    "n": (None, 1),
+    "prompt_logprobs": (None,),
+    "kv_transfer_params": (None,),
+}
+
+
+class GenerateBody(Body):
+    """POST /inference/v1/generate: vLLM's, tokens in and tokens out."""
+
+    unsupported = known_fields.GENERATE
+    inner: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
+
+    token_ids: Annotated[
+        list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_read_ints),
+    ]
+    sampling_params: dict[str, Any]
+    model: str | None = None
+    request_id: RequestId | None = None
+    output_mode: Literal["tokens", "text"] | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    priority: Int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):

@@ -257,7 +257,11 @@ def _check_local(config: EngineConfig) -> None:
 
     path = local_folder(config.model.model)
     if path is not None:
-        read_spec(path, trust_remote_code=config.model.trust_remote_code)
+        read_spec(
+            path,
+            trust_remote_code=config.model.trust_remote_code,
+            overrides=config.model.hf_overrides,
+        )
 
 
 def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str | None]:

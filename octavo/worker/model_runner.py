@@ -30,9 +30,10 @@ from octavo.profiler import span
 from octavo.sampling.acceptance import ACCEPT, RECOVER, Drafted
 from octavo.sampling.logits_processors.builtin import GrammarBitmask
 from octavo.sampling.metadata import SamplingMetadata
-from octavo.sampling.plugins import load_plugins
+from octavo.sampling.plugins import load_named, load_plugins
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
+from octavo.sampling.vllm_config import VllmConfig
 from octavo.spec_decode.base import Proposer, Target
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
 from octavo.worker.group import Group, make_buffers, make_received
@@ -162,7 +163,17 @@ class ModelRunner:
         """Of all models: what is given back while the engine sleeps."""
         self._released = False
         # Before the weights: what is wrong with them is to be known at once.
-        self._plugins = load_plugins(config.scheduler.max_num_seqs, setup.spec.vocab_size)
+        vocab_size, rows = setup.spec.vocab_size, config.scheduler.max_num_seqs
+        vllm_config = VllmConfig(config, vocab_size, setup.max_model_len)
+        self._plugins = [
+            *load_plugins(rows, vocab_size),
+            *load_named(
+                config.model.logits_processors,
+                rows,
+                vocab_size,
+                lambda kind: kind(vllm_config, device, False),
+            ),
+        ]
         buffers = make_buffers(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             self.model = load_model(

@@ -51,7 +51,7 @@ def test_defaults_are_shown_as_they_are_typed():
     assert not re.search(r"\| `(True|False|None|\[.*|\{.*|)` \|", text)
 
 
-POSTED = ("/sleep", "/wake_up", "/is_scaling_elastic_ep")
+POSTED = ("/sleep", "/wake_up", "/pause", "/resume", "/is_scaling_elastic_ep")
 
 
 def test_every_route_and_every_field_is_there():

@@ -19,6 +19,7 @@ from octavo import (
     TextPrompt,
     TokensPrompt,
 )
+from octavo.engine.vllm_arguments import StatLogger
 from octavo.errors import ConfigError, EngineDeadError, RequestError, UnsupportedError
 from octavo.metrics_reader import Counter, Gauge, Histogram
 
@@ -326,13 +327,65 @@ def test_engine_args_make_an_llm():
             LLM.from_engine_args(dataclasses.replace(args, disable_log_stats=True)).get_metrics()
 
 
+async def check_pauses(engine):
+    """A paused engine computes nothing, and what it keeps has the answer that it would have had."""
+
+    async def tokens(request_id, **fields):
+        params = SamplingParams(temperature=0, ignore_eos=True, **fields)
+        async for output in engine.generate(PROMPTS[0], params, request_id):
+            seen[request_id] = output.outputs[0]
+        return seen[request_id].token_ids
+
+    async def stands_still(request_id):
+        await asyncio.sleep(0.05)  # what was on its way has come
+        count = len(seen[request_id].token_ids)
+        await asyncio.sleep(0.2)
+        return await engine.is_paused() and len(seen[request_id].token_ids) == count
+
+    seen = {}
+    expected = await tokens("whole", max_tokens=400)
+    for clear_cache in (True, False):
+        task = asyncio.create_task(tokens("kept", max_tokens=400))
+        while "kept" not in seen:
+            await asyncio.sleep(0.001)
+        await engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        assert await stands_still("kept")
+        assert len(seen["kept"].token_ids) < 400
+        waiting = asyncio.create_task(tokens("new", max_tokens=4))
+        await engine.resume_generation()
+        assert await task == expected
+        assert await waiting == expected[:4]
+        assert not await engine.is_paused()
+        seen.clear()
+    task = asyncio.create_task(tokens("finished", max_tokens=30))
+    while "finished" not in seen:
+        await asyncio.sleep(0.001)
+    await engine.pause_generation(mode="wait")
+    assert await task == expected[:30]
+    await engine.resume_generation()
+    task = asyncio.create_task(tokens("ended", max_tokens=400))
+    while "ended" not in seen:
+        await asyncio.sleep(0.001)
+    await engine.pause_generation()
+    assert len(await task) < 400
+    assert seen["ended"].finish_reason == "abort"
+    await engine.resume_generation()
+    with pytest.raises(RequestError, match="mode='stop'"):
+        await engine.pause_generation(mode="stop")
+    with pytest.raises(UnsupportedError, match="data_parallel_rank=1"):
+        await anext(engine.generate("x", GREEDY, "y", data_parallel_rank=1))
+    await engine.do_log_stats()
+
+
 def test_an_async_engine_streams_and_ends(llm):
     expected = texts(llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False))
 
+    args = AsyncEngineArgs(max_model_len=512, kv_cache_memory_bytes="64M")
+    with pytest.raises(UnsupportedError, match="stat_loggers has <class 'int'>"):
+        AsyncLLMEngine.from_engine_args(args, stat_loggers=[int])
+
     async def run():
-        engine = AsyncLLMEngine.from_engine_args(
-            AsyncEngineArgs(max_model_len=512, kv_cache_memory_bytes="64M")
-        )
+        engine = AsyncLLMEngine.from_engine_args(args, stat_loggers=[StatLogger])
         try:
             with pytest.raises(UnsupportedError, match="adapter"):
                 await anext(engine.generate("x", GREEDY, "y", lora_request=object()))
@@ -349,6 +402,7 @@ def test_an_async_engine_streams_and_ends(llm):
                 outputs.append(output)
                 await engine.abort(["long"])
             assert outputs[-1].outputs[0].finish_reason == "abort"
+            await check_pauses(engine)
             await engine.check_health()
             assert engine.is_running
             assert engine.get_tokenizer().encode("x")
@@ -361,6 +415,19 @@ def test_an_async_engine_streams_and_ends(llm):
             await engine.shutdown()
 
     assert asyncio.run(run()) == expected
+
+
+def test_fields_of_the_model_can_be_overridden(llm):
+    overrides = {"rope_theta": 100.0, "max_position_embeddings": 4096}
+    settings = {"kv_cache_memory_bytes": "64M", "hf_overrides": overrides}
+    with LLM(**settings) as other:
+        assert other.model_config.max_model_len == 4096
+        changed = texts(other.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert changed != texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    with LLM(**settings, isolate=True) as isolated:
+        assert texts(isolated.generate(PROMPTS, GREEDY, use_tqdm=False)) == changed
+    with pytest.raises(ConfigError, match="hf_overrides=5 is not allowed: expected a JSON object"):
+        LLM(hf_overrides=5)
 
 
 def test_an_async_engine_that_is_made_before_the_event_loop(llm):

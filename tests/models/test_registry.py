@@ -11,6 +11,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.models.cache import AttentionCache
+from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from tests.models.harness import generate, load, make_hf, make_prompts
 from tests.models.test_parity import SIZES, VOCAB
@@ -211,3 +212,15 @@ def test_the_refusal_of_an_architecture_says_what_kind_it_is(architecture, kind,
         read_spec(tmp_path)
     assert kind in str(error.value)
     assert len(str(error.value)) < len(str(tmp_path)) + 250
+
+
+def test_fields_can_be_overridden(tmp_path):
+    theirs = json.loads((resolve_model("octavo/stories") / "config.json").read_text())
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    config = {**theirs, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Of an object only what is given is another.
+    assert read_spec(tmp_path, overrides={"rope_scaling": {"factor": 2.0}}) != read_spec(tmp_path)
+    assert read_spec(tmp_path, overrides={"rope_scaling": {"factor": 4.0}}) == read_spec(tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json with hf_overrides.*hidden_act='x'"):
+        read_spec(tmp_path, overrides={"hidden_act": "x"})

@@ -238,6 +238,16 @@ class FakeAsyncLLM:
     async def is_sleeping(self):
         return self.asleep
 
+    async def pause_generation(self, *, mode, clear_cache):
+        self.sleeps.append((mode, clear_cache))
+        self.asleep = True
+
+    async def resume_generation(self):
+        self.asleep = False
+
+    async def is_paused(self):
+        return self.asleep
+
     async def start_profile(self):
         if self.profiling:
             raise ProfilerError("A profile is being recorded already.")

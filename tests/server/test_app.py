@@ -40,6 +40,8 @@ def test_index_lists_the_addresses():
             "GET /v1/models/{model:path}",
             "POST /v1/completions",
             "POST /v1/chat/completions",
+            "POST /v1/chat/completions/batch",
+            "POST /inference/v1/generate",
             "POST /invocations",
             "GET /v1/streams/{stream_id:path}",
             "POST /tokenize",
@@ -50,6 +52,9 @@ def test_index_lists_the_addresses():
             "POST /sleep",
             "POST /wake_up",
             "GET /is_sleeping",
+            "POST /pause",
+            "POST /resume",
+            "GET /is_paused",
             "POST /scale_elastic_ep",
             "POST /is_scaling_elastic_ep",
             "POST /start_profile",
@@ -290,6 +295,8 @@ ADMIN_ROUTES = (
     "/wake_up",
     "/scale_elastic_ep",
     "/is_scaling_elastic_ep",
+    "/pause",
+    "/resume",
 )
 
 
@@ -408,6 +415,24 @@ def test_sleeping_and_waking_up():
         assert engine.sleeps == expected
 
     with_server(scenario, profiled_engine, enable_admin=True)
+
+
+def test_pausing_and_resuming():
+    async def scenario(served):
+        get, post, engine = served.http.get, served.post, served.engine
+        assert (await post("/pause")).json() == {"status": "paused"}
+        assert (await get("/is_paused")).json() == {"is_paused": True}
+        assert (await post("/resume")).json() == {"status": "resumed"}
+        assert (await get("/is_paused")).json() == {"is_paused": False}
+        await post("/pause?mode=keep&clear_cache=false")
+        assert engine.sleeps == [("abort", True), ("keep", False)]
+        for query, param in (("mode=stop", "mode"), ("clear_cache=no", "clear_cache")):
+            response = await post(f"/pause?{query}")
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+        assert len(engine.sleeps) == 2
+
+    with_server(scenario, enable_admin=True)
 
 
 def elastic_engine():

@@ -23,7 +23,12 @@ def test_answer():
         assert answer["choices"] == [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+                "message": {
+                    "role": "assistant",
+                    "content": ANSWER,
+                    "refusal": None,
+                    "reasoning": None,
+                },
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
@@ -34,6 +39,48 @@ def test_answer():
         assert answer["prompt_token_ids"] is None
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
         assert rendered(served) == "<s><user>hi</s><assistant>"
+
+    with_server(scenario)
+
+
+def test_several_chats_in_a_request():
+    chats = [[USER], [{"role": "system", "content": "be short"}, {**USER, "content": "you"}]]
+
+    async def scenario(served):
+        async def batch(**body):
+            return await served.post("/v1/chat/completions/batch", messages=chats, **body)
+
+        answer = (await batch(max_tokens=20)).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert [c["message"]["content"] for c in answer["choices"]] == [ANSWER, ANSWER]
+        assert [rendered(served, i) for i in (0, 1)] == [
+            "<s><user>hi</s><assistant>",
+            "<s><system>be short</s><user>you</s><assistant>",
+        ]
+        prompts = [len(request.prompt_token_ids) for request in served.engine.requests]
+        assert answer["usage"]["prompt_tokens"] == sum(prompts)
+        echoed = (await batch(echo=True, continue_final_message=True)).json()["choices"]
+        assert [c["message"]["content"] for c in echoed] == ["hi" + ANSWER, "you" + ANSWER]
+        assert {c["message"]["role"] for c in echoed} == {"user"}
+        for name, value in {
+            "stream": True,
+            "use_beam_search": True,
+            "n": 2,
+            "prompt_logprobs": 1,
+            "kv_transfer_params": {"a": 1},
+        }.items():
+            response = await batch(**{name: value})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == name
+        for wrong, said in (
+            ([], "1 to 4096 conversations"),
+            ([USER], "messages[0]={"),
+            ([[USER], []], "messages[1]=[]"),
+            ([[USER], [USER, {"role": "user"}]], "messages[1][1].content=None"),
+        ):
+            response = await served.post("/v1/chat/completions/batch", messages=wrong)
+            assert response.status_code == 400
+            assert said in response.json()["error"]["message"]
 
     with_server(scenario)
 
@@ -488,7 +535,12 @@ def test_the_whole_answer():
             "choices": [
                 {
                     "index": 0,
-                    "message": {"role": "assistant", "content": "Hé", "refusal": None},
+                    "message": {
+                        "role": "assistant",
+                        "content": "Hé",
+                        "refusal": None,
+                        "reasoning": None,
+                    },
                     "logprobs": {"content": entries, "refusal": None},
                     "finish_reason": "length",
                     "stop_reason": None,

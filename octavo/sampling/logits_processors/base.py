@@ -64,6 +64,8 @@ class LogitsProcessor(ABC):
 
     extra_args: frozenset[str] = frozenset()
     """Keys of `SamplingParams.extra_args` that a plug-in takes; it gets only requests with one."""
+    takes_all: bool = False
+    """Whether a plug-in gets every request, and with it all keys of `extra_args`."""
     needs_tokens: bool = False
     """Whether what it does depends on which tokens were generated; only then `append` is called.
     Such rows are slower: on a GPU they wait for their tokens, and drafts are sampled in turn."""

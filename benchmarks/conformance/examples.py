@@ -1,0 +1,267 @@
+"""Runs the examples of a checkout of vLLM on Octavo and says what becomes of each.
+
+    python -m benchmarks.conformance.examples CHECKOUT [--only PART] [--write]
+
+A tiny model stands in for every other. A script works, or ends in one sentence that says what
+Octavo does not have; the table of both goes to standard output, or with `--write` into
+docs/vllm.md. Scripts that ask a server ask one with the same model. The exit status is 1 if a
+script ended in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.conformance import fetch, shim
+from benchmarks.conformance.__main__ import ROOT, make_model
+
+DOCUMENT = ROOT / "docs" / "vllm.md"
+BEGIN, END = "<!-- examples: begin -->", "<!-- examples: end -->"
+TRACEBACK = "TRACEBACK"
+_SECONDS = 240
+_PORT, _OTHER_PORT = 8000, 8001
+_SERVER_FLAGS = (
+    *("--enable-admin", "--enable-prompt-embeds", "--no-warm-spare"),
+    *("--kv-cache-memory-bytes", "256M", "--max-model-len", "8192"),
+)
+_NAME = re.compile(r"""["']([\w.-]+/[\w.-]+)["']""")
+
+# What is no use of a text model from Python, by the beginning of its path.
+LEFT_OUT = {
+    "applications/chatbot/gradio": "a page of gradio's for people",
+    "applications/chatbot/streamlit": "a page of streamlit's for people",
+    "applications/rag/": "needs a vector database and a search engine",
+    "disaggregated/disaggregated_encoder/": "a proxy for pictures",
+    "disaggregated/disaggregated_serving/": "a proxy in front of vLLM's KV connectors",
+    "disaggregated/lmcache/disagg_prefill_lmcache_v1/disagg_proxy": "a proxy in front of LMCache",
+    "disaggregated/mooncake_connector/": "a proxy in front of Mooncake",
+    "features/kv_events/": "waits for events without an end",
+    "features/structured_diffusion/": "a server of a diffusion model",
+    "generate/multimodal/": "pictures, sounds and videos",
+    "pooling/": "pooling models",
+    "rl/rdt_vllm_serve": "functions of another script",
+    "scale_out/example_mm_serve": "pictures",
+    "speech_to_text/": "sounds",
+}
+# Arguments without which a script only prints its usage.
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "applications/api_server/server.py": ("--port", str(_OTHER_PORT)),
+    "applications/api_server/client.py": ("--port", str(_OTHER_PORT)),
+    "disaggregated/flexkv_connector/prefix_caching_flexkv.py": ("--model", "{model}"),
+    "features/sharded_state/load_sharded_state_offline.py": ("--model", "{sharded}"),
+    "features/sharded_state/save_sharded_state_offline.py": (
+        *("--model", "{model}", "--output", "{folder}"),
+    ),
+    "features/tensorize_vllm_model.py": (
+        *("--model", "facebook/opt-125m", "serialize", "--serialized-directory", "{folder}"),
+    ),
+    "ray_serving/elastic_ep/scale.py": ("--port", str(_PORT), "--new-dp-size", "2"),
+}
+# A script that waits for requests, and the one that asks it, whose outcome is that of both.
+ASKED_BY = {"applications/api_server/server.py": "applications/api_server/client.py"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A script and what became of it."""
+
+    script: str
+    outcome: str
+    """works, the sentence that it ended in, or `TRACEBACK` and its last line."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the examples and report; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance.examples")
+    parser.add_argument("checkout", type=Path, help="folder with vLLM's examples/")
+    parser.add_argument("--only", default="", help="part of the names of the scripts to be run")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/vllm.md")
+    parser.add_argument("--jobs", type=int, default=2, help="scripts that are run at once")
+    options = parser.parse_args(words)
+    examples = options.checkout.resolve() / "examples"
+    names = [name for name in scripts(examples) if options.only in name]
+    if options.write and options.only:
+        parser.error("--write takes the whole table; leave out --only")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make_model(work / "model")
+        shutil.copytree(work / "model", work / "sharded", symlinks=True)
+        weights = work / "sharded" / "model.safetensors"
+        weights.rename(weights.with_name("model-rank-0-part-0.safetensors"))
+        environment = make_environment(work)
+        with serving(work, environment, examples), ThreadPoolExecutor(options.jobs) as pool:
+            lines = list(pool.map(lambda name: run(work, environment, examples, name), names))
+    if options.write:
+        write(DOCUMENT, table(lines))
+    else:
+        print(table(lines))
+    broken = [line for line in lines if line.outcome.startswith(TRACEBACK)]
+    for line in broken:
+        print(f"{line.script}: {line.outcome}", file=sys.stderr)
+    return 1 if broken or not lines else 0
+
+
+def scripts(examples: Path) -> Iterator[str]:
+    """The scripts that use a text model, by their paths in `examples`."""
+    for file in sorted(examples.rglob("*.py")):
+        name = str(file.relative_to(examples))
+        if (
+            file.stat().st_size
+            and not name.startswith(tuple(LEFT_OUT))
+            and name not in ASKED_BY.values()
+        ):
+            yield name
+
+
+def make_environment(work: Path) -> dict[str, str]:
+    """The variables that every process here gets."""
+    variables = {
+        "HF_HOME": str(work / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "OCTAVO_CPU_KVCACHE_SPACE": "1",
+        "MPLBACKEND": "agg",
+        shim.MODEL_VARIABLE: str(work / "model"),
+    }
+    os.environ |= {name: variables[name] for name in ("HF_HOME", shim.MODEL_VARIABLE)}
+    return {**os.environ, **variables}
+
+
+@contextmanager
+def serving(work: Path, environment: dict[str, str], examples: Path) -> Iterator[None]:
+    """A server for the scripts that ask one, under every name of a model that they use."""
+    served = {"model"}
+    for name in scripts(examples):
+        served |= set(_NAME.findall((examples / name).read_text()))
+    flags = [*_SERVER_FLAGS, "--port", str(_PORT), "--served-model-name", *sorted(served)]
+    with (work / "server.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "octavo", "serve", str(work / "model"), *flags],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            _wait_ready(process, work / "server.txt", f"http://127.0.0.1:{_PORT}/ready")
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+    end = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            if httpx.get(url).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"{url} does not answer:\n{log.read_text()}")
+
+
+def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> Line:
+    """Run a script in a process group and a folder of its own."""
+    output = work / "runs" / name / "output.txt"
+    process = _start(work, environment, examples, name)
+    try:
+        if name in ASKED_BY:
+            _wait_ready(process, output, f"http://127.0.0.1:{_OTHER_PORT}/health")
+            return Line(name, run(work, environment, examples, ASKED_BY[name]).outcome)
+        status: int | None = process.wait(_SECONDS)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _end(process)
+    line = Line(name, outcome(status, output.read_text(errors="replace")))
+    print(f"{name}: {line.outcome}", file=sys.stderr, flush=True)
+    return line
+
+
+def _start(
+    work: Path, environment: dict[str, str], examples: Path, name: str
+) -> subprocess.Popen[bytes]:
+    shim.offer_all((examples / name).read_text())
+    folder = work / "runs" / name
+    folder.mkdir(parents=True)
+    words = [
+        word.format(model=work / "model", sharded=work / "sharded", folder=folder / "out")
+        for word in ARGUMENTS.get(name, ())
+    ]
+    with (folder / "output.txt").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "octavo.compat.vllm", str(examples / name), *words],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # it left nothing running
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def outcome(status: int | None, output: str) -> str:
+    """What became of a script.
+
+    Args:
+        status: its exit status; None: it was stopped, because it did not end.
+        output: what it printed.
+    """
+    last = (output.strip().splitlines() or ["nothing was printed"])[-1][:300]
+    if "Traceback (most recent call last)" in output:
+        return f"{TRACEBACK}: {last}"
+    if status is None:
+        return f"{TRACEBACK}: it did not end: {last}"
+    sentences = re.findall(r"^(?:\S+:\d+: )?error: (.*)$", output, re.MULTILINE)
+    if sentences:
+        return str(sentences[-1])
+    return "works" if status == 0 else last
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The lines as a table of Markdown, with a sentence of what is in it."""
+    works = sum(line.outcome == "works" for line in lines)
+    rows = [f"| `{line.script}` | {_cell(line.outcome)} |" for line in lines]
+    head = (
+        f"Of the {len(lines)} scripts under `examples/` of vLLM {fetch.VERSION} that use a text "
+        f"model, {works} work with a tiny model in the place of theirs; each of the others ends in "
+        "the sentence beside it."
+    )
+    return "\n".join([head, "", "| script | what becomes of it |", "| --- | --- |", *rows])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def write(document: Path, text: str) -> None:
+    """Put a text between the markers of a document."""
+    before, rest = document.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    document.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

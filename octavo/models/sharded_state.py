@@ -1,0 +1,165 @@
+"""Checkpoints in vLLM's sharded form: a file for each rank, with the tensors as it computes them.
+
+`LLM(load_format="sharded_state")` of vLLM writes and reads them. A rank has rows or columns of a
+tensor, and queries, keys and values are one tensor, as are gate and up projection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from octavo.errors import ModelError
+from octavo.models.spec import ModelSpec, read_safetensors_header
+from octavo.models.weights import Source, shorten_names, weight_files
+
+_FILE = re.compile(r"model-(?:rank-(\d+)|pp-\d+-tp-(\d+))-part-\d+\.safetensors")
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a rank's file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of such a tensor."""
+
+    stored: _Stored
+    name: str
+    begin: int
+    end: int
+
+
+class ShardedState:
+    """Whole tensors out of the ranks' parts.
+
+    Args:
+        spec: what the folder holds.
+        folder: where.
+
+    Raises:
+        ModelError: there are no such files, or not those of all ranks.
+    """
+
+    def __init__(self, spec: ModelSpec, folder: Path) -> None:
+        self._spec, self._folder = spec, folder
+        ranks: dict[int, dict[str, _Stored]] = defaultdict(dict)
+        for file in weight_files(folder, "sharded_state"):
+            if found := _FILE.fullmatch(file.name):
+                for name, (dtype, shape) in read_safetensors_header(file).items():
+                    ranks[int(found[1] or found[2])][name] = _Stored(file, shape, dtype)
+        if not ranks or sorted(ranks) != list(range(len(ranks))):
+            raise ModelError(
+                f"{folder} does not hold the files of all ranks (model-rank-0-part-0.safetensors "
+                f"...), which load_format=sharded_state reads; there are those of ranks "
+                f"{sorted(ranks)}. Leave load_format out for another checkpoint."
+            )
+        self._ranks = [ranks[number] for number in sorted(ranks)]
+
+    def check(self, sources: list[Source]) -> None:
+        """Compare what there is with what the model needs.
+
+        Raises:
+            ModelError: naming the tensors.
+        """
+        shapes = {source.name: source.shape for source in sources}
+        used: set[str] = set()
+        for source in sources:
+            name = self._stored_name(source.name)
+            if name is None:
+                raise ModelError(
+                    f"{self._folder} lacks {source.name} of {self._spec.architecture}. The copy "
+                    "may be incomplete, or config.json belongs to another checkpoint."
+                )
+            used.add(name)
+        used |= {name for n in self._spec.elsewhere if (name := self._stored_name(n)) is not None}
+        extra = [
+            name
+            for name in sorted(set().union(*self._ranks) - used)
+            if not any(re.fullmatch(pattern, name) for pattern in self._spec.ignored)
+        ]
+        if extra:
+            raise ModelError(
+                f"{self._folder} holds {len(extra)} tensors that {self._spec.architecture} with "
+                f"this config.json does not have: {shorten_names(extra)}."
+            )
+        self._shapes = shapes
+        for source in sources:
+            self._plan(source)
+
+    def read(self, source: Source) -> torch.Tensor:
+        """Return a tensor, put together."""
+        pieces, dim = self._plan(source)
+        parts = []
+        for piece in pieces:
+            with safe_open(piece.stored.file, framework="pt") as file:
+                parts.append(file.get_slice(piece.name)[piece.begin : piece.end])
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        # Vocabularies are padded, so that ranks have equally many rows.
+        return whole[: source.shape[0]]
+
+    def _stored_name(self, name: str) -> str | None:
+        """The name under which a tensor, or the one that it is part of, is stored."""
+        module, _, kind = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        candidates = [name]
+        if last in _FUSED:
+            candidates.append(f"{parent}.{_FUSED[last]}.{kind}")
+        return next((n for n in candidates if any(n in rank for rank in self._ranks)), None)
+
+    def _plan(self, source: Source) -> tuple[list[_Piece], int]:
+        """The parts of a tensor, in order, and along which dimension they lie beside one another.
+
+        Raises:
+            ModelError: they do not fit together.
+        """
+        name = self._stored_name(source.name)
+        assert name is not None
+        stored = [rank[name] for rank in self._ranks if name in rank]
+        pieces = [_Piece(part, name, *self._rows(source, name, part.shape[0])) for part in stored]
+        rows = [piece.end - piece.begin for piece in pieces]
+        if stored[0].shape[1:] == source.shape[1:]:
+            if rows[0] == source.shape[0]:  # every rank has all of it
+                return pieces[:1], 0
+            copies = sum(rows) // source.shape[0]
+            if copies > 1 and name != source.name:  # ranks share heads of keys and values
+                pieces, rows = pieces[::copies], rows[::copies]
+            if sum(rows) >= source.shape[0]:
+                return pieces, 0
+        elif (rows[0], sum(part.shape[-1] for part in stored)) == source.shape:
+            return pieces, 1
+        raise ModelError(
+            f"{stored[0].file}: {name} has shape {list(stored[0].shape)} in each of {len(stored)} "
+            f"ranks, and config.json asks for {list(source.shape)} of {source.name}."
+        )
+
+    def _rows(self, source: Source, name: str, count: int) -> tuple[int, int]:
+        """Of `count` rows of a rank's tensor those that belong to a tensor of the model."""
+        if name == source.name:
+            return 0, count
+        module, _, kind = source.name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        if last in ("gate_proj", "up_proj"):
+            half = count // 2
+            return (0, half) if last == "gate_proj" else (half, count)
+        queries = self._shapes[f"{parent}.q_proj.{kind}"][0] // len(self._ranks)
+        keys = (count - queries) // 2
+        begin = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}[last]
+        return begin, begin + (queries if last == "q_proj" else keys)
