@@ -67,6 +67,8 @@ def example(field):
         return ['{"kv_connector": "A"}'], KVTransferConfig(kv_connector="A")
     if field.name == "speculative_config":
         return ['{"method": "suffix"}'], SpeculativeConfig(method="suffix")
+    if field.name == "hf_overrides":
+        return ['{"a": {"b": 1}}'], {"a": {"b": 1}}
     if field.name == "gpu_memory_utilization":
         return ["0.5"], 0.5
     if "float" in str(field.type):

@@ -227,6 +227,8 @@ class GrammarCompiler:
         """End all processes and the thread."""
         self._put(None)
         self._thread.join()
+        self._wake.close()
+        self._woken.close()
 
     def _put(self, item: _Compile | tuple[GrammarProcess, Feed] | None) -> None:
         self._inbox.put(item)
@@ -244,8 +246,6 @@ class GrammarCompiler:
         for helper in self._helpers.values():
             helper.process.close()
         self._selector.close()
-        self._wake.close()
-        self._woken.close()
 
     def _turn(self) -> bool:
         """Do what there is to do; return whether the thread goes on."""

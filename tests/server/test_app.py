@@ -302,7 +302,7 @@ ADMIN_ROUTES = (
 
 def test_all_of_the_operators_routes_are_known():
     found = {path for path, operation in OPERATIONS.items() if 403 in operation.errors}
-    assert found == {*ADMIN_ROUTES, "/server_info", "/is_sleeping"}
+    assert found == {*ADMIN_ROUTES, "/server_info", "/is_sleeping", "/is_paused"}
 
 
 @pytest.mark.parametrize("path", ADMIN_ROUTES)
