@@ -80,6 +80,8 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
             config |= {"num_ln_in_parallel_attn": rng.choice((None, 1, 2))}
         else:
             config |= {"parallel_attn": rng.random() < 0.5}
+        # transformers rounds the bias of other numbers of heads.
+        config |= {"alibi": heads in (1, 2, 4, 8) and rng.random() < 0.5}
     elif family == "Bloom":
         config = {"hidden_size": hidden, "n_layer": layers, "n_head": heads}
         config |= {"seq_length": positions}
@@ -130,6 +132,8 @@ def _rope_model(
         config["use_bias"] = rng.random() < 0.5
     if family in ("Cohere", "Cohere2"):
         config["logit_scale"] = rng.choice((0.0625, 1.0))
+    if family == "Cohere":
+        config["use_qk_norm"] = rng.random() < 0.5
     if family == "Cohere2":
         config |= {"sliding_window": window, "sliding_window_pattern": rng.randint(1, 3)}
     if family == "Phi":
