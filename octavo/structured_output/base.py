@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -13,6 +14,9 @@ from octavo.messages import GrammarSpec
 
 MAX_FORCED = 8
 """Most tokens of a request that are drafted because its grammar leaves no other way."""
+
+# Texts, comments, character classes; and outside of these a token, e.g. <[10]>, !<think>.
+_EBNF_PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|#.*|(!?<[^<>\s]+>)|\[(?:\\.|[^\]\\])*\]?')
 
 
 class Grammar(ABC):
@@ -101,3 +105,17 @@ def is_ebnf(text: str) -> bool:
         for line in text.splitlines()
         if "::=" in line
     )
+
+
+def check_ebnf(text: str) -> None:
+    """Refuse llama.cpp's tokens in EBNF, which no backend has.
+
+    Raises:
+        GrammarError: there is one.
+    """
+    for part in _EBNF_PARTS.finditer(text):
+        if part[1]:
+            raise GrammarError(
+                f"The grammar names a token, {part[1][:50]}, as llama.cpp does; tokens are not "
+                'supported in EBNF. Write the text of the token in quotes, e.g. "<think>".'
+            )

@@ -19,6 +19,7 @@ from octavo.structured_output.base import (
     CompiledGrammar,
     Grammar,
     GrammarBackend,
+    check_ebnf,
     check_satisfiable,
     is_ebnf,
 )
@@ -183,6 +184,7 @@ def _source(spec: GrammarSpec) -> str:
         return LLMatcher.grammar_from_lark("start: " + literals)
     if spec.kind == "grammar":
         if is_ebnf(spec.text):
+            check_ebnf(spec.text)
             return str(llguidance.grammar_from("grammar", spec.text))
         return LLMatcher.grammar_from_lark(spec.text)
     return _from_structural_tag(parse_json(spec.text), spec)

@@ -17,6 +17,7 @@ from octavo.structured_output.base import (
     CompiledGrammar,
     Grammar,
     GrammarBackend,
+    check_ebnf,
     check_satisfiable,
     is_ebnf,
 )
@@ -81,6 +82,7 @@ class XGrammarBackend(GrammarBackend):
         if spec.kind == "grammar":
             if not is_ebnf(text):
                 raise _refusal("grammars are EBNF here; this one has no rule with ::=")
+            check_ebnf(text)
             return compiler.compile_grammar(text)
         tag = parse_json(text)
         _check_tag(tag)

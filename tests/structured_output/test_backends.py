@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -436,6 +437,16 @@ def test_lark_is_for_llguidance():
     with pytest.raises(GrammarError, match="EBNF"):
         ALL_BYTES["xgrammar"].compile(spec)
     assert accepts(ALL_BYTES["llguidance"].compile(spec), "b")
+
+
+@pytest.mark.parametrize("token", ["<[10]>", "!<[10]>", "<think>"])
+@pytest.mark.parametrize("name", ALL_BYTES)
+def test_tokens_of_llama_cpp_are_refused_by_name(name, token):
+    text = f'root ::= [<\\]"] "a" {token}'
+    with pytest.raises(GrammarError, match=rf"names a token, {re.escape(token)}, .*in quotes"):
+        ALL_BYTES[name].compile(GrammarSpec("grammar", text))
+    quoted = GrammarSpec("grammar", f'root ::= "\\"{token}" [<{token[-1]}]  # {token}')
+    assert accepts(ALL_BYTES[name].compile(quoted), f'"{token}>')
 
 
 def test_limits_while_matching_are_errors_not_ends():
