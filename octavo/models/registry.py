@@ -66,7 +66,7 @@ def read_spec(
         raise config.error(
             "auto_map",
             "the model asks for its own code, which Octavo never runs; with trust_remote_code it "
-            "is run as {architectures[0]} by Octavo's own decoder",
+            f"is run as {architectures[0]} by Octavo's own decoder",
         )
     for name in ("quantization_config", "compression_config"):
         if config.has(name):

@@ -151,7 +151,7 @@ def test_first_gemmas_say_gelu_and_mean_its_approximation(tmp_path: Path) -> Non
             r"architectures=.*no model family of this name; README",
         ),
         ({"architectures": None}, r"architectures=None"),
-        ({"auto_map": {"AutoModel": "m.M"}}, r"auto_map=.*trust_remote_code"),
+        ({"auto_map": {"AutoModel": "m.M"}}, r"auto_map=.*trust_remote_code it is run as LlamaFor"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config=.*float32, float16 or"),
         ({"num_local_experts": 8}, r"num_local_experts=8.*mixtures of experts"),
         ({"hidden_act": "mish"}, r"hidden_act='mish'.*supported: silu"),
