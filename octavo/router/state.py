@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 from starlette.requests import Request
 
@@ -16,6 +14,7 @@ from octavo.router.config import RouterConfig
 from octavo.router.metrics import RouterMetrics
 from octavo.router.own_servers import LocalStarter, OwnServers, Starter
 from octavo.router.pool import Pool, Upstream
+from octavo.router.socket_folder import SocketFolder
 from octavo.server.http_state import HttpState
 
 
@@ -46,7 +45,7 @@ class RouterState(HttpState):
         """Why the router cannot go on."""
         self._flags = flags
         self._own: list[OwnServers] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="octavo-router-")
+        self._folder = SocketFolder()
         self._scaling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -78,7 +77,7 @@ class RouterState(HttpState):
 
     def _starter(self, flags: list[str]) -> Starter:
         if self.router.backend == "local":
-            return LocalStarter(flags, Path(self._folder.name))
+            return LocalStarter(flags, self._folder.path)
         from octavo.router.ray_server import RayStarter
 
         return RayStarter(flags)
@@ -101,7 +100,7 @@ class RouterState(HttpState):
         await asyncio.gather(*(own.close() for own in self._own))
         for pool in self.pools:
             await pool.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     @property
     def num_restarts(self) -> int:

@@ -36,7 +36,7 @@ from octavo.models.spec import divide_layers
 from octavo.platforms.registry import get_platform
 from octavo.recording import RecordSettings
 from octavo.server.app import build_app
-from octavo.server.auth import with_all_keys
+from octavo.server.auth import AllowedHosts, with_all_keys
 from octavo.server.front_ends import check_front_ends, serve_by_front_ends
 from octavo.server.http_state import HttpState
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
@@ -187,6 +187,12 @@ def tell_address(config: ServerConfig, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("listening on %s://%s:%d", scheme, shown, port)
+        if AllowedHosts(config).all_names:
+            logger.info(
+                "the Host header is not checked: a web page that has its own name point at this "
+                "machine could reach the server through a visitor's browser; --allowed-hosts NAME "
+                "answers to that name only"
+            )
         typed = f"{scheme}://{'localhost' if is_any_address(host) else shown}:{port}"
         documentation = "" if config.disable_fastapi_docs else f"documentation: {typed}/docs; "
         logger.info("%schat: octavo chat --url %s/v1", documentation, typed)

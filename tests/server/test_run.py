@@ -408,7 +408,8 @@ def test_a_start_says_where_to_go_on():
         server.wait_for(
             f"documentation: {server.url}/docs; chat: octavo chat --url {server.url}/v1"
         )
-        assert not any("anyone who can reach" in line for line in server.lines)
+        for said in ("anyone who can reach", "the Host header is not checked"):
+            assert not any(said in line for line in server.lines)
 
 
 @pytest.mark.parametrize(("key", "warned"), [(["--api-key", "k"], 0), ([], 1)])
@@ -423,3 +424,4 @@ def test_all_addresses_without_a_key_are_worth_one_warning(host, key, warned):
         port = server.url.rpartition(":")[2]
         server.wait_for(f"documentation: http://localhost:{port}/docs")
         assert len([line for line in server.lines if "anyone who can reach" in line]) == warned
+        assert any("the Host header is not checked" in line for line in server.lines)
