@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.requests import Request
 
@@ -45,6 +46,7 @@ class RouterState(HttpState):
         """Why the router cannot go on."""
         self._flags = flags
         self._own: list[OwnServers] = []
+        self._num_admitted = 0
         self._folder = SocketFolder()
         self._scaling: asyncio.Task[None] | None = None
 
@@ -112,19 +114,25 @@ class RouterState(HttpState):
         """Whether a request would be answered."""
         return bool(self.answering.choosable())
 
-    def check_room(self) -> None:
-        """Refuses a request where too many are in flight.
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Holds a place for a request while it is answered, from the time its body is here.
 
         Raises:
-            QueueFullError: it may be sent again later.
+            QueueFullError: there is none; the request may be sent again later.
         """
         limit = self.config.max_num_queued_reqs
-        if limit and self.num_active > limit:
+        if limit and self._num_admitted >= limit:
             raise QueueFullError(
                 f"The router already has {limit} unfinished requests, its limit "
                 "(--max-num-queued-reqs); try again later.",
                 1,
             )
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
 
 
 def router_of(request: Request) -> RouterState:
