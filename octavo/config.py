@@ -699,7 +699,8 @@ class ServerConfig(Section, frozen=True):
         list[str],
         Meta(
             description="Names to accept in the Host header, * for all; default: on a loopback"
-            " address its own names (localhost, 127.0.0.1, ::1), otherwise all."
+            " address its own names (localhost, 127.0.0.1, ::1), with a name as --host that name"
+            " and its addresses, otherwise all."
         ),
     ] = []
     allowed_origins: Annotated[

@@ -46,7 +46,7 @@ class TraceEvent(NamedTuple):
 def write_chrome_trace(path: str | Path, events: Iterable[TraceEvent]) -> None:
     """Writes a trace in Chrome's JSON format ("X" events, microseconds from the first start).
 
-    The file appears once it is complete.
+    The file appears once it is complete; only this user can read it.
 
     Raises:
         OSError: it cannot be written.
@@ -56,8 +56,9 @@ def write_chrome_trace(path: str | Path, events: Iterable[TraceEvent]) -> None:
     origin = ordered[0].start if ordered else 0.0
     path, pid = Path(path), os.getpid()
     part = path.with_name(f".{path.name}.{pid}.part")
+    part.unlink(missing_ok=True)
     try:
-        with part.open("wb") as file:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
             file.write(b",\n".join(_entries(ordered, origin, pid)))
             file.write(b"\n]}\n")

@@ -52,6 +52,7 @@ def test_the_trace_of_given_events(tmp_path):
     outer = TraceEvent("forward", 10.25, 11.0, "worker", {})
     other = TraceEvent("schedule", 10.0, 10.125, "main", {"step": 1})
     write_chrome_trace(path, [inner, outer, other])
+    assert path.stat().st_mode & 0o777 == 0o600
     events, names = read(path)
     assert [e["name"] for e in events] == ["schedule", "forward", "linear"]
     assert [names[e["tid"]] for e in events] == ["main", "worker", "worker"]

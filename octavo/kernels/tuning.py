@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import stat
 import statistics
 import tempfile
 import time
@@ -39,6 +40,8 @@ _SECONDS = 0.02
 # More than the caches hold, as the weights of a model are.
 _WEIGHT_NBYTES = 64 * 2**20
 _DTYPE = torch.bfloat16
+# A file with a choice has fewer.
+_MOST_NBYTES = 4096
 
 Value = TypeVar("Value", bool, int)
 
@@ -188,13 +191,32 @@ def _key(processor: str) -> str:
 def _read(file: Path) -> Tuning | None:
     """What was chosen before; None: nothing, or nothing that could have been."""
     try:
-        tuning = msgspec.json.decode(file.read_bytes(), type=Tuning)
+        tuning = msgspec.json.decode(_read_small(file), type=Tuning)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         logger.debug("%s is written anew: %s", file, error)
         return None
     return tuning if tuning.spin_us in SPINS and tuning.grain in GRAINS else None
+
+
+def _read_small(file: Path) -> bytes:
+    """The bytes of a file, if it may be one that `_write` has written.
+
+    Raises:
+        ValueError: it is not.
+        OSError: it cannot be read.
+    """
+    if file.is_symlink():
+        raise ValueError("it is a link")
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_NBYTES:
+            raise ValueError("it is no small file")
+        return os.read(descriptor, _MOST_NBYTES)
+    finally:
+        os.close(descriptor)
 
 
 def _write(file: Path, tuning: Tuning) -> None:

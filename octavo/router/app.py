@@ -135,7 +135,6 @@ async def streams(request: Request) -> Response:
 async def relay(request: Request) -> Response:
     """Passes a request on, and the answer back."""
     state, context = router_of(request), context_of(request)
-    state.check_room()
     body = b""
     if request.method == "POST":
         body = await read_body(request, state.config.max_request_bytes)

@@ -141,9 +141,12 @@ def _authorization(headers: list[tuple[str, str]]) -> str:
 
 def _num_prompts(fields: dict[str, Any]) -> int:
     prompt, embeds = fields.get("prompt"), fields.get("prompt_embeds")
-    texts = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-    num_embeds = len(embeds) if isinstance(embeds, list) else int(bool(embeds))
-    return num_embeds + (len(prompt) if texts else int(bool(prompt)))
+    num_prompts, num_embeds = int(bool(prompt)), int(bool(embeds))
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        num_prompts = len(prompt)
+    if isinstance(embeds, list):
+        num_embeds = len(embeds)
+    return num_prompts + num_embeds
 
 
 def _prompt_text(fields: dict[str, Any]) -> bytes:

@@ -106,7 +106,8 @@ class Relay(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer, until it ends or the client goes away."""
         try:
-            await self._state.run(receive, self._relay(send), None)
+            with self._state.admit():
+                await self._state.run(receive, self._relay(send), None)
         except ClientDisconnectError:
             raise
         except Exception as error:

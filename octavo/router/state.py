@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.requests import Request
 
@@ -16,6 +15,7 @@ from octavo.router.config import RouterConfig
 from octavo.router.metrics import RouterMetrics
 from octavo.router.own_servers import LocalStarter, OwnServers, Starter
 from octavo.router.pool import Pool, Upstream
+from octavo.router.socket_folder import SocketFolder
 from octavo.server.http_state import HttpState
 
 
@@ -46,7 +46,8 @@ class RouterState(HttpState):
         """Why the router cannot go on."""
         self._flags = flags
         self._own: list[OwnServers] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="octavo-router-")
+        self._num_admitted = 0
+        self._folder = SocketFolder()
         self._scaling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -78,7 +79,7 @@ class RouterState(HttpState):
 
     def _starter(self, flags: list[str]) -> Starter:
         if self.router.backend == "local":
-            return LocalStarter(flags, Path(self._folder.name))
+            return LocalStarter(flags, self._folder.path)
         from octavo.router.ray_server import RayStarter
 
         return RayStarter(flags)
@@ -101,7 +102,7 @@ class RouterState(HttpState):
         await asyncio.gather(*(own.close() for own in self._own))
         for pool in self.pools:
             await pool.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     @property
     def num_restarts(self) -> int:
@@ -113,19 +114,25 @@ class RouterState(HttpState):
         """Whether a request would be answered."""
         return bool(self.answering.choosable())
 
-    def check_room(self) -> None:
-        """Refuses a request where too many are in flight.
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Holds a place for a request while it is answered, from the time its body is here.
 
         Raises:
-            QueueFullError: it may be sent again later.
+            QueueFullError: there is none; the request may be sent again later.
         """
         limit = self.config.max_num_queued_reqs
-        if limit and self.num_active > limit:
+        if limit and self._num_admitted >= limit:
             raise QueueFullError(
                 f"The router already has {limit} unfinished requests, its limit "
                 "(--max-num-queued-reqs); try again later.",
                 1,
             )
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
 
 
 def router_of(request: Request) -> RouterState:

@@ -155,16 +155,17 @@ class AllowedHosts:
     A web page can have its own name point at the visitor's machine ("DNS rebinding") and would then
     read what a server there answers; the Host header still holds the page's name. Where
     `allowed_hosts` is not set, a server on a loopback address therefore answers to the names of
-    that address only, any other one to all.
+    that address only, and one that listens on a name to that name and its addresses. One that
+    listens on another address answers to all names.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         names = config.allowed_hosts
-        # No web page reaches a Unix socket.
-        if not names and config.uds is None and _is_loopback(config.host):
-            names = ["localhost", "127.0.0.1", "::1", config.host]
+        if not names and config.uds is None:  # no web page reaches a Unix socket
+            names = _own_names(config.host)
         self._names = frozenset(_bare_host(name) for name in names)
-        self._all = not names or "*" in names
+        self.all_names = not names or "*" in names
+        """Whether all names are answered."""
 
     def check(self, hosts: Iterable[str]) -> None:
         """Checks the Host headers of a request; browsers always send one.
@@ -172,7 +173,7 @@ class AllowedHosts:
         Raises:
             HostError: one is not allowed.
         """
-        if self._all:
+        if self.all_names:
             return
         for host in hosts:
             if _bare_host(host) not in self._names:
@@ -182,13 +183,16 @@ class AllowedHosts:
                 )
 
 
-def _is_loopback(host: str) -> bool:
-    """Whether a server on this address can be reached from its own machine only."""
+def _own_names(host: str) -> list[str]:
+    """The names of a server that listens on a host; none if they cannot be known."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # whoever listens there will say so
-        return False
-    return all(ipaddress.ip_address(address[4][0]).is_loopback for address in found)
+    except (OSError, UnicodeError):  # listening there fails, with the reason
+        return []
+    addresses = [str(address[4][0]) for address in found]
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        return ["localhost", "127.0.0.1", "::1", host]
+    return [] if host in addresses else [host, *addresses]
 
 
 def _bare_host(host: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvloop
 
+from octavo import clock
 from octavo.device import signal_at_parents_end
 from octavo.engine.async_llm import EngineProcesses, start_engines
 from octavo.engine.coordinator import Coordinator, FrontEnd
@@ -39,6 +40,7 @@ def main() -> int:
     setup = read_message(CoordinatorSetup)
     if setup is None:
         return 0
+    clock.set_epoch(setup.clock_epoch)
     setup_logging(setup.config.log_level, setup.config.log_format)
     tempfile.tempdir = setup.folder  # what is left of one that was killed goes with the server
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import uvloop
 
+from octavo import clock
 from octavo.device import signal_at_parents_end
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.front_end import CoordinatorProcess, FrontEndClient
@@ -40,6 +41,7 @@ def main() -> int:
     setup = read_message(FrontEndSetup)
     if setup is None:
         return 0
+    clock.set_epoch(setup.clock_epoch)
     coordinator = CoordinatorProcess(setup.folder, setup.number, setup.life)
     signals = _ParentSignals()
     heeds = setup, coordinator, signals

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from octavo import clock
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.front_end import addresses_of
 from octavo.errors import ConfigError, OctavoError, reason_of
@@ -52,6 +53,8 @@ class FrontEndSetup(msgspec.Struct):
     """The descriptor of the listening socket."""
     created: int
     """Second since 1970 at which the server was started."""
+    clock_epoch: float
+    """Of the first process: one clock for all, though the system's has been set meanwhile."""
     slot: int = 0
     """Its number among those that live, for log lines."""
     number: int = 0
@@ -73,6 +76,8 @@ class CoordinatorSetup(msgspec.Struct):
     """Of the sockets."""
     life: int
     """How many coordinators there were before."""
+    clock_epoch: float
+    """See `FrontEndSetup`."""
     pulse: int
     """See `Child`."""
 
@@ -126,6 +131,7 @@ async def serve_by_front_ends(
         folder,
         listener=listener.fileno(),
         created=int(time.time()),
+        clock_epoch=clock.epoch(),
     )
     processes = _Processes(setup, config.api_server_count)
     loop = asyncio.get_running_loop()
@@ -240,6 +246,7 @@ class _Processes:
                     whole.tokenizer_path,
                     whole.folder,
                     self._life,
+                    whole.clock_epoch,
                     child.pulse,
                 )
             )

@@ -37,7 +37,7 @@ from octavo.models.spec import divide_layers
 from octavo.platforms.registry import get_platform
 from octavo.recording import RecordSettings
 from octavo.server.app import build_app
-from octavo.server.auth import with_all_keys
+from octavo.server.auth import AllowedHosts, with_all_keys
 from octavo.server.front_ends import check_front_ends, serve_by_front_ends
 from octavo.server.http_state import HttpState
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
@@ -217,6 +217,12 @@ def _log_ready(state: ServerState, listener: socket.socket) -> None:
     if config.uds is not None:
         logger.info("ready: %s at %s", name, address_of(config, listener))
         return
+    if AllowedHosts(config).all_names:
+        logger.info(
+            "the Host header is not checked: a web page that has its own name point at this "
+            "machine could reach the server through a visitor's browser; --allowed-hosts NAME "
+            "answers to that name only"
+        )
     address = client_address(config, listener)
     documentation = "" if config.disable_fastapi_docs else f"documentation: {address}/docs; "
     logger.info("%schat: octavo chat --url %s/v1", documentation, address)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import stat
 import uuid
 from collections import deque
 from collections.abc import Iterator
@@ -65,7 +67,7 @@ def run_batch(
         raise ConfigError(f"input_file={input_file!r} cannot be read: {error.strerror}.") from None
     with lines:
         try:
-            answers = target.open("wb")
+            answers = _open_private(target)
         except OSError as error:
             raise ConfigError(
                 f"output_file={output_file!r} cannot be written: {error.strerror}."
@@ -74,6 +76,22 @@ def run_batch(
             state = ServerState(config, engine_config, lambda: start_engine(config, engine_config))
             asyncio.run(_answer_all(state, lines, answers))
     return 0
+
+
+def _open_private(path: Path) -> BinaryIO:
+    """Opens a file to be written that only this user can read, as it holds answers.
+
+    Raises:
+        OSError: it cannot be written, or is another user's.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # others may be allowed to read an older one
+            os.fchmod(descriptor, 0o600)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "wb")
 
 
 async def _answer_all(state: ServerState, lines: BinaryIO, answers: BinaryIO) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import logging
+import os
 import time
 
 import msgspec
@@ -129,6 +130,25 @@ def test_a_file_that_says_nothing_of_the_kind_is_written_anew(data, tmp_path, me
     file.write_bytes(data)
     tune(tmp_path, "a processor")
     assert len(measured) == 2
+    assert file.read_bytes() == written
+
+
+@pytest.mark.parametrize("make", ["fifo", "link", "large"])
+def test_a_file_that_would_never_end_is_written_anew(make, tmp_path, measured):
+    tune(tmp_path, "a processor")
+    (file,) = tmp_path.glob("*.json")
+    written = file.read_bytes()
+    file.unlink()
+    if make == "fifo":
+        os.mkfifo(file)
+    elif make == "link":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_bytes(written + b" " * 2**16)
+    tune(tmp_path, "a processor")
+    assert len(measured) == 2
+    assert file.is_file()
+    assert not file.is_symlink()
     assert file.read_bytes() == written
 
 

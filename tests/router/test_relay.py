@@ -188,6 +188,29 @@ async def test_keys_of_the_router_and_of_its_servers():
 
 
 @routed
+async def test_bodies_that_do_not_come_take_no_places():
+    async def half():
+        yield b'{"prompt": '
+        await asyncio.sleep(60)
+
+    config = ServerConfig(max_num_queued_reqs=1)
+    async with Routed([whole(choices=[])], config=config) as router:
+        headers = {"content-type": "application/json"}
+        slow = [
+            asyncio.create_task(
+                router.client.post("/v1/completions", content=half(), headers=headers)
+            )
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        got = await router.ask()
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        assert got.status_code == 200
+
+
+@routed
 async def test_too_many_and_too_large_requests():
     still = asyncio.Event()
     config = ServerConfig(max_num_queued_reqs=1, max_request_bytes=2000)
@@ -196,6 +219,7 @@ async def test_too_many_and_too_large_requests():
         while not router.servers[0].asked:
             await asyncio.sleep(0.005)
         assert (await router.ask()).status_code == 429
+        assert (await router.client.get("/v1/models")).status_code == 429
         still.set()
         assert text_of(await first) == "one"
         assert (await router.ask(prompt="a" * 3000)).status_code == 413

@@ -1,4 +1,5 @@
 import asyncio
+import socket
 
 import pytest
 
@@ -227,6 +228,17 @@ def test_the_name_it_is_bound_to_is_answered():
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no-such-host.invalid", "a" * 80])
 def test_on_other_addresses_all_names_are_answered(host):
     assert answered(host, "anything.test")
+    assert AllowedHosts(ServerConfig(host=host)).all_names
+
+
+def test_who_listens_on_a_name_answers_to_that_name(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    for name in ("gpu1.test", "GPU1.test:8000", "192.0.2.7:8000"):
+        assert answered("gpu1.test", name), name
+    for name in ("evil.test", "localhost"):
+        assert not answered("gpu1.test", name), name
+    assert answered("gpu1.test", "evil.test", allowed=["*"])
 
 
 def test_the_operators_names_count_everywhere():

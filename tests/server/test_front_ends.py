@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -55,7 +57,27 @@ def test_a_process_is_told_all_settings():
         life=5,
         listener=3,
         created=4,
+        clock_epoch=7.5,
         pulse=6,
     )
     data = msgspec.msgpack.encode(setup)
     assert msgspec.msgpack.decode(data, type=FrontEndSetup) == setup
+
+
+@pytest.mark.parametrize("module", ["front_end_process", "coordinator_process"])
+def test_processes_share_a_clock_though_the_systems_was_set(module):
+    code = f"""
+from types import SimpleNamespace
+from octavo.server import {module} as process
+def end(*args, **kwargs):
+    print(process.clock.epoch())
+    raise SystemExit
+process.read_message = lambda kind: SimpleNamespace(
+    clock_epoch=5.5, folder="", number=0, life=0,
+    config=SimpleNamespace(log_level="info", log_format="text"),
+)
+process.CoordinatorProcess = process._coordinate = end
+process.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "5.5\n", done.stderr

@@ -418,6 +418,8 @@ def test_a_start_says_first_what_it_loads_and_last_that_it_is_ready():
             f"documentation: {server.url}/docs; chat: octavo chat --url {server.url}/v1",
             f"ready: octavo/stories at {server.url}/v1",
         ]
+        for said in ("anyone who can reach", "the Host header is not checked"):
+            assert not any(said in text for text in texts)
 
 
 @pytest.mark.parametrize("flags", [[], ["--disable-log-stats"]])
@@ -447,3 +449,4 @@ def test_all_addresses_without_a_key_are_worth_one_warning(host, key, warned):
         port = server.url.rpartition(":")[2]
         server.wait_for(f"documentation: http://localhost:{port}/docs")
         assert len([line for line in server.lines if "anyone who can reach" in line]) == warned
+        assert any("the Host header is not checked" in line for line in server.lines)

@@ -28,12 +28,14 @@ def answer(monkeypatch, tmp_path):
         (tmp_path / "in").write_bytes(
             b"\n".join(x if isinstance(x, bytes) else x.encode() for x in lines)
         )
+        (tmp_path / "out").write_text("of an earlier run, which all may read")
         config = EngineConfig.from_kwargs(max_num_seqs=1, max_num_batched_tokens=8)
         try:
             run_batch.run_batch(
                 ServerConfig(**settings), config, str(tmp_path / "in"), str(tmp_path / "out")
             )
         finally:
+            assert (tmp_path / "out").stat().st_mode & 0o777 == 0o600
             written = [json.loads(x) for x in (tmp_path / "out").read_text().splitlines()]
         return written
 
