@@ -76,8 +76,8 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group(
             "no mixture of experts can be loaded here, so there are no experts to divide",
-            enable_expert_parallel=False,
-            enable_ep_weight_filter=False,
+            enable_expert_parallel=EITHER,
+            enable_ep_weight_filter=EITHER,
             enable_eplb=False,
         ),
         _group("a step is one batch here, and is not split in two", enable_dbo=False),

@@ -80,6 +80,12 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "ray_serving/elastic_ep/scale.py": ("--port", str(_PORT), "--new-dp-size", "2"),
 }
 # A script that waits for requests, and the one that asks it, whose outcome is that of both.
+AFTER = {
+    "disaggregated/example_connector/decode_example.py": (
+        "disaggregated/example_connector/prefill_example.py"
+    ),
+}
+"""A script and the one whose files it reads, in one folder."""
 ASKED_BY = {"applications/api_server/server.py": "applications/api_server/client.py"}
 
 
@@ -183,10 +189,17 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
     raise RuntimeError(f"{url} does not answer:\n{log.read_text()}")
 
 
-def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> Line:
-    """Run a script in a process group and a folder of its own."""
-    output = work / "runs" / name / "output.txt"
-    process = _start(work, environment, examples, name)
+def run(
+    work: Path, environment: dict[str, str], examples: Path, name: str, folder: Path | None = None
+) -> Line:
+    """Run a script in a process group and a folder of its own, unless one is given."""
+    if folder is None:
+        folder = work / "runs" / name
+        folder.mkdir(parents=True)
+    if name in AFTER:
+        run(work, environment, examples, AFTER[name], folder)
+    output = folder / f"printed by {Path(name).stem}.txt"
+    process = _start(work, environment, examples, name, output)
     try:
         if name in ASKED_BY:
             _wait_ready(process, output, f"http://127.0.0.1:{_OTHER_PORT}/health")
@@ -202,23 +215,21 @@ def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> L
 
 
 def _start(
-    work: Path, environment: dict[str, str], examples: Path, name: str
+    work: Path, environment: dict[str, str], examples: Path, name: str, output: Path
 ) -> subprocess.Popen[bytes]:
     shim.offer_all((examples / name).read_text())
-    folder = work / "runs" / name
-    folder.mkdir(parents=True)
     words = [
-        word.format(model=work / "model", sharded=work / "sharded", folder=folder / "out")
+        word.format(model=work / "model", sharded=work / "sharded", folder=output.with_name("out"))
         for word in ARGUMENTS.get(name, ())
     ]
-    with (folder / "output.txt").open("wb") as output:
+    with output.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "octavo.compat.vllm", str(examples / name), *words],
-            cwd=folder,
+            cwd=output.parent,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
         )
 

@@ -66,7 +66,7 @@ def test_a_script_is_run_in_a_folder_of_its_own(tmp_path, monkeypatch):
     environment = {**os.environ, "PYTHONPATH": str(examples.ROOT)}
     line = examples.run(tmp_path, environment, checkout, "x.py")
     assert line.outcome.startswith("vllm.lora is vLLM's support of adapters")
-    assert (tmp_path / "runs" / "x.py" / "output.txt").exists()
+    assert (tmp_path / "runs" / "x.py" / "printed by x.txt").exists()
 
 
 def test_a_process_that_ends_before_it_is_ready_shows_its_output(tmp_path):
