@@ -34,6 +34,7 @@ from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, Token
 from octavo.server.state import ServerState
 
 FOLDER = Path(__file__).parent
+BEGIN, END = "<!-- examples: begin -->", "<!-- examples: end -->"
 
 HEAD = """# Coming from vLLM
 
@@ -52,7 +53,9 @@ metrics; `docs/make_vllm_table.py` writes it from the code.
 
 ## Scripts
 
-`python -m octavo.compat.vllm script.py` runs a script without a change. To make it Octavo's own,
+`python -m octavo.compat.vllm script.py` runs a script without a change. A part of vLLM that
+Octavo does not have ends it with one sentence that says what that part is and what to use. To make
+a script Octavo's own,
 write `octavo` where it imports from `vllm`; modules inside of that become (what was started with
 `python -m vllm.entrypoints.openai.api_server` is `octavo serve`):
 
@@ -67,6 +70,16 @@ write `octavo` where it imports from `vllm`; modules inside of that become (what
 | `vllm.v1.metrics.reader` | `octavo.metrics_reader` |
 | `vllm.distributed` | `octavo.compat.vllm` |
 | `vllm.utils.argparse_utils` | `octavo.compat.vllm` |
+
+Logits processors that were written for vLLM (`vllm.v1.sample.logits_processor`) run without a
+change, given as `LLM(logits_processors=[...])` or `--logits-processors module:Class`. Each request
+has an object of the class for itself, whose batch is that request alone, at index 0: so answers do
+not depend on what else is computed. A class must be importable by its name where the engine runs in
+a process of its own. Of the parameters it sees numbers, penalties, seed and `extra_args`, but no
+texts. With speculative decoding they work, too.
+
+## Examples
+
 """
 
 
@@ -107,7 +120,7 @@ PARTLY = {
 
 def document() -> str:
     """The whole text of docs/vllm.md."""
-    lines = [HEAD, *_variables()]
+    lines = [HEAD + _examples(), "", *_variables()]
     sections = names()
     for title, status in STATUS.items():
         lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
@@ -119,6 +132,12 @@ def document() -> str:
     if sections:
         raise LookupError(f"docs/vllm_names.txt has unknown sections: {', '.join(sections)}")
     return "\n".join([*lines, ""])
+
+
+def _examples() -> str:
+    """What `python -m benchmarks.conformance.examples` wrote, as it is."""
+    text = (FOLDER / "vllm.md").read_text()
+    return text[text.index(BEGIN) : text.index(END) + len(END)]
 
 
 def names() -> dict[str, list[list[str]]]:

@@ -76,8 +76,8 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group(
             "no mixture of experts can be loaded here, so there are no experts to divide",
-            enable_expert_parallel=False,
-            enable_ep_weight_filter=False,
+            enable_expert_parallel=EITHER,
+            enable_ep_weight_filter=EITHER,
             enable_eplb=False,
         ),
         _group("a step is one batch here, and is not split in two", enable_dbo=False),
@@ -225,6 +225,7 @@ FOREIGN: dict[str, Foreign] = {
             allowed_media_domains=ANY_LIST,
             disable_chunked_mm_input=EITHER,
             language_model_only=EITHER,
+            limit_mm_per_prompt=ANY,
             media_io_kwargs=ANY,
             mm_device_do_normalize=EITHER,
             mm_encoder_attn_backend=ANY,
@@ -249,7 +250,6 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group(
             "models take text only here; leave it out",
-            limit_mm_per_prompt=({}, {"image": 0}, {"image": 0, "video": 0}),
             enable_mm_embeds=False,
             interleave_mm_strings=False,
             mm_encoder_only=False,

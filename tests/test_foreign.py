@@ -22,7 +22,7 @@ from octavo.foreign import FOREIGN, check_foreign, translate
         ("aggregate_engine_logging", True),
         ("tokenizer_mode", "slow"),
         ("tool_call_parser", "None"),
-        ("limit_mm_per_prompt", '{"image": 0}'),
+        ("limit_mm_per_prompt", '{"image": 5}'),
         ("optimization_level", "0"),
     ],
 )

@@ -23,11 +23,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import httpx
 
-from benchmarks.conformance import fetch, shim
+from benchmarks.conformance import shim
 from benchmarks.conformance.__main__ import ROOT, make_model
 
 DOCUMENT = ROOT / "docs" / "vllm.md"
@@ -36,27 +37,30 @@ TRACEBACK = "TRACEBACK"
 _SECONDS = 240
 _PORT, _OTHER_PORT = 8000, 8001
 _SERVER_FLAGS = (
-    *("--enable-admin", "--enable-prompt-embeds", "--no-warm-spare"),
+    *("--enable-admin", "--enable-prompt-embeds", "--enable-elastic-ep", "--no-warm-spare"),
     *("--kv-cache-memory-bytes", "256M", "--max-model-len", "8192"),
 )
 _NAME = re.compile(r"""["']([\w.-]+/[\w.-]+)["']""")
 
-# What is no use of a text model from Python, by the beginning of its path.
+# What is no use of a text model from Python, by patterns of paths.
 LEFT_OUT = {
-    "applications/chatbot/gradio": "a page of gradio's for people",
-    "applications/chatbot/streamlit": "a page of streamlit's for people",
-    "applications/rag/": "needs a vector database and a search engine",
-    "disaggregated/disaggregated_encoder/": "a proxy for pictures",
-    "disaggregated/disaggregated_serving/": "a proxy in front of vLLM's KV connectors",
-    "disaggregated/lmcache/disagg_prefill_lmcache_v1/disagg_proxy": "a proxy in front of LMCache",
-    "disaggregated/mooncake_connector/": "a proxy in front of Mooncake",
-    "features/kv_events/": "waits for events without an end",
-    "features/structured_diffusion/": "a server of a diffusion model",
-    "generate/multimodal/": "pictures, sounds and videos",
-    "pooling/": "pooling models",
-    "rl/rdt_vllm_serve": "functions of another script",
-    "scale_out/example_mm_serve": "pictures",
-    "speech_to_text/": "sounds",
+    "applications/chatbot/*": "pages for people, of gradio and streamlit",
+    "applications/rag/*": "needs a vector database",
+    "disaggregated/disaggregated_encoder/*": "a proxy for pictures",
+    "disaggregated/*/*proxy*": "proxies in front of vLLM's KV connectors",
+    "features/kv_events/*": "waits for events without an end",
+    "features/structured_diffusion/*": "a server of a diffusion model",
+    "generate/multimodal/*": "pictures, sounds and videos",
+    "pooling/*client*": "clients of servers of pooling models",
+    "pooling/*online*": "clients of servers of pooling models",
+    "pooling/*vision*": "pictures, sounds and videos",
+    "pooling/*/col*": "pictures, sounds and videos",
+    "pooling/plugin/*": "pictures, sounds and videos",
+    "pooling/score/convert*": "a converter of files that uses transformers only",
+    "pooling/*requests*": "clients of servers of pooling models",
+    "rl/rdt_vllm_serve.py": "functions of another script",
+    "scale_out/example_mm_serve.py": "pictures, sounds and videos",
+    "speech_to_text/*": "pictures, sounds and videos",
 }
 # Arguments without which a script only prints its usage.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -67,12 +71,21 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "features/sharded_state/save_sharded_state_offline.py": (
         *("--model", "{model}", "--output", "{folder}"),
     ),
+    "features/speculative_decoding/spec_decode_offline.py": (
+        *("--method", "ngram", "--num-prompts", "2", "--output-len", "16", "--print-output"),
+    ),
     "features/tensorize_vllm_model.py": (
         *("--model", "facebook/opt-125m", "serialize", "--serialized-directory", "{folder}"),
     ),
     "ray_serving/elastic_ep/scale.py": ("--port", str(_PORT), "--new-dp-size", "2"),
 }
 # A script that waits for requests, and the one that asks it, whose outcome is that of both.
+AFTER = {
+    "disaggregated/example_connector/decode_example.py": (
+        "disaggregated/example_connector/prefill_example.py"
+    ),
+}
+"""A script and the one whose files it reads, in one folder."""
 ASKED_BY = {"applications/api_server/server.py": "applications/api_server/client.py"}
 
 
@@ -107,9 +120,9 @@ def main(words: Sequence[str] | None = None) -> int:
         with serving(work, environment, examples), ThreadPoolExecutor(options.jobs) as pool:
             lines = list(pool.map(lambda name: run(work, environment, examples, name), names))
     if options.write:
-        write(DOCUMENT, table(lines))
+        write(DOCUMENT, table(lines, version(options.checkout)))
     else:
-        print(table(lines))
+        print(table(lines, version(options.checkout)))
     broken = [line for line in lines if line.outcome.startswith(TRACEBACK)]
     for line in broken:
         print(f"{line.script}: {line.outcome}", file=sys.stderr)
@@ -122,7 +135,7 @@ def scripts(examples: Path) -> Iterator[str]:
         name = str(file.relative_to(examples))
         if (
             file.stat().st_size
-            and not name.startswith(tuple(LEFT_OUT))
+            and not any(fnmatchcase(name, pattern) for pattern in LEFT_OUT)
             and name not in ASKED_BY.values()
         ):
             yield name
@@ -176,10 +189,17 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
     raise RuntimeError(f"{url} does not answer:\n{log.read_text()}")
 
 
-def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> Line:
-    """Run a script in a process group and a folder of its own."""
-    output = work / "runs" / name / "output.txt"
-    process = _start(work, environment, examples, name)
+def run(
+    work: Path, environment: dict[str, str], examples: Path, name: str, folder: Path | None = None
+) -> Line:
+    """Run a script in a process group and a folder of its own, unless one is given."""
+    if folder is None:
+        folder = work / "runs" / name
+        folder.mkdir(parents=True)
+    if name in AFTER:
+        run(work, environment, examples, AFTER[name], folder)
+    output = folder / f"printed by {Path(name).stem}.txt"
+    process = _start(work, environment, examples, name, output)
     try:
         if name in ASKED_BY:
             _wait_ready(process, output, f"http://127.0.0.1:{_OTHER_PORT}/health")
@@ -195,23 +215,21 @@ def run(work: Path, environment: dict[str, str], examples: Path, name: str) -> L
 
 
 def _start(
-    work: Path, environment: dict[str, str], examples: Path, name: str
+    work: Path, environment: dict[str, str], examples: Path, name: str, output: Path
 ) -> subprocess.Popen[bytes]:
     shim.offer_all((examples / name).read_text())
-    folder = work / "runs" / name
-    folder.mkdir(parents=True)
     words = [
-        word.format(model=work / "model", sharded=work / "sharded", folder=folder / "out")
+        word.format(model=work / "model", sharded=work / "sharded", folder=output.with_name("out"))
         for word in ARGUMENTS.get(name, ())
     ]
-    with (folder / "output.txt").open("wb") as output:
+    with output.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "octavo.compat.vllm", str(examples / name), *words],
-            cwd=folder,
+            cwd=output.parent,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
         )
 
@@ -240,16 +258,34 @@ def outcome(status: int | None, output: str) -> str:
     return "works" if status == 0 else last
 
 
-def table(lines: Sequence[Line]) -> str:
+def version(checkout: Path) -> str:
+    """vLLM's version, from a source distribution's file; of a clone, its folder's name."""
+    information = checkout / "PKG-INFO"
+    if information.exists():
+        found = re.search(r"^Version: (\S+)$", information.read_text(), re.MULTILINE)
+        if found is not None:
+            return found[1]
+    return checkout.resolve().name
+
+
+def table(lines: Sequence[Line], of_version: str) -> str:
     """The lines as a table of Markdown, with a sentence of what is in it."""
     works = sum(line.outcome == "works" for line in lines)
     rows = [f"| `{line.script}` | {_cell(line.outcome)} |" for line in lines]
     head = (
-        f"Of the {len(lines)} scripts under `examples/` of vLLM {fetch.VERSION} that use a text "
+        f"Of the {len(lines)} scripts under `examples/` of vLLM {of_version} that use a text "
         f"model, {works} work with a tiny model in the place of theirs; each of the others ends in "
-        "the sentence beside it."
+        "the sentence beside it. `python -m benchmarks.conformance.examples` has written this. "
+        "Left out are " + _listed(LEFT_OUT) + "."
     )
     return "\n".join([head, "", "| script | what becomes of it |", "| --- | --- |", *rows])
+
+
+def _listed(left_out: dict[str, str]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(f"`{path}`")
+    return "; ".join(f"{', '.join(paths)} ({why})" for why, paths in by_reason.items())
 
 
 def _cell(text: str) -> str:

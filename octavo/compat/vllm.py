@@ -244,9 +244,9 @@ def main(words: Sequence[str]) -> int:
     sys.path[0] = str(Path(script).resolve().parent)  # as Python does with a script
     in_process, in_thread = BaseProcess.run, threading.excepthook
 
-    def run(process: BaseProcess) -> None:
+    def run(self: BaseProcess) -> None:
         try:
-            in_process(process)
+            in_process(self)
         except Exception as error:
             if not _report(script, error):
                 raise

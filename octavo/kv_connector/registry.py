@@ -16,6 +16,8 @@ _CONNECTORS = {
     "SharedStorageConnector": "octavo.kv_connector.shared_storage",
 }
 """Their modules."""
+_RENAMED = {"ExampleConnector": "SharedStorageConnector"}
+"""Newer names of vLLM's."""
 
 
 def get_connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
@@ -25,6 +27,8 @@ def get_connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
         ConfigError: there is none of that name.
     """
     name, path = config.kv_connector, config.kv_connector_module_path
+    if path is None:
+        name = _RENAMED.get(name, name)
     where = _CONNECTORS.get(name) if path is None else path
     if where is None:
         raise ConfigError(

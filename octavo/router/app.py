@@ -71,6 +71,7 @@ def build_app(state: RouterState) -> FastAPI:
         ("/v1/streams/{stream_id:path}", streams, ["GET"]),
         ("/v1/{rest:path}", relay, ["GET", "POST", "DELETE"]),
         ("/invocations", relay, ["POST"]),
+        ("/inference/v1/generate", relay, ["POST"]),
         ("/tokenize", relay, ["POST"]),
         ("/detokenize", relay, ["POST"]),
     ):

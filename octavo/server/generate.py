@@ -83,7 +83,10 @@ class TokenGeneration(Completion):
 
     def __init__(self, request: Request, body: TokensBody) -> None:
         super().__init__(request, body)
-        envelope = {"request_id": self.context.request_id, "output_mode": body.output_mode}
+        envelope: dict[str, object] = {
+            "request_id": self.context.request_id,
+            "output_mode": body.output_mode,
+        }
         if not body.stream:
             envelope |= {name: self._envelope[name] for name in ("model", "created")}
         self._envelope = envelope

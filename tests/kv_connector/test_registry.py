@@ -23,6 +23,7 @@ class Mine(OffloadingConnector):
 def test_by_name():
     assert get_connector_class(config("OffloadingConnector")) is OffloadingConnector
     assert get_connector_class(config("P2PConnector")) is P2PConnector
+    assert get_connector_class(config("ExampleConnector")).__name__ == "SharedStorageConnector"
     found = get_connector_class(config("Mine", "tests.kv_connector.test_registry"))
     assert found.__name__ == "Mine"
 
