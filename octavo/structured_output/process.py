@@ -53,6 +53,7 @@ from octavo.structured_output.client import (
     receive,
     send,
 )
+from octavo.structured_output.limits import check_size
 from octavo.structured_output.vocabulary import Vocabulary
 from octavo.tokenizer import Tokenizer
 
@@ -193,6 +194,7 @@ class GrammarServer:
 
     def _compile(self, message: Compile) -> Compiled:
         try:
+            check_size(message.spec)
             compiled = self._backend.compile(message.spec)
         except GrammarError as error:
             return Compiled(message.grammar, error.message)
