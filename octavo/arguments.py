@@ -30,6 +30,11 @@ from octavo.foreign import (
 
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+)?(?:=(.*))?", re.DOTALL)
 
+_NAME = re.compile(
+    r"(?<![\w./'\"{-])([a-z][a-z0-9_]*)(?:=((?i:true|false))\b)?(?![\w/'\"-])(?=(=|: )?)"
+)
+"""A name in a message that may be a setting's, with its value if that is a switch's."""
+
 _WIDEST_CHOICES = 40
 """Characters of a flag's choices that are shown behind it in the help."""
 
@@ -252,6 +257,34 @@ def engine_kwargs(args: argparse.Namespace, model: str | None = None) -> dict[st
     return kwargs
 
 
+def name_flags(message: str, parser: argparse.ArgumentParser) -> str:
+    """Return the message of an error with flags in place of the names of settings.
+
+    Args:
+        message: what is wrong: "max_model_len=0 leaves no room".
+        parser: has the flags.
+    """
+    flags: dict[str, tuple[str, bool]] = {}
+    for action in parser._actions:
+        for word in action.option_strings:
+            if word.startswith("--") and not word.startswith("--no-"):
+                is_switch = isinstance(action, argparse.BooleanOptionalAction)
+                flags[word[2:].replace("-", "_")] = word, is_switch
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        # A name of one word is a word like any other, unless a value follows, or it comes first.
+        is_named = "_" in name or value or found[3] == "=" or (found[3] and not found.start())
+        if name not in flags or not is_named:
+            return found[0]
+        word, is_switch = flags[name]
+        if is_switch and value is not None:
+            return word.replace("--", "--no-" if value.lower() == "false" else "--", 1)
+        return word + (f"={value}" if value is not None else "")
+
+    return re.sub(_NAME, flag, message)
+
+
 def setting_flags(values: Mapping[str, Any], fields: Iterable[ConfigField]) -> list[str]:
     """The words of a command line that give settings their values.
 
@@ -295,7 +328,10 @@ def _value_type(name: str, plain: Any) -> dict[str, Any]:
     if number is Literal:  # of one value
         number = type(plain.__args__[0])
     if number is int:
-        return {"type": _length if name == "max_model_len" else _whole, "metavar": "N"}
+        if name == "max_model_len":
+            return {"type": _length, "metavar": "N"}
+        is_size = name.endswith(("_len", "_tokens", "_threshold", "_override"))
+        return {"type": _size if is_size else _whole, "metavar": "N"}
     if number is float:
         return {"type": float, "metavar": "X"}
     return {"metavar": "TEXT"}
@@ -306,11 +342,19 @@ def _whole(text: str) -> int:
     try:
         return parse_size("", text) if text[-1:].isalpha() else int(text)
     except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _size(text: str) -> int:
+    """The same of a number of tokens or blocks, for which one may well write 4k."""
+    try:
+        return _whole(text)
+    except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number; write for example 4096, 4k (4,000) or 4K (4,096)"
+            f"{error}; write for example 4096, 4k (4,000) or 4K (4,096)"
         ) from None
 
 
 def _length(text: str) -> int:
     """A whole number, or auto for -1."""
-    return -1 if text.lower() == "auto" else _whole(text)
+    return -1 if text.lower() == "auto" else _size(text)

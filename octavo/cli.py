@@ -24,6 +24,7 @@ from octavo.arguments import (
     engine_kwargs,
     expand_dotted,
     given_settings,
+    name_flags,
 )
 from octavo.config import (
     BUILTIN_MODEL,
@@ -39,7 +40,8 @@ from octavo.config import (
 from octavo.errors import ConfigError, OctavoError
 from octavo.settings_file import add_config_flag, add_from_file
 from octavo.terminal.commands import add_commands
-from octavo.terminal.screen import note, print_error
+from octavo.terminal.completion import SHELLS, script
+from octavo.terminal.screen import note, print_error, write
 
 _BENCHMARKS = {
     "latency": (
@@ -103,12 +105,16 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     arguments = _dashes(sys.argv[1:] if argv is None else argv)
+    chosen: argparse.ArgumentParser | None = None
+    is_running = False
     try:
+        if arguments[:1] == ["help"] and not any(word.startswith("-") for word in arguments):
+            arguments = [*arguments[1:], "--help"]
         arguments = expand_dotted(arguments)
         parser = build_parser(arguments)
         args, unknown = parser.parse_known_args(arguments)
         vars(args).pop(GIVEN_FLAGS, None)
-        chosen: argparse.ArgumentParser = getattr(args, "parser", parser)
+        chosen = getattr(args, "parser", parser)
         if unknown:
             chosen.error(_unknown_argument(unknown[0], list(chosen._option_string_actions)))
         if getattr(args, "config", None) is not None:
@@ -116,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 2
+        is_running = True
         status: int = args.command(args)
         return status
     except SystemExit as stop:  # argparse: --help, --version, wrong usage
@@ -132,7 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OctavoError as error:
-        print_error(str(error))
+        message = str(error)
+        # What the parser itself found has the flags' names already.
+        if is_running and chosen is not None and isinstance(error, ConfigError):
+            message = name_flags(message, chosen)
+        print_error(message)
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -291,7 +302,21 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     if arguments and arguments[0] == "simulate":
         _add_module(simulate, "octavo.bench.simulate")
 
-    for command in (serve, router, *terminal, batch, replay, collect, bench, *benchmark, simulate):
+    completion = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes commands and flags",
+        epilog=_COMPLETION_EXAMPLES,
+    )
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS) + ".")
+    completion.set_defaults(command=_complete)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(command=_version)
+    helper = commands.add_parser(
+        "help", help="explain a command and its flags", usage="%(prog)s [COMMAND]"
+    )
+
+    commands_of_their_own = (serve, router, *terminal, batch, replay, collect, bench, *benchmark)
+    for command in (*commands_of_their_own, simulate, completion, version, helper):
         command.set_defaults(parser=command)
     _describe(commands)
     return parser
@@ -390,6 +415,13 @@ Scheduler, KV-cache blocks and requests are real; the model is a function that s
 step takes. Without --step-times it is measured first, on the model itself.
 """
 
+_COMPLETION_EXAMPLES = """\
+examples:
+  octavo completion bash > ~/.local/share/bash-completion/completions/octavo
+  source <(octavo completion zsh)          in ~/.zshrc
+  octavo completion fish > ~/.config/fish/completions/octavo.fish
+"""
+
 _MODEL_HELP = f"Folder or hub id of a model; default: the built-in one ({BUILTIN_MODEL})."
 
 
@@ -407,10 +439,12 @@ def _dashes(argv: Sequence[str]) -> list[str]:
 
 def _unknown_argument(word: str, flags: list[str]) -> str:
     name = word.partition("=")[0]
-    near = difflib.get_close_matches(name, flags, n=1)
     if not word.startswith("-"):
         return f"unexpected argument {word!r}"
-    return f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "")
+    # A short flag is like any other, and the dashes are like all long ones'.
+    long = [flag[2:] for flag in flags if flag.startswith("--")]
+    near = difflib.get_close_matches(name.lstrip("-"), long, n=1, cutoff=0.8)
+    return f"unknown flag {name}" + (f"; did you mean --{near[0]}?" if near else "")
 
 
 # serve
@@ -534,6 +568,32 @@ def _collect_env(args: argparse.Namespace) -> int:
     found = collect_env()
     width = max(map(len, found))
     print("\n".join(f"{name:{width}}  {value}" for name, value in found.items()))
+    return 0
+
+
+# completion, version
+
+
+def _complete(args: argparse.Namespace) -> int:
+    parsers: dict[tuple[str, ...], argparse.ArgumentParser] = {}
+    for name in _subparsers(build_parser()):
+        # The flags of these commands come with their modules.
+        parsers[(name,)] = _subparsers(build_parser([name]))[name]
+    for name in _BENCHMARKS:
+        bench = _subparsers(build_parser(["bench", name]))["bench"]
+        parsers["bench", name] = _subparsers(bench)[name]
+    write(script(args.shell, parsers))
+    return 0
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    assert parser._subparsers is not None
+    (commands,) = parser._subparsers._group_actions
+    return dict(commands.choices)  # type: ignore[arg-type]  # parsers by name
+
+
+def _version(args: argparse.Namespace) -> int:
+    print(f"octavo {__version__}")
     return 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from octavo import cli
-from octavo.arguments import expand_dotted
+from octavo.arguments import expand_dotted, name_flags
 from octavo.errors import ConfigError
 from tests.served import stand_in
 
@@ -43,9 +43,9 @@ def test_what_asks_for_nothing_changes_nothing(serve, words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-pcp", "2"], "prefill_context_parallel_size='2' is not supported: "),
-        (["--enable-lora"], "enable_lora=True is not supported: "),
-        (["-cc.mode=3"], "compilation_config='{\"mode\": 3}' is not supported: "),
+        (["-pcp", "2"], "--prefill-context-parallel-size='2' is not supported: "),
+        (["--enable-lora"], "--enable-lora is not supported: "),
+        (["-cc.mode=3"], "--compilation-config='{\"mode\": 3}' is not supported: "),
         (["--max-num-seqs", "1.5"], "'1.5' is not a whole number"),
         (["--port", "1", "--port", "1"], "--port is given twice"),
         (["-tp", "1", "--tensor-parallel-size", "1"], "--tensor-parallel-size is given twice"),
@@ -140,3 +140,28 @@ def test_the_environment_comes_before_flags(serve, monkeypatch, capsys):
     assert serve("--kv-cache-memory-bytes", "4M").cache.kv_cache_memory_bytes == 4 * 2**20
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
     assert "VLLM_CPU_KVCACHE_SPACE='much'" in serve()
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("max_model_len=0 leaves no room", "--max-model-len=0 leaves no room"),
+        (
+            "set enforce_eager=false, or enforce_eager=True",
+            "set --no-enforce-eager, or --enforce-eager",
+        ),
+        (
+            "seed=-1 is not a seed: the seed of this model",
+            "--seed=-1 is not a seed: the seed of this model",
+        ),
+        ("headless: a node has no server", "--headless: a node has no server"),
+        ("needs a model: dtype and seed", "needs a model: dtype and seed"),
+        ("hf_overrides={}", "--hf-overrides={}"),
+        ("/a/max_model_len/b 'max_model_len' x.max_model_len", None),
+        ("VLLM_max_model_len --max-model-len no_such_setting=5", None),
+        ("speculative_config.method='x'", "--speculative-config.method='x'"),
+    ],
+)
+def test_names_of_settings_become_flags(message, shown):
+    (commands,) = cli.build_parser()._subparsers._group_actions
+    assert name_flags(message, commands.choices["serve"]) == (shown or message)

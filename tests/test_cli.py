@@ -136,16 +136,22 @@ def test_the_model_is_an_argument_or_a_flag(served):
         (["serve", "--zzzz"], "unknown flag --zzzz"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["serve", "--port", "x"], "--port"),
-        (["serve", "--port", "70000"], "port=70000"),
+        (["serve", "--port", "70000"], "--port=70000"),
         (["serve", "--dtype", "int3"], "--dtype"),
-        (["serve", "--kv-cache-memory-bytes", "4X"], "kv_cache_memory_bytes='4X'"),
-        (["serve", "--max-model-len", "0"], "max_model_len=0"),
-        (["serve", "--max-num-batched-tokens", "4"], "max_num_batched_tokens=4"),
+        (["serve", "--kv-cache-memory-bytes", "4X"], "--kv-cache-memory-bytes='4X'"),
+        (["serve", "--max-model-len", "0"], "--max-model-len=0"),
+        (["serve", "--max-num-batched-tokens", "4"], "--max-num-batched-tokens=4"),
         (["serve", "--max-model"], "unknown flag"),
         (["serv"], "serv"),
         (["run", "a", "b", "c"], "quotes"),
         (["run", "--model", "m", "a", "b"], "quotes"),
-        (["run", "--temperature", "-1", "x"], "temperature"),
+        (["run", "--temperature", "-1", "x"], "--temperature=-1.0"),
+        (["serve", "-tp", "2", "-dpb", "ray", "-dp", "2"], "--data-parallel-backend="),
+        (["serve", "--plot", "x"], "unknown flag --plot (see"),
+        (["serve", "--task", "x"], "unknown flag --task (see"),
+        (["serve", "-tpp", "2"], "unknown flag -tpp (see"),
+        (["serve", "--seed", "x"], "--seed: 'x' is not a whole number (see"),
+        (["serve", "--max-model-len", "x"], "'x' is not a whole number; write for example 4096"),
         (["run", "--block-size", "5", "x"], "--block-size"),
         (["chat", "--frobnicate"], "--frobnicate"),
     ],
@@ -181,6 +187,22 @@ def test_version_and_module():
     assert done.stdout.decode().strip() == f"octavo {octavo.__version__}"
 
 
+@pytest.mark.parametrize("words", [["version"], ["--version"]])
+def test_version(words, capsys):
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"octavo {octavo.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["serve"], ["bench"], ["bench", "tune"], ["help"]])
+def test_help_is_the_help_of_a_command(words, capsys):
+    assert cli.main([*words, "--help"]) == 0
+    expected = capsys.readouterr().out
+    assert cli.main(["help", *words]) == 0
+    assert capsys.readouterr().out == expected
+    assert cli.main(["help", "serv"]) == 2
+    assert "there is no command 'serv'; did you mean serve?" in capsys.readouterr().err
+
+
 def test_the_command_line_is_light():
     code = "import sys, octavo.cli; octavo.cli.build_parser(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -189,6 +211,7 @@ def test_the_command_line_is_light():
 
 
 COMMANDS = "serve", "run", "chat", "complete", "list", "pull", "run-batch", "collect-env", "bench"
+COMMANDS += "completion", "version", "help"
 BENCHMARKS = "latency", "throughput", "serve", "startup", "sweep", "tune"
 PAGES = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHMARKS)]
 

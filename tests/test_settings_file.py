@@ -77,7 +77,7 @@ def test_an_empty_file_says_nothing(serve):
         ("port: true", "settings.yaml: port=True"),
         ("enforce-eager: 1", "settings.yaml: enforce-eager=1"),
         ("dtype: int3", "settings.yaml: dtype: "),
-        ("prefill-context-parallel-size: 2", "prefill_context_parallel_size='2' is not supported"),
+        ("prefill-context-parallel-size: 2", "--prefill-context-parallel-size='2' is not"),
         ("- port", "has no keys"),
         ("port: [", "is not valid YAML"),
         (b"\xff\xfe\x00", "is not valid YAML"),

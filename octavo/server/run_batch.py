@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import stat
 import uuid
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args, get_type_hints
 
 import httpx
 import msgspec
@@ -154,7 +155,7 @@ class _Batch:
         try:
             request = msgspec.json.decode(line, type=BatchLine)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            return _failed(_custom_id(line), f"line {number} of the input: {error}")
+            return _failed(_custom_id(line), f"line {number} of the input {_fault(error)}")
         response = await self._ask(request)
         if response.headers["content-type"].startswith("text/event-stream"):
             return _failed(request.custom_id, "stream must be false in a batch")
@@ -189,6 +190,23 @@ class _Batch:
 def _failed(custom_id: str | None, message: str) -> dict[str, Any]:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return {"id": _new_id(), "custom_id": custom_id, "response": None, "error": error}
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a line that is no `BatchLine`."""
+    example = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}'
+    if not isinstance(error, msgspec.ValidationError):
+        place = re.search(r"\((byte \d+)\)|position (\d+)", str(error))
+        where = f" (at {place[1] or f'byte {place[2]}'})" if place else ""
+        return f"is not valid JSON{where}; write each request on one line, as {example}."
+    if missing := re.search(r"missing required field `(\w+)`", str(error)):
+        return f"has no {missing[1]}; write {example}."
+    if enum := re.search(r"Invalid enum value '(.*)' - at `\$\.(\w+)`", str(error)):
+        allowed = get_args(get_type_hints(BatchLine)[enum[2]])
+        return f"has {enum[2]}={enum[1]!r}; use {' or '.join(allowed)}."
+    if kind := re.search(r"got `(\w+)` - at `\$\.(\w+)`", str(error)):
+        return f"has a {kind[2]} that is of JSON's type {kind[1]}; give a text."
+    return f"is not a JSON object; write {example}."
 
 
 def _custom_id(line: bytes) -> str | None:
