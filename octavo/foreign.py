@@ -404,7 +404,6 @@ FOREIGN: dict[str, Foreign] = {
             enable_layerwise_nvtx_tracing=False,
             enable_logging_iteration_details=False,
             enable_mfu_metrics=False,
-            enable_per_request_metrics=False,
             kv_cache_metrics=False,
             otlp_traces_endpoint=None,
             per_request_spec_decode_metrics="none",
