@@ -479,7 +479,7 @@ def _label_points(figure: Figure, points: Sequence[tuple[Axes, str, str, float, 
     figure.draw_without_rendering()
     taken: list[Any] = []
     for ax, colour, text, x, y in points:
-        lines = [line for line in ax.lines if len(line.get_xdata())]
+        lines = [line for line in ax.lines if np.size(line.get_xdata())]
         paths = [line.get_transform().transform_path(line.get_path()) for line in lines]
         dots = np.vstack([path.vertices for path in paths])
         label = ax.annotate(
@@ -513,7 +513,8 @@ def _holds(outer: Bbox, inner: Bbox) -> bool:
 def _decode_seconds(result: Mapping[str, Any]) -> np.ndarray:
     """Of each request: from its first token to the last."""
     if "e2els" in result:
-        return _numbers(result["e2els"]) - _numbers(result["ttfts"])
+        difference: np.ndarray = _numbers(result["e2els"]) - _numbers(result["ttfts"])
+        return difference
     return np.asarray([sum(itls) for itls in result["itls"]], np.float64)
 
 

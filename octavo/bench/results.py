@@ -128,11 +128,10 @@ def progress(
 class _ProgressLines(tqdm):  # type: ignore[type-arg]
     """A progress bar for logs: whole lines, none of which is rewritten."""
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Write a line."""
         self.fp.write(f"{self}\n")
         self.fp.flush()
-        return True
 
     def close(self) -> None:
         """Write nothing more: the result comes."""

@@ -313,9 +313,8 @@ class _Search:
                 self.save(interrupted=False)
                 if not quiet:
                     done = sum(t.budget for t in self.trials)
-                    bar.write(
-                        self._progress(time.monotonic() - began, done, bar.total), file=sys.stderr
-                    )
+                    seconds, total = time.monotonic() - began, bar.total or done
+                    bar.write(self._progress(seconds, done, total), file=sys.stderr)
                 return trial
 
             last = successive_halving(
@@ -325,7 +324,7 @@ class _Search:
                 bar.total = self._total + self._max_budget
                 evaluate({}, self._max_budget)
 
-    def _progress(self, seconds: float, done: int, total: int) -> str:
+    def _progress(self, seconds: float, done: int, total: float) -> str:
         """Return a line about the last trial and the time that the rest takes.
 
         Args:
