@@ -880,6 +880,13 @@ class ServerConfig(Section, frozen=True):
     enable_prompt_tokens_details: Annotated[
         bool, Meta(description="Report in the usage how many prompt tokens were cached.")
     ] = True
+    enable_per_request_metrics: Annotated[
+        bool,
+        Meta(
+            description="Report in each answer to one prompt, and in the usage chunk of its "
+            "stream, how long the request took (metrics)."
+        ),
+    ] = False
     return_tokens_as_token_ids: Annotated[
         bool,
         Meta(

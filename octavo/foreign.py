@@ -474,7 +474,6 @@ FOREIGN: dict[str, Foreign] = {
             "/metrics has all that is measured; leave it out",
             cudagraph_metrics=False,
             enable_mfu_metrics=False,
-            enable_per_request_metrics=False,
             kv_cache_metrics=False,
             per_request_spec_decode_metrics="none",
         ),

@@ -237,6 +237,7 @@ BAD_SERVER = {
     "middleware": [5, [None]],
     "enable_force_include_usage": ["yes"],
     "enable_prompt_tokens_details": ["yes"],
+    "enable_per_request_metrics": ["yes"],
     "return_tokens_as_token_ids": ["yes"],
     "disable_fastapi_docs": [1],
     "uvicorn_log_level": ["INFO", None],

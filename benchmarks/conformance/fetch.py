@@ -9,7 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-VERSION = "0.32.0"
+VERSION = "0.33.0"
 
 # What the tests import and a development environment of Octavo has not.
 PACKAGES = (

@@ -63,8 +63,11 @@ class EngineProbe:
     def __exit__(self, *exc: object) -> None:
         self._engine.shutdown()
 
-    def measure_steps(self) -> StepTimes:
-        """Runs requests of many sizes, a few and many at once, and fits the times of their steps.
+    def measure_steps(self, quiet: bool = False) -> StepTimes:
+        """Run requests of many sizes, a few and many at once, and fit the times of their steps.
+
+        Args:
+            quiet: show no progress.
 
         Raises:
             BenchError: a request failed, or there are too few steps.
@@ -79,11 +82,14 @@ class EngineProbe:
             self._serve_all([self._make_request(rng) for _ in range(2)])  # warms up
             watched.forget()
             self._arrivals.clear()
-            for _ in results.progress(range(_ROUNDS), desc="Measuring steps"):
-                for count in counts:
-                    self._serve_all([self._make_request(rng) for _ in range(count)])
-                if time.monotonic() - began > _PROBE_SECONDS:
-                    break
+            total = _ROUNDS * sum(counts)
+            with results.progress(total=total, desc="Measured requests", disable=quiet) as bar:
+                for _ in range(_ROUNDS):
+                    for count in counts:
+                        self._serve_all([self._make_request(rng) for _ in range(count)])
+                        bar.update(count)
+                    if time.monotonic() - began > _PROBE_SECONDS:
+                        break
         finally:
             self._core.executor = watched.executor
         found = StepTimes.of_steps(

@@ -7,10 +7,11 @@ vision can tell apart; series differ in their markers, too.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.legend import Legend
+    from matplotlib.transforms import Bbox
 
     from octavo.bench.simulation import Timeline
 
@@ -30,6 +32,10 @@ _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, "#CC79A7", _RED, "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
 _GREY = "#999999"
+# Where a text may stand beside its point, the best place first: right, up.
+_DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
+_ALIGN = {0: "center", 1: "left", -1: "right"}
+_VALIGN = {0: "center", 1: "bottom", -1: "top"}
 _FORMATS = (".png", ".svg")
 _MOST_LABEL = 60
 """Letters of an entry of which two fit side by side."""
@@ -53,17 +59,18 @@ def check(path: str | Path) -> None:
 
 
 def requests(result: Mapping[str, Any], path: str | Path) -> None:
-    """Draws the timeline of a serving benchmark's requests, and how its latencies are distributed.
+    """Draw the timeline of a benchmark's requests, and how its latencies are distributed.
 
     Args:
-        result: of `octavo.bench.serve`, with each request's figures.
+        result: of `octavo.bench.serve` or `throughput`, with each request's figures.
         path: file to write, PNG or SVG.
 
     Raises:
         BenchError: see `check`; or the result has no figures of requests.
     """
     check(path)
-    missing = [n for n in ("start_times", "ttfts", "itls", "output_lens") if n not in result]
+    ends = "e2els" if "e2els" in result else "itls"
+    missing = [n for n in ("start_times", "ttfts", ends, "output_lens") if n not in result]
     if missing:
         raise BenchError(
             f"The result has no {missing[0]}; save it with --save-detailed to draw its requests."
@@ -101,9 +108,8 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
             lines.setdefault(str(run["label"]), []).append(run)
     if not lines:
         raise BenchError("There is no successful run to draw.")
-    from matplotlib.patheffects import Normal, Stroke
-
-    figure = _new_figure(11, 5)
+    figure = _new_figure(11, 5.5)
+    rates: list[tuple[Axes, str, str, float, float]] = []
     for ax, name in zip(figure.subplots(1, 2), ("ttft", "tpot"), strict=True):
         tail = _highest_percentile(next(iter(lines.values()))[0], name)
         for i, (label, points) in enumerate(lines.items()):
@@ -116,18 +122,11 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
                 y = [_positive(p.get(key)) for p in points]
                 ax.plot(x, y, style, color=colour, marker=marker, mfc=fill)
             if tail is not None:
-                for p in points:
-                    y_tail = _positive(p.get(tail))
-                    if math.isfinite(y_tail):
-                        ax.annotate(
-                            _shown_rate(p),
-                            (p["output_throughput"], y_tail),
-                            xytext=(0, 6),
-                            textcoords="offset points",
-                            ha="center",
-                            fontsize=7,
-                            path_effects=[Stroke(linewidth=2, foreground="white"), Normal()],
-                        )
+                rates += [
+                    (ax, colour, _shown_rate(p), p["output_throughput"], float(p[tail]))
+                    for p in points
+                    if math.isfinite(_positive(p.get(tail)))
+                ]
             if len(lines) > 1:
                 ax.plot([], [], "-", color=colour, marker=marker, label=label)
         ax.plot([], [], "--", color=_GREY, marker="o", mfc="white", label="median")
@@ -146,7 +145,87 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
     if len(lines) == 1:
         label = next(iter(lines))
         figure.suptitle("default settings" if label == "default" else label)
-    _legend(figure.axes[0])
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if len(labels) > 1:
+        columns = 1 if max(map(len, labels)) > _MOST_LABEL else 2
+        figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=columns)
+    _label_points(figure, rates)
+    _save(figure, path)
+
+
+def trials(result: Mapping[str, Any], path: str | Path) -> None:
+    """Draw a search's trials: what is maximised over each latency that has a limit.
+
+    Args:
+        result: of `octavo.bench.tune`.
+        path: file to write, PNG or SVG.
+
+    Raises:
+        BenchError: see `check`.
+    """
+    check(path)
+    objective, limits = result["objective"], result["slo"]
+    figure = _new_figure(5.5 * len(limits) + 1, 5)
+    budgets = sorted({trial["budget"] for trial in result["trials"]})
+    row = figure.subplots(1, len(limits), squeeze=False)[0]
+    for ax, (name, limit) in zip(row, limits.items(), strict=True):
+        for i, budget in enumerate(budgets):
+            colour, marker = _look(i)
+            shown = [
+                t["figures"]
+                for t in result["trials"]
+                if t["budget"] == budget and math.isfinite(_positive(t["figures"].get(name)))
+            ]
+            x, y = [f[name] for f in shown], [f[objective] for f in shown]
+            ax.plot(x, y, marker, color=colour, label=f"{budget:,} requests")
+        for name_of_trial, colour in (("default", "black"), ("winner", _RED)):
+            found = (result[name_of_trial] or {}).get("figures", {})
+            if math.isfinite(_positive(found.get(name))):
+                label = "best" if name_of_trial == "winner" else name_of_trial
+                ring = {"markersize": 14 if label == "best" else 18, "mfc": "none"}
+                ax.plot(found[name], found[objective], "o", color=colour, label=label, **ring)
+        ax.axvline(limit, color=_GREY, linestyle=":", zorder=0, label="limit")
+        ax.set(xlabel=name.replace("_", " "), ylabel=objective.replace("_", " "), xscale="log")
+        ax.margins(0.12)
+        _plain_numbers(ax.xaxis)
+        ax.grid(which="both", color="#e5e5e5")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=len(labels))
+    _save(figure, path)
+
+
+def starts(
+    measured: Sequence[Mapping[str, Any]], labels: Mapping[str, str], path: str | Path
+) -> None:
+    """Draw when each start came to each of its moments, and the medians.
+
+    Args:
+        measured: of `octavo.bench.startup`.
+        labels: the moments in order, and what they are called.
+        path: file to write, PNG or SVG.
+
+    Raises:
+        BenchError: see `check`.
+    """
+    check(path)
+    moments = [name for name in labels if any(name in start for start in measured)]
+    figure = _new_figure(9, 1.5 + 0.6 * len(moments))
+    ax = figure.subplots()
+    for i, cache in enumerate(dict.fromkeys(start["cache"] for start in measured)):
+        colour, marker = _look(i)
+        for row, name in enumerate(moments):
+            seconds = [s[name] for s in measured if s["cache"] == cache and name in s]
+            if seconds:
+                label = f"{cache} file cache (line: median)" if row == 0 else None
+                place = row + (i - 0.5) * 0.2
+                ax.plot(seconds, [place] * len(seconds), marker, color=colour, label=label)
+                ax.vlines(np.median(seconds), place - 0.15, place + 0.15, colors=colour)
+    ax.set_yticks(range(len(moments)), [labels[name] for name in moments])
+    ax.set_ylim(len(moments) - 0.5, -0.5)
+    ax.set(xlabel="Seconds from process start", title=results.counted(len(measured), "start"))
+    ax.set_xlim(left=0)
+    ax.grid(axis="x", color="#e5e5e5")
+    _legend(ax)
     _save(figure, path)
 
 
@@ -250,7 +329,7 @@ def simulation(timeline: Timeline, records: Sequence[RequestRecord], path: str |
     queue.step(times, timeline.waiting, where="post", color=_ORANGE, label="waiting")
     queue.step(times, timeline.running, where="post", color=_BLUE, label="running")
     queue.set(ylabel="Requests", title=f"{len(records):,} requests, simulated")
-    queue.legend(loc="upper right", fontsize=8)
+    _legend(queue)
     cache.step(times, np.asarray(timeline.kv_usage) * 100, where="post", color=_GREEN)
     cache.set(ylabel="KV blocks in use (%)", ylim=(0, 105))
     good = [r for r in records if r.error is None]
@@ -282,7 +361,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     start = np.asarray(result["start_times"], np.float64)
     scheduled = np.asarray(result.get("scheduled_times", start), np.float64)
     first = start + _numbers(result["ttfts"])
-    last = first + np.asarray([sum(itls) for itls in result["itls"]])
+    last = first + _decode_seconds(result)
     order = np.argsort(scheduled, kind="stable")
     rows = np.empty(len(order))
     rows[order] = np.arange(len(order))
@@ -308,7 +387,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     ax.set_ylim(max(len(order), 1) - 0.5, -0.5)
     ax.set_xlim(left=0)
     ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
-    legend = _legend(ax, "upper right")
+    legend = _legend(ax)
     if legend is not None:
         for line in legend.get_lines():
             line.set_linewidth(4)
@@ -376,17 +455,73 @@ def _plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _legend(ax: Axes, loc: Literal["best", "upper right"] = "best") -> Legend | None:
-    """The legend, unless it would name one thing only."""
-    if len(ax.get_legend_handles_labels()[0]) < 2:
+def _legend(ax: Axes) -> Legend | None:
+    """Put the legend above the axes, where no data are, unless it would name one thing only."""
+    count = len(ax.get_legend_handles_labels()[0])
+    if count < 2:
         return None
-    return ax.legend(loc=loc, fontsize=8)
+    ax.set_title(ax.get_title(), loc="left")
+    ax.set_title("")
+    return ax.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=count, fontsize=8, frameon=False
+    )
+
+
+def _label_points(figure: Figure, points: Sequence[tuple[Axes, str, str, float, float]]) -> None:
+    """Write a text beside each point where it covers neither data nor another text.
+
+    A point that has no such place near by goes without.
+
+    Args:
+        figure: is complete but for this.
+        points: axes, colour, text, x and y.
+    """
+    figure.draw_without_rendering()
+    taken: list[Any] = []
+    for ax, colour, text, x, y in points:
+        lines = [line for line in ax.lines if np.size(line.get_xdata())]
+        paths = [line.get_transform().transform_path(line.get_path()) for line in lines]
+        dots = np.vstack([path.vertices for path in paths])
+        label = ax.annotate(
+            text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=colour
+        )
+        for distance, (right, up) in itertools.product((7, 14), _DIRECTIONS):
+            label.set(ha=_ALIGN[right], va=_VALIGN[up])
+            label.xyann = (right * distance, up * distance)
+            box = label.get_window_extent().padded(3)
+            if not (
+                box.count_overlaps(taken)
+                or box.count_contains(dots)
+                or any(path.intersects_bbox(box, filled=False) for path in paths)
+                or not _holds(ax.bbox, box)
+            ):
+                taken.append(box)
+                break
+        else:
+            label.remove()
+
+
+def _holds(outer: Bbox, inner: Bbox) -> bool:
+    return bool(
+        outer.x0 <= inner.x0
+        and inner.x1 <= outer.x1
+        and outer.y0 <= inner.y0
+        and inner.y1 <= outer.y1
+    )
+
+
+def _decode_seconds(result: Mapping[str, Any]) -> np.ndarray:
+    """Of each request: from its first token to the last."""
+    if "e2els" in result:
+        difference: np.ndarray = _numbers(result["e2els"]) - _numbers(result["ttfts"])
+        return difference
+    return np.asarray([sum(itls) for itls in result["itls"]], np.float64)
 
 
 def _latencies(result: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Milliseconds by latency, of the requests that succeeded."""
-    ttfts, itls = _numbers(result["ttfts"]), result["itls"]
-    decode = np.asarray([sum(i) for i in itls], np.float64)
+    ttfts, decode = _numbers(result["ttfts"]), _decode_seconds(result)
+    itls = result.get("itls", [[]] * len(ttfts))  # unknown where nothing was streamed
     lengths = np.asarray(result["output_lens"])
     good = np.asarray([e is None for e in result.get("errors", [None] * len(ttfts))], bool)
     long = good & (lengths > 1)

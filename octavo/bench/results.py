@@ -23,6 +23,9 @@ from octavo import __version__
 from octavo.device import cpu_model, num_cpus
 from octavo.errors import BenchError
 
+_LINE_INTERVAL = 15.0
+"""Seconds between lines of progress where there is no terminal."""
+
 
 def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
     """Writes a result; NaN becomes null.
@@ -107,8 +110,32 @@ def progress(
     desc: str = "",
     disable: bool = False,
 ) -> tqdm[Any]:
-    """A progress bar on stderr; silent where that is not a terminal, or if disabled."""
-    return tqdm(iterable, total=total, desc=desc, disable=disable or not sys.stderr.isatty())
+    """Return a progress bar on stderr; where that is no terminal it writes a line now and then."""
+    if sys.stderr.isatty():
+        return tqdm(iterable, total=total, desc=desc, disable=disable)
+    return _ProgressLines(
+        iterable,
+        total=total,
+        desc=desc,
+        disable=disable,
+        delay=_LINE_INTERVAL,
+        mininterval=_LINE_INTERVAL,
+        miniters=1,
+        bar_format="{desc}: {n_fmt} of {total_fmt}, {elapsed} so far, {remaining} left",
+    )
+
+
+class _ProgressLines(tqdm):  # type: ignore[type-arg]
+    """A progress bar for logs: whole lines, none of which is rewritten."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Write a line."""
+        self.fp.write(f"{self}\n")
+        self.fp.flush()
+
+    def close(self) -> None:
+        """Write nothing more: the result comes."""
+        self.disable = True
 
 
 def print_table(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,11 +173,17 @@ class _Simulation:
             return self._run(_load_step_times(args.step_times), None)
         from octavo.bench.engine_probe import EngineProbe
 
+        if args.step_times is None and not args.disable_tqdm:
+            print(
+                f"Measuring the steps of {self.config.model.model} for half a minute, with a large "
+                "model for some minutes (--step-times FILE leaves it out).",
+                file=sys.stderr,
+            )
         with EngineProbe(self.config) as probe:
             if args.step_times is not None:
                 step_times = _load_step_times(args.step_times)
             else:
-                step_times = probe.measure_steps()
+                step_times = probe.measure_steps(quiet=args.disable_tqdm)
             return self._run(step_times, probe)
 
     def _run(self, step_times: StepTimes, probe: Any) -> tuple[dict[str, Any], SimulatedRun]:

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from octavo.arguments import add_engine_settings, engine_kwargs, setting_flags
-from octavo.bench import results
+from octavo.bench import plots, results
 from octavo.bench.start_child import resident_nbytes
 from octavo.config import EngineConfig, config_fields, environment_without_keys
 from octavo.errors import BenchError, ConfigError
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Timeout of a start in seconds [600].",
     )
     add("--output-json", metavar="FILE", help="Save the results as JSON.")
+    add("--plot", metavar="FILE", help="Draw the starts as FILE.png or FILE.svg.")
     add_engine_settings(parser)
 
 
@@ -95,6 +96,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _print(result)
     if args.output_json is not None:
         results.save_json(args.output_json, result)
+    if args.plot is not None:
+        plots.starts(result["starts"], _LABELS, args.plot)
+        print(f"Plot saved in {args.plot}")
     return result
 
 
@@ -110,7 +114,10 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig.from_kwargs(**kwargs)
     files = sorted(path for path in resolve_folders(config)[0].iterdir() if path.is_file())
     kept = WeightCache.from_config(config)
-    results.check_writable(args.output_json)
+    for path in (args.output_json, args.plot):
+        results.check_writable(path)
+    if args.plot is not None:
+        plots.check(args.plot)
     measures: dict[str, Callable[[Mapping[str, Any], float], dict[str, Any]]] = {
         "offline": measure_offline
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from octavo.arguments import add_engine_settings
-from octavo.bench import results
+from octavo.bench import plots, results
 from octavo.bench.datasets import BenchRequest, add_dataset_arguments, load_dataset
 from octavo.bench.metrics import RequestRecord, summarize
 from octavo.config import EngineConfig
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n", type=int, default=1, metavar="N", help="Answers per prompt [1].")
     add("--disable-detokenize", action="store_true", help="Do not turn tokens into text.")
     add("--output-json", metavar="FILE", help="Save the results, each request's included, as JSON.")
+    add("--plot", metavar="FILE", help="Draw the requests and latencies as FILE.png or FILE.svg.")
     add("--disable-tqdm", action="store_true", help="No progress bar.")
     add_dataset_arguments(parser)
     add_engine_settings(parser, exclude=("seed",))  # one seed for the data set and the engine
@@ -54,6 +55,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _print(result)
     if args.output_json is not None:
         results.save_json(args.output_json, result)
+    if args.plot is not None:
+        plots.requests(result, args.plot)
+        print(f"Plot saved in {args.plot}")
     return result
 
 
@@ -61,7 +65,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the benchmark without printing or saving anything.
 
     Returns:
-        What `metadata` returns; elapsed_time (s), num_requests, total_num_tokens,
+        What `metadata` returns; model_id; elapsed_time (s), num_requests, total_num_tokens,
         requests_per_second and tokens_per_second (vLLM's names); the figures of `summarize` but for
         those that need the times of all tokens; kv_cache_usage_max_perc,
         prefix_cache_hit_rate_perc, num_preemptions; `notes`, texts that the user should read;
@@ -75,7 +79,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
     check_least(args, {"n": 1})
     kwargs, spec, max_model_len = check_settings(args)
-    loaded = _load_requests(args, EngineConfig.from_kwargs(**kwargs), spec)
+    config = EngineConfig.from_kwargs(**kwargs)
+    loaded = _load_requests(args, config, spec)
     requests = [r for r in loaded if len(_ids(r)) + r.max_tokens <= max_model_len]
     notes: list[str] = []
     if len(requests) < len(loaded):
@@ -85,7 +90,10 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         )
     if not requests:
         raise BenchError(f"No request can be sent. {notes[0]}")
-    results.check_writable(args.output_json)
+    for path in (args.output_json, args.plot):
+        results.check_writable(path)
+    if args.plot is not None:
+        plots.check(args.plot)
     detokenize = not (args.disable_detokenize or getattr(args, "skip_tokenizer_init", False))
     params = [
         SamplingParams(
@@ -133,6 +141,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     num_tokens = summary["total_input_tokens"] + summary["total_output_tokens"]
     return {
         **results.metadata(vars(args)),
+        "model_id": config.model.model,
         "interrupted": interrupted,
         "elapsed_time": elapsed,
         "num_requests": len(requests),

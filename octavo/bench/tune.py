@@ -15,6 +15,7 @@ import math
 import random
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from octavo.bench import results, serve
+from octavo.bench import plots, results, serve
 from octavo.bench.process import free_port, running_server
 from octavo.bench.sweep import (
     Probe,
@@ -200,7 +201,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Name of the result file [tune.json].",
     )
-    add("--disable-tqdm", action="store_true", help="No progress bar.")
+    add("--plot", metavar="FILE", help="Draw the trials as FILE.png or FILE.svg.")
+    add("--disable-tqdm", action="store_true", help="No progress.")
     serve.add_load_arguments(parser)
     parser.set_defaults(num_warmups=_NUM_WARMUPS)  # every server is fresh
 
@@ -223,7 +225,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         BenchError, ConfigError: a flag is wrong, or no server worked.
     """
     search = _Search(args)
-    results.check_writable(search.path)
+    for path in (search.path, args.plot):
+        results.check_writable(path)
+    if args.plot is not None:
+        plots.check(args.plot)
     interrupted = False
     try:
         search.run()
@@ -236,6 +241,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"None of the {len(search.trials)} trials succeeded. The first error: "
             f"{search.trials[0].error}"
         )
+    if args.plot is not None and search.trials:
+        plots.trials(result, args.plot)
+        print(f"Plot saved in {args.plot}")
     return result
 
 
@@ -273,6 +281,8 @@ class _Search:
         self._configs: list[Config] = [{}, *map(_given, sampled)]
         rungs = halving_budgets(len(self._configs), self._max_budget, args.eta)
         self._total = sum(count * budget for count, budget in rungs)
+        self._num_trials = sum(count for count, _ in rungs)
+        self._least_budget = rungs[0][1]
 
     @property
     def objective(self) -> str:
@@ -283,10 +293,17 @@ class _Search:
         """Fills `trials`; KeyboardInterrupt leaves those that ended."""
         goal = "highest request rate" if self._by_rate else "most output tokens a second"
         self._console.print(
-            f"{len(self._configs)} configurations, for the {goal} within {self._args.slo}",
+            f"{len(self._configs)} configurations, for the {goal} within {self._args.slo}: "
+            f"{self._num_trials} trials, each of a server of its own that gets "
+            f"{self._least_budget} to {self._max_budget} requests"
+            f"{', at several rates' if self._by_rate else ''}. How long that takes, the first "
+            "trial tells.",
             markup=False,
         )
-        disable = self._args.disable_tqdm
+        began = time.monotonic()
+        quiet = self._args.disable_tqdm
+        # Where there is no terminal, the lines about the trials are enough.
+        disable = quiet or not sys.stderr.isatty()
         with results.progress(total=self._total, desc="Requests", disable=disable) as bar:
 
             def evaluate(config: Config, budget: int) -> Trial:
@@ -294,6 +311,10 @@ class _Search:
                 self.trials.append(trial)
                 bar.update(budget)
                 self.save(interrupted=False)
+                if not quiet:
+                    done = sum(t.budget for t in self.trials)
+                    seconds, total = time.monotonic() - began, bar.total or done
+                    bar.write(self._progress(seconds, done, total), file=sys.stderr)
                 return trial
 
             last = successive_halving(
@@ -302,6 +323,21 @@ class _Search:
             if all(t.config for t in last):  # the default, to compare with
                 bar.total = self._total + self._max_budget
                 evaluate({}, self._max_budget)
+
+    def _progress(self, seconds: float, done: int, total: float) -> str:
+        """Return a line about the last trial and the time that the rest takes.
+
+        Args:
+            seconds: that the trials so far took.
+            done: requests of these.
+            total: requests of all trials.
+        """
+        trial, left = self.trials[-1], seconds * (total - done) / done
+        return (
+            f"trial {len(self.trials)} of about {max(self._num_trials, len(self.trials))}, "
+            f"{_label(trial.config)}: {_outcome(trial, self.objective)}; "
+            f"{_duration(seconds)} so far, at most {_duration(left)} left"
+        )
 
     def save(self, interrupted: bool) -> dict[str, Any]:
         """Writes what there is, and returns it."""
@@ -444,7 +480,8 @@ def _bench_arguments(args: argparse.Namespace, slos: Slos) -> argparse.Namespace
     for name, value in vars(args).items():
         if hasattr(bench, name) and name not in ("model", "result_dir", "result_filename"):
             setattr(bench, name, value)
-    bench.disable_tqdm = True
+    # On a terminal the search's own bar is enough.
+    bench.disable_tqdm = args.disable_tqdm or sys.stderr.isatty()
     bench.metric_percentiles = ",".join(dict.fromkeys(["99", *slos.percentiles]))
     return bench
 
@@ -518,6 +555,10 @@ def _label(config: Config) -> str:
 
 def _cell(value: Any) -> str:
     return "-" if value is None or math.isnan(value) else shown_number(value)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _outcome(trial: Trial, objective: str) -> str:

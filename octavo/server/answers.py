@@ -120,6 +120,16 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails | None
 
 
+class PerRequestMetrics(Answer):
+    """With --enable-per-request-metrics: times of the request, null where one is not known."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
 class Envelope(Answer):
     """What all answers and chunks of the generation endpoints have."""
 
@@ -169,6 +179,7 @@ class CompletionAnswer(Envelope):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
+    metrics: PerRequestMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -190,6 +201,7 @@ class CompletionChunk(Envelope):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
+    metrics: PerRequestMetrics | None = None
 
 
 class Candidate(Answer):
@@ -239,6 +251,7 @@ class ChatAnswer(Envelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    metrics: PerRequestMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
@@ -268,6 +281,7 @@ class ChatChunk(Envelope):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: PerRequestMetrics | None = None
     prompt_token_ids: list[int] | None = None
 
 

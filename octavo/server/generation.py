@@ -19,7 +19,7 @@ from octavo.engine.input_processor import EmbedsPrompt
 from octavo.engine.request_memory import logprobs_nbytes
 from octavo.errors import RequestError
 from octavo.offload import offload
-from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestOutput
+from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
@@ -84,6 +84,8 @@ class Generation(ABC, Generic[B]):
         self._first_token_deadline = _after(arrival, body.max_ttft_ms or self.context.max_ttft_ms)
         self.n = 1 if body.n is None else body.n
         self.usage = Usage(self.state.config.enable_prompt_tokens_details)
+        self._times: RequestMetrics | None = None
+        """Of the request, where they are reported."""
         self.tokenizer: Tokenizer | None = None
         self._tokens_as_ids = body.return_tokens_as_token_ids
         if self._tokens_as_ids is None:
@@ -196,6 +198,8 @@ class Generation(ABC, Generic[B]):
 
         def others() -> dict[str, object]:
             fields: dict[str, object] = {"usage": self.usage.to_dict(), **self.extras(in_order)}
+            if self._times is not None:
+                fields["metrics"] = metrics_json(self._times, self.usage.completion_tokens)
             params = [output.kv_transfer_params for output in in_order]
             if params[0] is not None:  # there is one prompt then
                 fields["kv_transfer_params"] = params[0]
@@ -245,7 +249,11 @@ class Generation(ABC, Generic[B]):
                     tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
                 yield [head + choice + tail for choice in chunks]
         if with_usage:
-            yield [head + b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"]
+            last = b'],"usage":' + encode(self.usage.to_dict())
+            if self._times is not None:
+                metrics = metrics_json(self._times, self.usage.completion_tokens)
+                last += b',"metrics":' + encode(metrics)
+            yield [head + last + b"}\n\n"]
 
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """The outputs of all prompts, as they come."""
@@ -304,12 +312,16 @@ class Generation(ABC, Generic[B]):
                     async for output in stream:
                         yield index, output
 
+            # Of several answers at once there is no time of the request.
+            times_one = self.state.config.enable_per_request_metrics and count == 1
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
                 async with aclosing(merged):
                     async for index, output in merged:
                         self.usage.add(index, output)
+                        if times_one:
+                            self._times = output.metrics
                         self.context.prompt_tokens = self.usage.prompt_tokens
                         self.context.completion_tokens = self.usage.completion_tokens
                         yield index, output
@@ -323,6 +335,32 @@ class Generation(ABC, Generic[B]):
         elif error.param == "structured_outputs" and (found := self.body.constraint()):
             error.param = found[0]
         return error
+
+
+def metrics_json(times: RequestMetrics, num_tokens: int) -> dict[str, float | None]:
+    """Return vLLM's `metrics` of an answer, null where something is not known.
+
+    Args:
+        times: of the request.
+        num_tokens: of its answer.
+    """
+    scheduled, first, last = (
+        times.first_scheduled_time,
+        times.first_token_time,
+        times.last_token_time,
+    )
+
+    def milliseconds(begin: float | None, end: float | None) -> float | None:
+        return None if begin is None or end is None else (end - begin) * 1000
+
+    decode, inference = milliseconds(first, last), milliseconds(scheduled, last)
+    return {
+        "time_to_first_token_ms": milliseconds(scheduled, first),
+        "generation_time_ms": decode,
+        "queue_time_ms": milliseconds(times.arrival_time, scheduled),
+        "mean_itl_ms": decode / (num_tokens - 1) if decode is not None and num_tokens > 1 else None,
+        "tokens_per_second": num_tokens / inference * 1000 if inference else None,
+    }
 
 
 def _after(arrival: float, milliseconds: int | None) -> float | None:

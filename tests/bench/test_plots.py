@@ -154,10 +154,68 @@ def test_throughput_and_latency(figures, tmp_path):
     assert ([30.0, 90.0, 95.0], [7.0, 9.0, 70.0]) in lines
     assert ([31.0], [3.0]) in lines
     assert {t.get_text() for t in ttft.texts} == {"1/s", "4/s", "all at once"}
-    labels = [t.get_text() for t in ttft.get_legend().get_texts()]
+    labels = [t.get_text() for t in figures[0].legends[0].get_texts()]
     assert labels == ["a", "b", "median", "p99"]
     # Neither what was not measured nor 0 is on a logarithmic axis.
     assert [math.isnan(y) for y in tpot.get_lines()[0].get_ydata()] == [True, True, False]
+
+
+def test_nothing_covers_data(figures, tmp_path):
+    """Neither the rates beside the points nor a legend."""
+    runs = [
+        run("a", rate, 100.0 + rate, median_ttft_ms=5.0 + rate, p99_ttft_ms=9.0 + rate / 9)
+        for rate in range(1, 40)
+    ]
+    plots.throughput_latency(runs, tmp_path / "a.png")
+    plots.requests(SERVED, tmp_path / "b.png")
+    ttft, _ = figures[0].axes
+    boxes = [text.get_window_extent() for text in ttft.texts]
+    assert 3 < len(boxes) < len(runs)  # those without room are left out
+    for i, box in enumerate(boxes):
+        assert not box.count_overlaps(boxes[:i])
+        for line in ttft.get_lines():
+            path = line.get_transform().transform_path(line.get_path())
+            assert not len(path.vertices) or not path.intersects_bbox(box, filled=False)
+    for figure in figures:
+        legends = [*figure.legends, *(ax.get_legend() for ax in figure.axes)]
+        for legend in filter(None, legends):
+            assert not legend.get_window_extent().count_overlaps([a.bbox for a in figure.axes])
+
+
+def test_requests_whose_single_tokens_are_not_known(figures, tmp_path):
+    known = {name: SERVED[name] for name in ("start_times", "ttfts", "output_lens", "errors")}
+    plots.requests(known | {"e2els": [0.5, 0.2, 0.3, None]}, tmp_path / "a.png")
+    *_, tpot, itl, e2el = figures[0].axes
+    assert max(e2el.get_lines()[0].get_xdata()) == pytest.approx(500)
+    assert max(tpot.get_lines()[0].get_xdata()) == pytest.approx(100)  # (0.5 - 0.1) s for 4
+    assert [t.get_text() for t in itl.texts] == ["not measured"]
+
+
+def test_trials(figures, tmp_path):
+    def trial(budget, latency, throughput):
+        figures = {"p99_ttft_ms": latency, "output_throughput": throughput}
+        return {"budget": budget, "figures": figures}
+
+    found = [trial(20, 30.0, 100.0), trial(20, 90.0, 300.0), trial(60, 40.0, 200.0)]
+    found.append({"budget": 20, "figures": {}})  # its server failed
+    result = {"objective": "output_throughput", "slo": {"p99_ttft_ms": 50.0}, "trials": found}
+    plots.trials(result | {"winner": found[2], "default": None}, tmp_path / "a.png")
+    lines = {x.get_label(): list(x.get_xdata()) for x in figures[0].axes[0].get_lines()}
+    assert lines == {
+        "20 requests": [30.0, 90.0],
+        "60 requests": [40.0],
+        "best": [40.0],
+        "limit": [50.0, 50.0],
+    }
+
+
+def test_starts(figures, tmp_path):
+    measured = [{"cache": "warm", "import": 0.2, "ready": 0.9}, {"cache": "cold", "import": 0.4}]
+    labels = {"import": "imported", "ready": "loaded", "never": "never"}
+    plots.starts(measured, labels, tmp_path / "a.png")
+    (ax,) = figures[0].axes
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["imported", "loaded"]
+    assert [list(line.get_xdata()) for line in ax.get_lines()] == [[0.2], [0.9], [0.4]]
 
 
 def test_roofline(figures, tmp_path):
@@ -187,11 +245,11 @@ def test_no_point_lies_above_the_roof(figures, tmp_path):
 
 def test_no_legend_of_one(figures, tmp_path):
     plots.throughput_latency(RUNS[:3], tmp_path / "a.png")
-    labels = [t.get_text() for t in figures[0].axes[0].get_legend().get_texts()]
+    labels = [t.get_text() for t in figures[0].legends[0].get_texts()]
     assert labels == ["median", "p99"]
     assert figures[0].get_suptitle() == "a"
     plots.throughput_latency([run("a", 1, 30.0, median_ttft_ms=4.0)], tmp_path / "a.png")
-    assert figures[1].axes[0].get_legend() is None
+    assert figures[1].legends == []
     plots.roofline(POINTS[:1], 45e9, 2e12, tmp_path / "a.png")
     assert figures[2].legends == []
     assert figures[2].axes[0].get_title().startswith("qkv: 40 GFLOP/s")

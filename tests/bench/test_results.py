@@ -79,6 +79,18 @@ def test_progress_is_silent_without_a_terminal(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(results, "_LINE_INTERVAL", 0.0)
+    with results.progress(total=2, desc="Runs") as bar:
+        bar.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Runs: 0 of 2, 00:00 so far")
+    assert lines[1].startswith("Runs: 1 of 2, ")
+    assert len(lines) == 2
+    list(results.progress([1], disable=True))
+    assert not capsys.readouterr().err
+
+
 def test_progress_on_a_terminal(monkeypatch):
     err = io.StringIO()
     err.isatty = lambda: True

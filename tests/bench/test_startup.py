@@ -64,8 +64,9 @@ def fakes(monkeypatch):
     return seen
 
 
-def test_order(fakes, capsys):
-    startup.run(parse("--repeats", 2, "--server", "--cold"))
+def test_order(fakes, tmp_path, capsys):
+    startup.run(parse("--repeats", 2, "--server", "--cold", "--plot", tmp_path / "a.png"))
+    assert (tmp_path / "a.png").exists()
     once = ["read", "offline", "forget", "offline", "read", "server", "forget", "server"]
     assert fakes.events == once * 2
     assert "cold file cache" in capsys.readouterr().out

@@ -32,9 +32,11 @@ def test_a_workload(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
     prefix = list(range(1, 65))
     rows = [([*prefix, i + 100], 3 + i) for i in range(8)]
-    path = tmp_path / "result.json"
+    path, picture = tmp_path / "result.json", tmp_path / "a.png"
+    plot = ["--plot", picture]
     drafts = ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}']
-    result = throughput.run(parse(*workload(tmp_path, rows), "--output-json", path, *drafts))
+    result = throughput.run(parse(*workload(tmp_path, rows), "--output-json", path, *drafts, *plot))
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert result["num_requests"] == result["completed"] == 8
     assert 0 <= result["spec_decode_acceptance_rate_perc"] <= 100
     assert 1 <= result["spec_decode_acceptance_length"] <= 6

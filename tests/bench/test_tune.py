@@ -203,6 +203,22 @@ def test_the_best_is_found_and_its_command_printed(fakes, tmp_path, capsys):
     assert "Default: 3.91 output_throughput" in out
 
 
+def test_it_says_how_long_it_takes_and_how_far_it_is(fakes, tmp_path, capsys, monkeypatch):
+    fakes.act = lambda settings, args: {"p99_e2el_ms": 900.0 if settings else 100.0}
+    seconds = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(tune, "time", argparse.Namespace(monotonic=lambda: next(seconds)))
+    flags = ("--num-configs", 6, "--num-prompts", 90, "--result-dir", tmp_path)
+    tune.run(parse("m", *CLOSED, *flags, "--plot", tmp_path / "a.png"))
+    out, err = capsys.readouterr()
+    assert "8 trials, each of a server of its own that gets 30 to 90 requests." in out
+    first, *_, last = err.splitlines()
+    assert first.startswith("trial 1 of about 8, default: ")
+    assert first.endswith("; 60 s so far, at most 11 min left")  # 360 requests, 30 a minute
+    assert last.startswith("trial 8 of about 8, ")
+    assert last.endswith("; 8 min so far, at most 0 s left")
+    assert (tmp_path / "a.png").exists()
+
+
 def test_no_more_rows_than_requests(fakes, tmp_path):
     """What differs only above the load's concurrency is not tried."""
     flags = ("--max-concurrency", 9, "--slo", "ttft:1", "--num-configs", 30, "--num-prompts", 9)

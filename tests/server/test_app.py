@@ -8,6 +8,9 @@ import pytest
 import octavo
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import EngineDeadError
+from octavo.outputs import RequestMetrics
+from octavo.server import answers
+from octavo.server.generation import metrics_json
 from octavo.server.openapi import OPERATIONS
 from octavo.server.state import ServerState
 from tests.server.fake_engine import FakeAsyncLLM, events, make_tokenizer, with_server
@@ -845,3 +848,30 @@ def test_usage_without_details():
         assert (await served.chat()).json()["usage"]["prompt_tokens_details"] is None
 
     with_server(scenario, enable_prompt_tokens_details=False)
+
+
+def test_metrics_of_each_request():
+    """vLLM's: of one answer to one prompt, on the usage chunk of a stream; else null."""
+    usage = {"stream_options": {"include_usage": True}}
+
+    async def scenario(served):
+        for ask in (served.complete, served.chat):
+            metrics = (await ask(max_tokens=3)).json()["metrics"]
+            answers.PerRequestMetrics.model_validate(metrics)
+            assert metrics["generation_time_ms"] == pytest.approx(2 * metrics["mean_itl_ms"])
+            assert "metrics" not in (await ask(max_tokens=3, n=2, temperature=1)).json()
+            *others, last = await events(await ask(stream=True, max_tokens=3, **usage))
+            assert json.loads(last)["metrics"]["generation_time_ms"] >= 0
+            assert not any("metrics" in json.loads(chunk) for chunk in others)
+
+    with_server(scenario, enable_per_request_metrics=True)
+    times = RequestMetrics(10.0, 10.5, 11.0, 13.0)
+    assert metrics_json(times, 5) == {
+        "time_to_first_token_ms": 500.0,
+        "generation_time_ms": 2000.0,
+        "queue_time_ms": 500.0,
+        "mean_itl_ms": 500.0,
+        "tokens_per_second": 2.0,
+    }
+    assert set(metrics_json(RequestMetrics(), 0).values()) == {None}
+    assert metrics_json(times, 1)["mean_itl_ms"] is None
