@@ -94,7 +94,6 @@ def test_a_grammar_allows_what_it_says(backend, name):
     compiled = ALL_BYTES[backend.name].compile(GrammarSpec(kind, text))
     assert accepts(compiled, right)
     assert not accepts(compiled, wrong)
-    assert compiled.nbytes > 0
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
