@@ -22,14 +22,13 @@ from octavo.structured_output.base import (
     is_ebnf,
 )
 from octavo.structured_output.json_schema import (
-    check_depth,
     counts_repeated,
-    is_disjoint_everywhere,
     parse_choices,
     parse_json,
     schemas_of,
 )
 from octavo.structured_output.regex import Set, Token, parse, to_rust, whole
+from octavo.structured_output.rewrite import combined, rewrite
 from octavo.structured_output.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -165,7 +164,6 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind == "json_object":
         return _from_schema('{"type": "object"}', spec)
     if spec.kind == "json":
-        check_depth(parse_json(spec.text))
         return _from_schema(spec.text, spec)
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(to_rust(whole(parse(spec.text), spec.text)))
@@ -184,17 +182,16 @@ def _source(spec: GrammarSpec) -> str:
 
 def _from_schema(text: str, spec: GrammarSpec) -> str:
     schema = parse_json(text)
+    rewrite(schema, spec.additional_properties)
     _check_schema(schema)
-    if _mend(schema):
-        text = json.dumps(schema, ensure_ascii=False)
+    _mend(schema)
     overrides: JsonCompileOptions = {"lenient": False}
-    # The library has no oneOf; where at most one of its branches can hold, it is anyOf.
-    if '"oneOf"' in text and is_disjoint_everywhere(parse_json(text)):
-        overrides["coerce_one_of"] = True
     if not spec.any_whitespace:
         overrides["whitespace_flexible"] = False
         overrides["item_separator"], overrides["key_separator"] = ", ", ": "
-    return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema, ensure_ascii=False), overrides=overrides
+    )
 
 
 def _check_schema(root: Any) -> None:
@@ -210,30 +207,23 @@ def _check_schema(root: Any) -> None:
             raise _refusal("minProperties is not supported where a property may come twice")
 
 
-def _mend(root: Any) -> bool:
-    """Writes a schema so that the library lets nothing wrong through.
+def _mend(root: Any) -> None:
+    """Write a schema so that the library lets nothing wrong through.
 
     Names of further properties may be written with any escape there, so that "\\u0061" passes for
     another one than "a"; those that match a pattern, as all match "", it spells in one way only.
-
-    Returns:
-        Whether anything was changed.
+    Of schemas that are combined one suffices; the library takes two for contradictory.
     """
-    changed = False
+    parts = {id(schema) for schema in combined(root)}
     for schema in schemas_of(root):
         additional = schema.get("additionalProperties", True)
-        if (
-            schema.get("properties")
-            and "patternProperties" not in schema
-            and (additional is True or additional == {})
-        ):
+        pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
+        is_open = patterns is None and additional in (True, {}) and id(schema) not in parts
+        if schema.get("properties") and is_open:
             schema["patternProperties"] = {"": True}
             schema["additionalProperties"] = False
-            changed = True
-        pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
         if isinstance(pattern, str):
             schema["pattern"] = to_rust(_keep_controls_out(parse(pattern)))
-            changed = True
         if isinstance(patterns, dict):
             for name in patterns:
                 if _keep_controls_out(parse(name)) != parse(name):
@@ -241,8 +231,6 @@ def _mend(root: Any) -> bool:
                         f"the negated set in patternProperties {name[:80]!r} is not supported"
                     )
             schema["patternProperties"] = {to_rust(parse(k)): v for k, v in patterns.items()}
-            changed = True
-    return changed
 
 
 def _keep_controls_out(tokens: list[Token]) -> list[Token]:
@@ -271,7 +259,6 @@ def _from_structural_tag(tag: Any, spec: GrammarSpec) -> str:
         trigger = next((t for t in tag["triggers"] if begin.startswith(t)), None)
         if trigger is None:
             raise _refusal(f"no trigger begins the tag {begin!r}")
-        check_depth(structure["schema"])
         tags.append(
             llguidance.StructTag(
                 trigger=trigger,

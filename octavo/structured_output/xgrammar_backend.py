@@ -22,6 +22,7 @@ from octavo.structured_output.base import (
 )
 from octavo.structured_output.json_schema import parse_choices, parse_json
 from octavo.structured_output.regex import ebnf_literal, mend_ebnf, parse, to_ebnf, whole
+from octavo.structured_output.rewrite import rewrite
 from octavo.structured_output.vocabulary import Vocabulary
 from octavo.structured_output.xgrammar_schema import check_repeats, prepare_schema
 
@@ -75,6 +76,7 @@ class XGrammarBackend(GrammarBackend):
             text = '{"type": "object"}'
         if spec.kind in ("json", "json_object"):
             schema = parse_json(text)
+            rewrite(schema, spec.additional_properties)
             prepare_schema(schema)
             text = json.dumps(schema, ensure_ascii=False)
             return compiler.compile_json_schema(text, any_whitespace=spec.any_whitespace)
@@ -88,7 +90,7 @@ class XGrammarBackend(GrammarBackend):
                 raise _refusal("grammars are EBNF here; this one has no rule with ::=")
             return compiler.compile_grammar(mend_ebnf(text))
         tag = parse_json(text)
-        _prepare_tag(tag)
+        _prepare_tag(tag, spec)
         if isinstance(tag, dict) and "structures" in tag:
             items = [
                 xgrammar.StructuralTagItem(begin=s["begin"], schema=s["schema"], end=s["end"])
@@ -195,7 +197,7 @@ def _from_regex(pattern: str) -> str:
     return "root ::=" + to_ebnf(tokens)
 
 
-def _prepare_tag(tag: Any) -> None:
+def _prepare_tag(tag: Any, spec: GrammarSpec) -> None:
     """Write the regular expressions and grammars of a structural tag so that they are read right.
 
     Raises:
@@ -207,6 +209,7 @@ def _prepare_tag(tag: Any) -> None:
         if isinstance(value, dict):
             for key in ("schema", "json_schema"):
                 if isinstance(value.get(key), dict):
+                    rewrite(value[key], spec.additional_properties)
                     prepare_schema(value[key])
             if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
                 grammar = _from_regex(value.pop("pattern"))

@@ -190,7 +190,7 @@ def _check_combining(schema: dict[str, Any], key: str, root: Any) -> list[Any]:
         raise _refusal(f"{key} without schemas")
     if key == "allOf" and len(value) > 1:
         raise _refusal("allOf with several schemas")
-    if key == "oneOf" and not are_disjoint(value):
+    if key == "oneOf" and not are_disjoint(value, root):
         raise _refusal("oneOf whose schemas may hold at once")
     return value
 

@@ -383,7 +383,7 @@ INVALID = {
     "parentheses": ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "limit|recursion"),
     "no tag": ("structural_tag", "{}", "format|structures"),
     "type": ("json", '{"type": "foo"}', "foo"),
-    "keyword": ("json", '{"properties": {"a": {"not": {}}}}', '"?not'),
+    "keyword": ("json", '{"properties": {"a": {"not": {"multipleOf": 2}}}}', '"?not'),
 }
 
 
