@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import platform
 import re
@@ -208,24 +207,6 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-_ENOUGH_NBYTES = 64 * 2**20
-
-
-def check_memory() -> None:
-    """For the handler of a library's error: whatever it says, was it want of memory?
-
-    Libraries tell it in many ways (a segment that cannot be mapped, a thread that does not start, a
-    string of their own), so the system is asked for some.
-
-    Raises:
-        MemoryError: there is none to be had.
-    """
-    try:
-        mmap.mmap(-1, _ENOUGH_NBYTES).close()
-    except OSError as error:
-        raise MemoryError(f"the system has no {_ENOUGH_NBYTES:,} bytes left: {error}") from error
 
 
 SWITCH_INTERVAL = 0.0002

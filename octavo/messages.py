@@ -61,6 +61,8 @@ class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
     """auto: the first one that supports it."""
     any_whitespace: bool = True
     """Whether JSON may have white space between its parts."""
+    additional_properties: bool = False
+    """Whether JSON may have properties and items that its schema neither names nor forbids."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

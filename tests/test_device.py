@@ -1,8 +1,6 @@
 import ctypes
 import mmap
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -170,16 +168,3 @@ def test_resident_memory_grows_with_what_is_touched():
     grown = device.resident_memory() - before
     assert 60 * 2**20 < grown < 80 * 2**20
     touched.close()
-
-
-def test_want_of_memory_is_found_by_asking_for_some():
-    device.check_memory()
-    code = (
-        "import resource\n"
-        "from octavo.device import check_memory\n"
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**20,) * 2)\n"
-        "try:\n    check_memory()\nexcept MemoryError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "67,108,864 bytes" in done.stdout

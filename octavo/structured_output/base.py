@@ -61,8 +61,6 @@ class Grammar(ABC):
 class CompiledGrammar(ABC):
     """A grammar for a tokeniser, shared by all requests with it."""
 
-    nbytes: int
-    """Memory that it takes, about."""
     stop_token_ids: frozenset[int]
     """Tokens that end it."""
 

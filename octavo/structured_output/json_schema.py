@@ -12,6 +12,9 @@ from octavo.errors import GrammarError
 MAX_DEPTH = 64
 """Most lists and objects inside of one another."""
 
+# Most schemas of a oneOf, and most pairs of schemas in them, that are compared.
+_MAX_BRANCHES, _MAX_PAIRS = 32, 50_000
+
 # Where a schema has others: as values of an object, in a list, or by itself.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -107,12 +110,14 @@ def schemas_of(root: Any) -> Iterator[dict[str, Any]]:
         seen.add(id(value))
         todo += subschemas(value)
         if "$ref" in value:
-            todo.append(_referred(value["$ref"], root))
+            todo.append(refer(value["$ref"], root))
         yield value
 
 
-def _referred(reference: Any, root: Any) -> Any:
-    """What a reference within a document points at; None: nothing is found."""
+def refer(reference: Any, root: Any) -> Any:
+    """Return what a reference within a document points at; None: nothing is found."""
+    if reference == "#":
+        return root
     found = root
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
@@ -139,44 +144,74 @@ def counts_repeated(schema: dict[str, Any]) -> bool:
     )
 
 
-def is_disjoint_everywhere(schema: Any) -> bool:
-    """Whether each oneOf is as good as an anyOf: no two of its branches can hold at once."""
-    todo = [schema]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            if isinstance(value.get("oneOf"), list) and not are_disjoint(value["oneOf"]):
+def are_disjoint(branches: list[Any], root: Any) -> bool:
+    """Return whether it can be seen that no value satisfies two of some schemas."""
+    return len(branches) <= _MAX_BRANCHES and _Exclusion(root).all_exclude(branches)
+
+
+class _Exclusion:
+    """Compares schemas of one document; each pair once, and what a schema says is read once."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._found: dict[tuple[int, int], bool] = {}
+        self._read: dict[int, tuple[set[str] | None, set[str] | None]] = {}
+
+    def all_exclude(self, branches: list[Any]) -> bool:
+        """Return whether each of some schemas excludes each other one."""
+        return all(self._excludes(a, b) for i, a in enumerate(branches) for b in branches[:i])
+
+    def _excludes(self, a: Any, b: Any) -> bool:
+        a, b = self._resolve(a), self._resolve(b)
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return a is False or b is False
+        pair = (id(a), id(b))
+        if pair not in self._found:
+            self._found[pair] = False  # of a schema inside of itself nothing is known
+            if len(self._found) > _MAX_PAIRS:
                 return False
-            todo += subschemas(value)
-    return True
+            self._found[pair] = self._compare(a, b)
+        return self._found[pair]
 
+    def _compare(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
+        (types_a, values_a), (types_b, values_b) = (
+            self._types_and_values(a),
+            self._types_and_values(b),
+        )
+        if types_a is not None and types_b is not None and types_a.isdisjoint(types_b):
+            return True
+        if values_a is not None and values_b is not None:
+            return values_a.isdisjoint(values_b)
+        if types_a != {"object"} or types_b != {"object"}:
+            return False
+        properties_a, properties_b = a.get("properties"), b.get("properties")
+        required_a, required_b = a.get("required"), b.get("required")
+        if not (isinstance(properties_a, dict) and isinstance(properties_b, dict)):
+            return False
+        if not (isinstance(required_a, list) and isinstance(required_b, list)):
+            return False
+        names = {k for k in required_b if isinstance(k, str)}
+        return any(
+            self._excludes(properties_a[key], properties_b[key])
+            for key in required_a
+            if isinstance(key, str) and key in names and key in properties_a and key in properties_b
+        )
 
-def are_disjoint(branches: list[Any]) -> bool:
-    """Whether it can be seen that no value satisfies two of some schemas."""
-    return len(branches) <= 32 and all(
-        _excludes(a, b) for i, a in enumerate(branches) for b in branches[:i]
-    )
+    def _types_and_values(self, schema: dict[str, Any]) -> tuple[set[str] | None, set[str] | None]:
+        if id(schema) not in self._read:
+            self._read[id(schema)] = (_types(schema), _values(schema))
+        return self._read[id(schema)]
 
-
-def _excludes(a: Any, b: Any) -> bool:
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return False
-    types_a, types_b = _types(a), _types(b)
-    if types_a is not None and types_b is not None and not types_a & types_b:
-        return True
-    values_a, values_b = _values(a), _values(b)
-    if values_a is not None and values_b is not None:
-        return not values_a & values_b
-    if types_a != {"object"} or types_b != {"object"}:
-        return False
-    properties_a, properties_b = a.get("properties"), b.get("properties")
-    required_a, required_b = a.get("required"), b.get("required")
-    if not (isinstance(properties_a, dict) and isinstance(properties_b, dict)):
-        return False
-    if not (isinstance(required_a, list) and isinstance(required_b, list)):
-        return False
-    both = [k for k in required_a if k in required_b and k in properties_a and k in properties_b]
-    return any(_excludes(properties_a[key], properties_b[key]) for key in both)
+    def _resolve(self, schema: Any) -> Any:
+        """Return what a schema points at, if it does nothing else that counts here."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            target = refer(schema["$ref"], self._root)
+            if target is None:
+                break
+            schema = target
+        return schema
 
 
 def _types(schema: dict[str, Any]) -> set[str] | None:

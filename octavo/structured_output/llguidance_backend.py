@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,13 @@ from octavo.structured_output.base import (
     is_ebnf,
 )
 from octavo.structured_output.json_schema import (
-    check_depth,
     counts_repeated,
-    is_disjoint_everywhere,
     parse_choices,
     parse_json,
     schemas_of,
 )
+from octavo.structured_output.regex import Set, Token, parse, to_rust, whole
+from octavo.structured_output.rewrite import combined, rewrite
 from octavo.structured_output.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -40,14 +39,6 @@ if TYPE_CHECKING:
 _MAX_LEXER_STATES = 25_000
 # Keywords of old drafts that the library does not know.
 _IGNORED = ("divisibleBy", "extends", "disallow")
-# What Rust's regular expressions have, and ECMAScript's do not: escapes, groups with flags; in
-# classes other classes and what combines them.
-_RUST_ESCAPE = r"\\(?![dDwWsSnrtfvpPbB0-9]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^a-zA-Z0-9])."
-_RUST = re.compile(_RUST_ESCAPE + r"|\(\?(?![:=!<])")
-_RUST_CLASS = re.compile(_RUST_ESCAPE + r"|\[|&&|--|~~")
-_ATOM = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*\]", re.DOTALL)
-# Memory of a compiled grammar, measured: by the size of its text.
-_NBYTES, _NBYTES_PER_CHAR = 2**16, 100
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -79,7 +70,7 @@ class LLGuidanceBackend(GrammarBackend):
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refusal(matcher.get_error())
-        compiled = _Compiled(matcher, self._vocabulary, _NBYTES + _NBYTES_PER_CHAR * len(source))
+        compiled = _Compiled(matcher, self._vocabulary)
         check_satisfiable(compiled, self._vocabulary.size, self.name)
         return compiled
 
@@ -99,8 +90,8 @@ class _Tokens:
 
 
 class _Compiled(CompiledGrammar):
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, nbytes: int) -> None:
-        self._matcher, self._vocabulary, self.nbytes = matcher, vocabulary, nbytes
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
         self.stop_token_ids = frozenset(vocabulary.stop_token_ids)
 
     def start(self) -> Grammar:
@@ -174,13 +165,14 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind == "json_object":
         return _from_schema('{"type": "object"}', spec)
     if spec.kind == "json":
-        check_depth(parse_json(spec.text))
         return _from_schema(spec.text, spec)
     if spec.kind == "regex":
-        return LLMatcher.grammar_from_regex(spec.text)
+        return LLMatcher.grammar_from_regex(to_rust(whole(parse(spec.text), spec.text)))
     if spec.kind == "choice":
         choices = parse_choices(spec.text)
-        literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
+        literals = " | ".join(
+            json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in choices
+        )
         return LLMatcher.grammar_from_lark("start: " + literals)
     if spec.kind == "grammar":
         if is_ebnf(spec.text):
@@ -192,17 +184,16 @@ def _source(spec: GrammarSpec) -> str:
 
 def _from_schema(text: str, spec: GrammarSpec) -> str:
     schema = parse_json(text)
+    rewrite(schema, spec.additional_properties)
     _check_schema(schema)
-    if _mend(schema):
-        text = json.dumps(schema, ensure_ascii=False)
+    _mend(schema)
     overrides: JsonCompileOptions = {"lenient": False}
-    # The library has no oneOf; where at most one of its branches can hold, it is anyOf.
-    if '"oneOf"' in text and is_disjoint_everywhere(parse_json(text)):
-        overrides["coerce_one_of"] = True
     if not spec.any_whitespace:
         overrides["whitespace_flexible"] = False
         overrides["item_separator"], overrides["key_separator"] = ", ", ": "
-    return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema, ensure_ascii=False), overrides=overrides
+    )
 
 
 def _check_schema(root: Any) -> None:
@@ -216,83 +207,49 @@ def _check_schema(root: Any) -> None:
             raise _refusal("$id beside $ref is not supported")
         if counts_repeated(schema):
             raise _refusal("minProperties is not supported where a property may come twice")
-        patterns = schema.get("patternProperties")
-        for name in patterns if isinstance(patterns, dict) else ():
-            _check_pattern(name)
-            if _mend_pattern(name) != name:
-                raise _refusal(
-                    f"the negated class in patternProperties {name[:80]!r} is not supported"
-                )
-        if isinstance(schema.get("pattern"), str):
-            _check_pattern(schema["pattern"])
 
 
-def _mend(root: Any) -> bool:
-    """Writes a schema so that the library lets nothing wrong through.
+def _mend(root: Any) -> None:
+    """Write a schema so that the library lets nothing wrong through.
 
     Names of further properties may be written with any escape there, so that "\\u0061" passes for
     another one than "a"; those that match a pattern, as all match "", it spells in one way only.
-
-    Returns:
-        Whether anything was changed.
+    Of schemas that are combined one suffices; the library takes two for contradictory.
     """
-    changed = False
+    parts = {id(schema) for schema in combined(root)}
     for schema in schemas_of(root):
         additional = schema.get("additionalProperties", True)
-        if (
-            schema.get("properties")
-            and "patternProperties" not in schema
-            and (additional is True or additional == {})
-        ):
+        pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
+        is_open = patterns is None and additional in (True, {}) and id(schema) not in parts
+        if schema.get("properties") and is_open:
             schema["patternProperties"] = {"": True}
             schema["additionalProperties"] = False
-            changed = True
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and _mend_pattern(pattern) != pattern:
-            schema["pattern"] = _mend_pattern(pattern)
-            changed = True
-    return changed
+        if isinstance(pattern, str):
+            schema["pattern"] = to_rust(_keep_controls_out(parse(pattern)))
+        if isinstance(patterns, dict):
+            for name in patterns:
+                if _keep_controls_out(parse(name)) != parse(name):
+                    raise _refusal(
+                        f"the negated set in patternProperties {name[:80]!r} is not supported"
+                    )
+            schema["patternProperties"] = {to_rust(parse(k)): v for k, v in patterns.items()}
 
 
-def _mend_pattern(pattern: str) -> str:
-    """Takes control characters out of negated classes without quotation marks or backslashes.
+def _keep_controls_out(tokens: list[Token]) -> list[Token]:
+    """Take control characters out of negated sets without quotation marks or backslashes.
 
-    The library lets these through, escaped, where the class has characters such as a line feed.
+    The library lets these two through, escaped, where a set has characters such as a line feed.
     """
-
-    def mend(found: re.Match[str]) -> str:
-        text = found[0]
-        if not text.startswith("[^"):
-            return text
-        with contextlib.suppress(re.error):
-            if re.fullmatch(text + "+", '"\\'):
-                return text
-        return "[^\\x00-\\x1f" + text[2:]
-
-    return _ATOM.sub(mend, pattern)
+    return [
+        Set((*token.parts, (0, 0x1F)), is_negated=True)
+        if isinstance(token, Set) and token.is_negated and not _has_quotes(token)
+        else token
+        for token in tokens
+    ]
 
 
-def _check_pattern(pattern: str) -> None:
-    """Refuses what means something else in Rust's regular expressions than in ECMAScript's."""
-    in_class, i = False, 0
-    while i < len(pattern):
-        found = _RUST_CLASS.match(pattern, i) if in_class else _RUST.match(pattern, i)
-        if found:
-            raise _refusal(
-                f"{found[0]!r} in the pattern {pattern[:80]!r}, which has another meaning here "
-                "than in ECMAScript, is not supported"
-            )
-        if pattern[i] == "\\":
-            i += 2
-            continue
-        if in_class:
-            in_class = pattern[i] != "]"
-        elif pattern[i] == "[":
-            in_class = True
-            i += pattern.startswith("^", i + 1)
-            if pattern.startswith("]", i + 1):  # an empty class there, a bracket here
-                raise _refusal(f"[] in the pattern {pattern[:80]!r} is not supported")
-        i += 1
+def _has_quotes(chars: Set) -> bool:
+    return all(any(a <= ord(char) <= b for a, b in chars.ranges) for char in '"\\')
 
 
 def _from_structural_tag(tag: Any, spec: GrammarSpec) -> str:
@@ -304,7 +261,6 @@ def _from_structural_tag(tag: Any, spec: GrammarSpec) -> str:
         trigger = next((t for t in tag["triggers"] if begin.startswith(t)), None)
         if trigger is None:
             raise _refusal(f"no trigger begins the tag {begin!r}")
-        check_depth(structure["schema"])
         tags.append(
             llguidance.StructTag(
                 trigger=trigger,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
-from octavo.device import check_memory
 from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output.base import (
@@ -22,13 +22,15 @@ from octavo.structured_output.base import (
     is_ebnf,
 )
 from octavo.structured_output.json_schema import parse_choices, parse_json
+from octavo.structured_output.regex import ebnf_literal, mend_ebnf, parse, to_ebnf, whole
+from octavo.structured_output.rewrite import rewrite
 from octavo.structured_output.vocabulary import Vocabulary
-from octavo.structured_output.xgrammar_schema import check_pattern, check_schema
+from octavo.structured_output.xgrammar_schema import check_repeats, prepare_schema
 
 # "[08:44:08] /project/cpp/grammar_parser.cc:820: EBNF parser error ..."
 _SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \S.*? is false: )?")
-# The library counts less than it takes, so the text's size counts as well.
-_NBYTES_PER_CHAR = 50
+# How UTF-8 would begin half of a surrogate pair, which the library lets through.
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class XGrammarBackend(GrammarBackend):
@@ -42,9 +44,12 @@ class XGrammarBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._not_after_ed = _pack(
+            [not 0xA0 <= t[0] <= 0xBF if t else True for t in vocabulary.token_bytes]
+        )
         self._compiler = xgrammar.GrammarCompiler(
             xgrammar.TokenizerInfo(
-                vocabulary.token_bytes,
+                [b"" if _SURROGATE.search(t) else t for t in vocabulary.token_bytes],
                 vocab_size=vocabulary.size,
                 stop_token_ids=vocabulary.stop_token_ids,
             ),
@@ -56,13 +61,13 @@ class XGrammarBackend(GrammarBackend):
         """See `GrammarBackend`."""
         try:
             grammar = self._compile(spec)
-        except GrammarError:
+        except (GrammarError, MemoryError):
             raise
         except Exception as error:  # the library's own are of many kinds
-            check_memory()
+            if "bad_alloc" in str(error):
+                raise MemoryError from None
             raise _refusal(str(error)) from None
-        nbytes = max(grammar.memory_size_bytes, _NBYTES_PER_CHAR * len(spec.text))
-        compiled = _Compiled(grammar, self._vocabulary, nbytes)
+        compiled = _Compiled(grammar, self._vocabulary, self._not_after_ed)
         check_satisfiable(compiled, self._vocabulary.size, self.name)
         return compiled
 
@@ -71,51 +76,66 @@ class XGrammarBackend(GrammarBackend):
         if spec.kind == "json_object":
             text = '{"type": "object"}'
         if spec.kind in ("json", "json_object"):
-            check_schema(parse_json(text))
+            schema = parse_json(text)
+            rewrite(schema, spec.additional_properties)
+            prepare_schema(schema)
+            text = json.dumps(schema, ensure_ascii=False)
             return compiler.compile_json_schema(text, any_whitespace=spec.any_whitespace)
         if spec.kind == "regex":
-            check_pattern(text)
-            return compiler.compile_regex(text)
+            return compiler.compile_grammar(_from_regex(text))
         if spec.kind == "choice":
-            literals = " | ".join(_literal(choice) for choice in parse_choices(text))
+            literals = " | ".join(ebnf_literal(choice) for choice in parse_choices(text))
             return compiler.compile_grammar("root ::= " + literals)
         if spec.kind == "grammar":
             if not is_ebnf(text):
                 raise _refusal("grammars are EBNF here; this one has no rule with ::=")
             check_ebnf(text)
-            return compiler.compile_grammar(text)
+            return compiler.compile_grammar(mend_ebnf(text))
         tag = parse_json(text)
-        _check_tag(tag)
+        _prepare_tag(tag, spec)
         if isinstance(tag, dict) and "structures" in tag:
             items = [
                 xgrammar.StructuralTagItem(begin=s["begin"], schema=s["schema"], end=s["end"])
                 for s in tag["structures"]
             ]
             return compiler.compile_structural_tag(items, tag["triggers"])
-        return compiler.compile_structural_tag(text)
+        return compiler.compile_structural_tag(json.dumps(tag, ensure_ascii=False))
 
 
 class _Compiled(CompiledGrammar):
     def __init__(
-        self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, nbytes: int
+        self,
+        grammar: xgrammar.CompiledGrammar,
+        vocabulary: Vocabulary,
+        not_after_ed: NDArray[np.int32],
     ) -> None:
-        self._grammar, self._vocabulary, self.nbytes = grammar, vocabulary, nbytes
+        self._grammar, self._vocabulary, self._not_after_ed = grammar, vocabulary, not_after_ed
         self.stop_token_ids = frozenset(vocabulary.stop_token_ids)
 
     def start(self) -> Grammar:
         """See `CompiledGrammar`."""
-        return _Grammar(xgrammar.GrammarMatcher(self._grammar), self._vocabulary)
+        return _Grammar(
+            xgrammar.GrammarMatcher(self._grammar), self._vocabulary, self._not_after_ed
+        )
 
 
 class _Grammar(Grammar):
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        matcher: xgrammar.GrammarMatcher,
+        vocabulary: Vocabulary,
+        not_after_ed: NDArray[np.int32],
+    ) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
+        self._not_after_ed = not_after_ed
         self._last: list[int] = []
 
     def accept_tokens(self, token_ids: Sequence[int]) -> int:
         """See `Grammar`."""
         for count, token in enumerate(token_ids):
-            if self._matcher.is_terminated() or not self._matcher.accept_token(token):
+            if self._matcher.is_terminated() or (self._is_after_ed and not self._may_follow(token)):
+                return count
+            if not self._matcher.accept_token(token):
                 return count
             self._last.append(token)
         return len(token_ids)
@@ -134,6 +154,16 @@ class _Grammar(Grammar):
                 row[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
             return
         self._matcher.fill_next_token_bitmask(row[np.newaxis])
+        if self._is_after_ed:
+            row &= self._not_after_ed
+
+    @property
+    def _is_after_ed(self) -> bool:
+        """Whether the text ends in the byte after which half of a surrogate pair could come."""
+        return bool(self._last) and self._vocabulary.token_bytes[self._last[-1]].endswith(b"\xed")
+
+    def _may_follow(self, token: int) -> bool:
+        return bool(self._not_after_ed[token // 32] >> token % 32 & 1)
 
     @property
     def is_terminated(self) -> bool:
@@ -152,25 +182,42 @@ class _Grammar(Grammar):
         return self._vocabulary.tokenize(text, before, most) if text else []
 
 
-def _literal(text: str) -> str:
-    """A string as EBNF writes it."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return (
-        '"' + "".join(c if c >= " " and c != "\x7f" else f"\\x{ord(c):02x}" for c in escaped) + '"'
-    )
+def _pack(flags: list[bool]) -> NDArray[np.int32]:
+    """Return a bitmask, as in `Grammar.fill_bitmask`."""
+    bits = np.zeros(-(-len(flags) // 32) * 32, np.bool_)
+    bits[: len(flags)] = flags
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _check_tag(tag: Any) -> None:
-    """Refuses a structural tag that has something in it which the library would ignore."""
+def _from_regex(pattern: str) -> str:
+    """Return the grammar of a regular expression.
+
+    The library's own reader has another syntax than the documented one.
+    """
+    tokens = whole(parse(pattern), pattern)
+    check_repeats(tokens, pattern)
+    return "root ::=" + to_ebnf(tokens)
+
+
+def _prepare_tag(tag: Any, spec: GrammarSpec) -> None:
+    """Write the regular expressions and grammars of a structural tag so that they are read right.
+
+    Raises:
+        GrammarError: it has something that the library would ignore.
+    """
     todo = [tag]
     while todo:
         value = todo.pop()
         if isinstance(value, dict):
             for key in ("schema", "json_schema"):
                 if isinstance(value.get(key), dict):
-                    check_schema(value[key])
+                    rewrite(value[key], spec.additional_properties)
+                    prepare_schema(value[key])
             if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
-                check_pattern(value["pattern"])
+                grammar = _from_regex(value.pop("pattern"))
+                value.update(type="grammar", grammar=grammar)
+            elif value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
+                value["grammar"] = mend_ebnf(value["grammar"])
             todo += [v for k, v in value.items() if k not in ("schema", "json_schema")]
         elif isinstance(value, list):
             todo += value

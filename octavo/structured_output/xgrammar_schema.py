@@ -17,6 +17,7 @@ from octavo.structured_output.json_schema import (
     counts_repeated,
     type_of,
 )
+from octavo.structured_output.regex import Mark, Set, Token, max_repeat, parse, to_xgrammar_pattern
 
 _NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _KEYWORDS: dict[str, frozenset[str]] = {
@@ -68,18 +69,12 @@ _FORMATS = frozenset(
 _MAX_MULTIPLE = 1000
 # In patterns; beyond 128 the library lets what is repeated before come again behind it.
 _MAX_REPEAT = 100
-# Patterns that match nothing which JSON would have to escape, the library does not: no quotation
-# mark, backslash or control character, not even within a range, a class or a wildcard.
-_ESCAPED = r"\\[dw!#$%&'()*+,./:;<=>?@\[\]^_`{|}~-]"
-_CLASS = (
-    rf"\[(?:[#-Z]-[#-Z]|[_-\U0010ffff]-[_-\U0010ffff]|{_ESCAPED}(?!-[^\]])|"
-    r"[ !#-Z_-\U0010ffff](?!-[^\]]))+\]"
-)
-_PLAIN_PATTERN = re.compile(rf"(?:[ !#-\-/-Z^-\U0010ffff]|{_ESCAPED}|{_CLASS})*")
+# What JSON has to escape, which the library does not do in patterns.
+_ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 
 
-def check_schema(schema: Any) -> None:
-    """Refuses a schema with something in it that xgrammar would not honour.
+def prepare_schema(schema: Any) -> None:
+    """Refuse a schema that xgrammar would not honour; write its patterns as xgrammar reads them.
 
     Raises:
         GrammarError: names the keyword.
@@ -98,48 +93,37 @@ def check_schema(schema: Any) -> None:
                 todo.append(inner)
 
 
-def check_pattern(pattern: str) -> None:
-    """Refuses a regular expression with something in it that xgrammar would not honour.
+def check_repeats(tokens: list[Token], pattern: str) -> None:
+    """Refuse a regular expression with more repeats than xgrammar counts.
 
     Raises:
         GrammarError: names it.
     """
-    in_class, i = False, 0
-    while i < len(pattern):
-        char = pattern[i]
-        if char == "\\":
-            i += 2
-            continue
-        if in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-        elif (char == "^" and i > 0) or (char == "$" and i < len(pattern) - 1):
-            raise _refusal(f"{char} inside of the regular expression {pattern[:80]!r}")
-        elif pattern.startswith(("(?=", "(?!", "(?<"), i):
-            raise _refusal(f"{pattern[i : i + 3]}...) in the regular expression {pattern[:80]!r}")
-        i += 1
-
-
-def _check_json_pattern(pattern: str) -> None:
-    """Refuses also what would come out unescaped in JSON."""
-    check_pattern(pattern)
-    if not _PLAIN_PATTERN.fullmatch(pattern):
-        raise _refusal(
-            f"the pattern {pattern[:80]!r}, which may match what JSON escapes (quotation marks, "
-            "backslashes, control characters)"
-        )
-    if _has_large_repeat(pattern):
+    if max_repeat(tokens) > _MAX_REPEAT:
         raise _refusal(f"more than {_MAX_REPEAT} repeats in the pattern {pattern[:80]!r}")
 
 
-def _has_large_repeat(pattern: str) -> bool:
-    return any(
-        len(number) > 6 or int(number) > _MAX_REPEAT
-        for numbers in re.findall(r"\{(\d+)(?:,(\d*))?\}", pattern)
-        for number in numbers
-        if number
-    )
+def _read_pattern(pattern: str) -> str:
+    """Return a pattern of a schema as the library reads it, without its `^` and `$`.
+
+    Raises:
+        GrammarError: the library would read it in another way, or not escape what it matches.
+    """
+    tokens = parse(pattern)
+    check_repeats(tokens, pattern)
+    inside = tokens[tokens[:1] == [Mark("^")] : len(tokens) - (tokens[-1:] == [Mark("$")])]
+    for mark in ("^", "$", "(?i)", "(?i:"):
+        if Mark(mark) in inside:
+            raise _refusal(f"{mark} inside of the regular expression {pattern[:80]!r}")
+    for token in inside:
+        if isinstance(token, Set) and any(
+            first <= b and a <= last for first, last in _ESCAPED for a, b in token.ranges
+        ):
+            raise _refusal(
+                f"the pattern {pattern[:80]!r}, which may match what JSON escapes (quotation "
+                "marks, backslashes, control characters)"
+            )
+    return "^" + to_xgrammar_pattern(inside) + "$"
 
 
 def _check(schema: dict[str, Any], root: Any) -> list[Any]:
@@ -206,7 +190,7 @@ def _check_combining(schema: dict[str, Any], key: str, root: Any) -> list[Any]:
         raise _refusal(f"{key} without schemas")
     if key == "allOf" and len(value) > 1:
         raise _refusal("allOf with several schemas")
-    if key == "oneOf" and not are_disjoint(value):
+    if key == "oneOf" and not are_disjoint(value, root):
         raise _refusal("oneOf whose schemas may hold at once")
     return value
 
@@ -228,7 +212,7 @@ def _check_string(schema: dict[str, Any]) -> None:
     if "pattern" in schema and "format" in schema:
         raise _refusal("format beside pattern")
     if isinstance(schema.get("pattern"), str):
-        _check_json_pattern(schema["pattern"])
+        schema["pattern"] = _read_pattern(schema["pattern"])
     if "format" in schema and schema["format"] not in _FORMATS:
         raise _refusal(f"the format {schema['format']!r}"[:100])
 
@@ -246,8 +230,8 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
     if patterns:
         if properties or len(patterns) > 1 or isinstance(additional, dict):
             raise _refusal("patternProperties beside other properties")
-        for pattern in patterns:
-            _check_json_pattern(pattern)
+        patterns = {_read_pattern(pattern): value for pattern, value in patterns.items()}
+        schema["patternProperties"] = patterns
     rest = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
     if "maxProperties" in schema and names is None and schema.keys().isdisjoint(rest):
         raise _refusal("maxProperties without properties")

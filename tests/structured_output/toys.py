@@ -68,7 +68,6 @@ class ToyGrammar(Grammar):
 
 
 class ToyCompiled(CompiledGrammar):
-    nbytes = 1000
     stop_token_ids = frozenset({STOP})
 
     def __init__(self, rule: Callable[[int], Sequence[int]]) -> None:
