@@ -25,6 +25,7 @@ from octavo.server.run import (
     check_tls,
     client_address,
     is_any_address,
+    log_host_check,
     prepare_process,
     serve_app,
 )
@@ -55,6 +56,7 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
             "anyone who can reach this machine can use the router; --host 127.0.0.1 restricts it "
             "to this machine, --api-key requires a key"
         )
+    log_host_check(config)
     with ExitStack() as stack:
         if config.uds is None:
             listener = bind(config.host, config.port)

@@ -85,6 +85,7 @@ def run_server(
             "anyone who can reach this machine can use the server; --host 127.0.0.1 restricts it "
             "to this machine, --api-key requires a key"
         )
+    log_host_check(config)
     with (
         bind(config.host, config.port) if config.uds is None else bind_unix(config.uds) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -211,18 +212,22 @@ def _url(config: ServerConfig, listener: socket.socket, host: str) -> str:
     return f"{scheme}://{shown}:{listener.getsockname()[1]}"
 
 
+def log_host_check(config: ServerConfig) -> None:
+    """Log if requests to all names are answered."""
+    if config.uds is None and AllowedHosts(config).all_names:
+        logger.info(
+            "the Host header is not checked: a web page that has its own name point at this "
+            "machine could reach the server through a visitor's browser; --allowed-hosts NAME "
+            "answers to that name only"
+        )
+
+
 def _log_ready(state: ServerState, listener: socket.socket) -> None:
     """Log that the model is loaded, and how it can be used."""
     config, name = state.config, state.model_names[0]
     if config.uds is not None:
         logger.info("ready: %s at %s", name, address_of(config, listener))
         return
-    if AllowedHosts(config).all_names:
-        logger.info(
-            "the Host header is not checked: a web page that has its own name point at this "
-            "machine could reach the server through a visitor's browser; --allowed-hosts NAME "
-            "answers to that name only"
-        )
     address = client_address(config, listener)
     documentation = "" if config.disable_fastapi_docs else f"documentation: {address}/docs; "
     logger.info("%schat: octavo chat --url %s/v1", documentation, address)
