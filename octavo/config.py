@@ -444,7 +444,7 @@ class ParallelConfig(Section, frozen=True):
         Meta(
             description="Where an engine's workers compute. uni: in its own process; mp: each in a"
             " process of its own, on this machine (Linux); ray: each in an actor of a Ray cluster"
-            " (pip install 'octavo[ray]'); or module and name, with a dot between, of an Executor"
+            " (pip install ray); or module and name, with a dot between, of an Executor"
             " of one's own. Default: uni for one worker, mp for more."
         ),
     ] = None

@@ -77,7 +77,7 @@ def example(field):
         return ["7777" if "batched" in field.name else "77"], (
             7777 if "batched" in field.name else 77
         )
-    if field.name == "default_chat_template_kwargs":
+    if field.name in ("default_chat_template_kwargs", "hf_overrides"):
         return ['{"a": 1}'], {"a": 1}
     if field.name == "distributed_executor_backend":
         return ["mp"], "mp"

@@ -78,7 +78,7 @@ def _make_random(folder: Path) -> None:
     except ModuleNotFoundError as error:
         raise CompareError(
             f"Making the models {', '.join(missing)} needs {error.name}; install it "
-            "(pip install 'octavo[dev]')."
+            "(pip install '.[dev]')."
         ) from None
 
     for name in missing:

@@ -54,7 +54,7 @@ def check(path: str | Path) -> None:
     except ImportError:
         raise BenchError(
             "Plots need matplotlib, which is not installed; install it with "
-            "`pip install octavo[bench]`."
+            "`pip install matplotlib`."
         ) from None
 
 

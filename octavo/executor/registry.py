@@ -34,7 +34,7 @@ def get_executor_class(config: EngineConfig) -> type[Any]:
     if backend == "ray":
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(
-                "distributed_executor_backend=ray needs Ray: pip install 'octavo[ray]'; or use mp, "
+                "distributed_executor_backend=ray needs Ray: pip install ray; or use mp, "
                 "which starts the workers on this machine."
             )
         from octavo.executor.ray import RayExecutor

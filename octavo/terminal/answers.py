@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,7 @@ class Source(Protocol):
     """Its name."""
     usage: Usage | None
     """Tokens of the latest answer as far as they are known."""
-    defaults: Mapping[str, Any]
+    defaults: dict[str, Any]
     """The model's own sampling parameters by name, as far as they are known."""
 
     def chat(self, messages: Sequence[Message], params: dict[str, Any]) -> Iterator[str]:

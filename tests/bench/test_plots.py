@@ -316,7 +316,7 @@ def test_other_formats(name):
 
 def test_matplotlib_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BenchError, match=r"pip install octavo\[bench\]"):
+    with pytest.raises(BenchError, match=r"pip install matplotlib"):
         plots.check("a.png")
 
 

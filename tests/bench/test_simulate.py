@@ -125,7 +125,7 @@ def test_a_picture(times, tmp_path):
         (["--step-times", "/nowhere"], 1, "--step-times /nowhere cannot be read"),
         (["--plot", "a.pdf"], 1, "--plot a.pdf"),
         (["--speculative-config.method", "ngram"], 2, "speculative_config"),
-        (["-pp", "2"], 2, "pipeline_parallel_size=2"),
+        (["-pp", "2"], 2, "--pipeline-parallel-size=2"),
         (["--random-input-len", "600"], 1, "No request can be served"),
     ],
 )

@@ -303,15 +303,15 @@ def test_streams_outlive_a_stage(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["-tp", "99"], r"tensor_parallel_size=99 is more than the \d+ attention heads"),
-        (["-pp", "2", "--pipeline-layers", "1,1"], "pipeline_layers='1,1' has 2 stages with 2 la"),
-        (["-pp", "3", "--pipeline-layers", "1,1"], "pipeline_layers='1,1' is for 2 stages, and"),
+        (["-tp", "99"], r"--tensor-parallel-size=99 is more than the \d+ attention heads"),
+        (["-pp", "2", "--pipeline-layers", "1,1"], "--pipeline-layers='1,1' has 2 stages with 2 la"),
+        (["-pp", "3", "--pipeline-layers", "1,1"], "--pipeline-layers='1,1' is for 2 stages, and"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_before_the_server_listens(flags, said, tmp_path):
     with pytest.raises(AssertionError, match=said), harness.serve(tmp_path, *flags):
         pass
-    assert "listening" not in (tmp_path / "server.log").read_text()
+    assert "loading" not in (tmp_path / "server.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_external(tmp_path):
             time.sleep(0.01)
         assert reasons == {"starting engine 5 again"}
         lines = server.log.read_text().splitlines()
-        assert all("engine=5" in line for line in lines if "model ready" in line)
+        assert all("engine=5" in line for line in lines if "model loaded" in line)
         assert any("engine=5" in line for line in lines if "another one was ready" in line)
 
 
@@ -36,5 +36,5 @@ def test_hybrid(tmp_path):
     with harness.serve(tmp_path, *flags) as server:
         assert server.post("/v1/completions", BODY).status_code == 200
         assert sorted(engines_shown(server, "octavo:num_requests_running")) == ["2", "3"]
-        lines = [line for line in server.log.read_text().splitlines() if "model ready" in line]
+        lines = [line for line in server.log.read_text().splitlines() if "model loaded" in line]
         assert sorted(line.split("engine=")[1][0] for line in lines) == ["2", "3"]

@@ -256,7 +256,9 @@ def test_client_commands(server):
     assert len(chat.stdout) > 10
     complete = octavo("complete", "-q", "Once upon a time", *limits)
     assert len(complete.stdout) > 10
-    for figures in (chat.stderr, complete.stderr):
+    *model, _ = complete.stderr.splitlines(keepends=True)
+    assert model == ["octavo/stories continues the text.\n"]
+    for figures in (chat.stderr, complete.stderr.removeprefix(*model)):
         assert re.fullmatch(r"\[12 tokens \| first token .* prompt tokens cached\]\n", figures)
 
 

@@ -25,7 +25,7 @@ from octavo.worker.memory import Scratch
 from octavo.worker.setup import WorkerSetup
 from tests.executor.test_multiproc import FAKES, PATH, SPEC, gone, run, work
 
-ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'octavo[ray]')")
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 

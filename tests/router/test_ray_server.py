@@ -9,7 +9,7 @@ import pytest
 from tests.e2e import harness
 from tests.e2e.test_router import PROMPTS, SIZE, answers, wait_for_servers
 
-ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'octavo[ray]')")
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
 
 
 def servers(key):
