@@ -121,13 +121,14 @@ class Usage(Answer):
 
 
 class PerRequestMetrics(Answer):
-    """With --enable-per-request-metrics: times of the request, null where one is not known."""
+    """With --enable-per-request-metrics: times of the request, null (in a stream: left out)
+    where one is not known."""
 
-    time_to_first_token_ms: float | None
-    generation_time_ms: float | None
-    queue_time_ms: float | None
-    mean_itl_ms: float | None
-    tokens_per_second: float | None
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    tokens_per_second: float | None = None
 
 
 class Envelope(Answer):

@@ -252,7 +252,8 @@ class Generation(ABC, Generic[B]):
             last = b'],"usage":' + encode(self.usage.to_dict())
             if self._times is not None:
                 metrics = metrics_json(self._times, self.usage.completion_tokens)
-                last += b',"metrics":' + encode(metrics)
+                # A chunk has no nulls: what is not known is left out, as vLLM does.
+                last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
             yield [head + last + b"}\n\n"]
 
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:

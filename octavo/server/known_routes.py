@@ -42,7 +42,9 @@ ELSEWHERE: Mapping[str, str] = {
         "/generative_scoring",
     ),
     **_all(
-        "use structured_outputs or response_format with POST /v1/chat/completions", "/v1/systemone"
+        "use structured_outputs or response_format with POST /v1/chat/completions",
+        "/v1/systemone",
+        "/v1/decisions",
     ),
     **_all(
         "models take text only here",

@@ -863,6 +863,8 @@ def test_metrics_of_each_request():
             *others, last = await events(await ask(stream=True, max_tokens=3, **usage))
             assert json.loads(last)["metrics"]["generation_time_ms"] >= 0
             assert not any("metrics" in json.loads(chunk) for chunk in others)
+            *_, last = await events(await ask(stream=True, max_tokens=1, **usage))
+            assert "mean_itl_ms" not in json.loads(last)["metrics"]
 
     with_server(scenario, enable_per_request_metrics=True)
     times = RequestMetrics(10.0, 10.5, 11.0, 13.0)
