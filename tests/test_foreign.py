@@ -108,7 +108,13 @@ def test_every_refusal_is_one_sentence_that_names_no_other_program():
         ),
         ({"kv_offloading_size": 0}, {}),
         (
-            {"structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": False}},
+            {
+                "structured_outputs_config": {
+                    "backend": "guidance",
+                    "disable_any_whitespace": False,
+                    "disable_additional_properties": True,
+                }
+            },
             {"guided_decoding_backend": "llguidance"},
         ),
         (
