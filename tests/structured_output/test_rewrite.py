@@ -37,6 +37,9 @@ EXACT = [
     {"not": {}},
     {"oneOf": [{"type": "string", "minLength": 1}, {"type": "string", "maxLength": 2}]},
     {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], **OBJECT},
+    {"oneOf": [True, True, {"type": "string"}]},
+    {"oneOf": [True, {"type": "string"}, False]},
+    {"type": "array", "maxItems": 2.0, "uniqueItems": False, "then": False, "maxContains": 0},
     {"oneOf": [{"type": "number"}, {"type": ["number", "null"]}, {"type": "string"}]},
     {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": {
         kind: {"properties": {"a": {"const": kind}}, "required": ["a"], "type": "object"}
