@@ -6,10 +6,12 @@
 one with the Berkeley function-calling data (`BFCL_*.json`, `answers_*.json`), `--schemas` one with
 schemas: plain ones, those of JSONSchemaBench (`json_schema`), or with tests (`schema`, `tests`).
 
-Each schema is compiled. Instances, as compact and as spaced JSON, are fed to the grammar token by
-token: what is invalid and accepted is wrongly accepted, what is valid and accepted in neither form
-wrongly refused. Then random tokens that the mask allows are taken until the grammar ends: a text
-that `jsonschema` refuses was wrongly accepted, too. Prints a report in Markdown.
+Each schema is compiled: functions as by default, others by their letter, so with additional
+properties. Instances, as compact and as
+spaced JSON, are fed to the grammar token by token: what is invalid and accepted is wrongly
+accepted, what is valid and accepted in neither form wrongly refused. Then random tokens that the
+mask allows are taken until the grammar ends: a text that `jsonschema` refuses was wrongly accepted,
+too. Prints a report in Markdown.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from octavo.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from octavo.structured_output.vocabulary import Vocabulary
 
-BACKENDS = ("auto", "xgrammar", "llguidance")
+BACKENDS = ("auto", "llguidance", "xgrammar")
 VALIDATORS: dict[str, Any] = {
     "draft4": jsonschema.Draft4Validator,
     "draft6": jsonschema.Draft6Validator,
@@ -69,6 +71,8 @@ class Case:
     draft: str
     formats: bool = False
     """Whether formats are more than notes."""
+    additional_properties: bool = True
+    """Whether properties may come that the schema does not name; else as by default."""
 
     def errors(self, value: Any) -> list[str] | None:
         """The keywords that an instance violates, by `jsonschema`; None: it cannot tell."""
@@ -166,7 +170,9 @@ def read_functions(folder: Path) -> Iterator[Case]:
                 schema = _json_types(function["parameters"])
                 case = Case("functions", f"{row['id']} {function['name']}", schema, [], LATEST)
                 known = [(v, case.errors(v) == []) for v in answers[row["id"], function["name"]]]
-                yield Case(case.group, case.name, schema, known, LATEST)
+                yield Case(
+                    case.group, case.name, schema, known, LATEST, additional_properties=False
+                )
 
 
 def _first(values: Any) -> Any:
@@ -255,7 +261,8 @@ class Judge:
         return result
 
     def _compile(self, case: Case, result: Result) -> CompiledGrammar | None:
-        spec = GrammarSpec("json", json.dumps(case.schema, ensure_ascii=False))
+        text = json.dumps(case.schema, ensure_ascii=False)
+        spec = GrammarSpec("json", text, additional_properties=case.additional_properties)
         begin = time.perf_counter()
         try:
             compiled = self._backend.compile(spec)
@@ -437,8 +444,8 @@ def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[st
     tokenizer = Tokenizer.from_folder(path)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
     made: dict[str, GrammarBackend] = {
-        "xgrammar": XGrammarBackend(vocabulary),
         "llguidance": LLGuidanceBackend(vocabulary),
+        "xgrammar": XGrammarBackend(vocabulary),
     }
     made["auto"] = Auto(list(made.values()))
     return vocabulary, {name: made[name] for name in names}

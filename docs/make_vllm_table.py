@@ -189,8 +189,9 @@ def flag_status(words: list[str]) -> str:
     if name in SPECULATIVE:
         return f"the same: `{SPECULATIVE[name]}` of `speculative_config`"
     if name in SECTIONS:
-        key, setting, _ = SECTIONS[name]
-        return f"`{key}` is `{setting}`; other keys are refused"
+        key, setting, harmless = SECTIONS[name]
+        allowed = "".join(f", `{k}` may be `{str(v).lower()}`" for k, v in harmless.items())
+        return f"`{key}` is `{setting}`{allowed}; other keys are refused"
     if name in RENAMED:
         return f"`{RENAMED[name]}`"
     if name not in FOREIGN:

@@ -173,6 +173,13 @@ class ModelConfig(Section, frozen=True):
             "first that supports the request."
         ),
     ] = "auto"
+    guided_decoding_additional_properties: Annotated[
+        bool,
+        Meta(
+            description="Let JSON have properties and items that its schema neither names nor"
+            " forbids, as JSON schema allows; default: as in vLLM, only those it names."
+        ),
+    ] = False
     enable_prompt_embeds: Annotated[
         bool, Meta(description="Accept embeddings as prompts (prompt_embeds).")
     ] = False

@@ -579,7 +579,11 @@ DRAFT = {
 """Parts of speculative_config that only vLLM has."""
 
 SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "structured_outputs_config": ("backend", "guided_decoding_backend", {}),
+    "structured_outputs_config": (
+        "backend",
+        "guided_decoding_backend",
+        {"disable_additional_properties": True},
+    ),
     "profiler_config": ("torch_profiler_dir", "profiler_dir", {"profiler": "torch"}),
 }
 """Groups of settings of which one has a meaning here: its key, its name, and harmless others."""

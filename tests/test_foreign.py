@@ -221,7 +221,13 @@ def test_settings_that_share_a_reason_share_a_topic():
         ),
         ({"kv_offloading_size": 0}, {}),
         (
-            {"structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": False}},
+            {
+                "structured_outputs_config": {
+                    "backend": "guidance",
+                    "disable_any_whitespace": False,
+                    "disable_additional_properties": True,
+                }
+            },
             {"guided_decoding_backend": "llguidance"},
         ),
         (

@@ -27,6 +27,7 @@ def make_core_params(
     all_stop_token_ids: Collection[int] = (),
     bad_words_token_ids: Sequence[Sequence[int]] = (),
     grammar_backend: GrammarBackendName = "auto",
+    additional_properties: bool = False,
 ) -> CoreSamplingParams:
     """Completes and packs the parameters of one request.
 
@@ -38,6 +39,7 @@ def make_core_params(
         all_stop_token_ids: every token that ends the answer.
         bad_words_token_ids: `params.bad_words` as token sequences, none empty.
         grammar_backend: for a request that names none.
+        additional_properties: of JSON that follows a schema, as in `GrammarSpec`.
     """
     bias, wanted = params.logit_bias, params.structured_outputs
     return CoreSamplingParams(
@@ -69,14 +71,18 @@ def make_core_params(
             np.fromiter(bias.values(), np.float32).tobytes(),
         ),
         bad_words=_pack(bad_words_token_ids) if bad_words_token_ids else None,
-        grammar=None if wanted is None else _grammar_spec(wanted, grammar_backend),
+        grammar=None
+        if wanted is None
+        else _grammar_spec(wanted, grammar_backend, additional_properties),
         extra_args={k: v for k, v in (params.extra_args or {}).items() if k != KV_TRANSFER_PARAMS}
         or None,
     )
 
 
 def _grammar_spec(
-    wanted: StructuredOutputsParams, default_backend: GrammarBackendName
+    wanted: StructuredOutputsParams,
+    default_backend: GrammarBackendName,
+    additional_properties: bool,
 ) -> GrammarSpec:
     kind = wanted.kind
     given = getattr(wanted, kind)
@@ -86,6 +92,7 @@ def _grammar_spec(
         "" if kind == "json_object" else text,
         default_backend if wanted.backend == "auto" else wanted.backend,
         any_whitespace=not wanted.disable_any_whitespace,
+        additional_properties=additional_properties,
     )
 
 

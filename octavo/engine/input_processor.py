@@ -82,8 +82,8 @@ class InputProcessor:
     """Checks and completes requests for one model.
 
     Args:
-        model_config: `max_logprobs`, `seed`, `guided_decoding_backend` and `enable_prompt_embeds`
-            are used.
+        model_config: `max_logprobs`, `seed`, `guided_decoding_backend`,
+            `guided_decoding_additional_properties` and `enable_prompt_embeds` are used.
         spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
         tokenizer: None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
@@ -103,6 +103,7 @@ class InputProcessor:
         self._max_logprobs = model_config.max_logprobs
         self._seed = model_config.seed
         self._grammar_backend = model_config.guided_decoding_backend
+        self._additional_properties = model_config.guided_decoding_additional_properties
         self._enable_prompt_embeds = model_config.enable_prompt_embeds
         eos = set(spec.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -183,6 +184,7 @@ class InputProcessor:
                 all_stop_token_ids=stop_ids,
                 bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
                 grammar_backend=self._grammar_backend,
+                additional_properties=self._additional_properties,
             ),
             arrival_time=arrival_time,
             cache_salt=_join_salts(cache_salt, salt),

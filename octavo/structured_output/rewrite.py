@@ -21,7 +21,7 @@ from octavo.structured_output.json_schema import (
 FORMATS = frozenset(
     {
         *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
-        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+        *("uri", "uri-reference", "uri-template"),
     }
 )
 """Formats that are checked; all others are annotations."""
@@ -44,6 +44,9 @@ _BOUNDS = {
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
+_COUNTS = tuple(
+    f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
+)
 _CONSTRAINTS = frozenset(
     {
         *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const"),
@@ -97,8 +100,7 @@ class _Rewriter:
     def run(self) -> None:
         """Rewrite all schemas of the document."""
         for schema in self._schemas:
-            if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
-                del schema["format"]
+            _simplify(schema)
         for schema in self._schemas:
             self._rewrite(schema)
 
@@ -130,10 +132,10 @@ class _Rewriter:
         if self._is_evaluated:
             raise _NotExactError
         alternatives = []
-        for branch in branches:
+        for i, branch in enumerate(branches):
             parts: list[Any] = [branch]
-            for other in branches:
-                if other is not branch and not are_disjoint([branch, other], self._root):
+            for other in branches[:i] + branches[i + 1 :]:
+                if not are_disjoint([branch, other], self._root):
                     parts.append(_any_of(self._negate(other)))
             alternatives.append({"allOf": parts} if len(parts) > 1 else branch)
         return [alternatives]
@@ -243,6 +245,22 @@ _METHODS = {
     **dict.fromkeys(_DEPENDENT, "_dependent"),
 }
 _REMOVED = {"if": ("if", "then", "else"), "contains": ("contains", "minContains")}
+
+
+def _simplify(schema: dict[str, Any]) -> None:
+    """Take out of a schema what says nothing, and write whole numbers as such."""
+    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        del schema["format"]
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    for keyword, names in (("if", ("then", "else")), ("contains", ("minContains", "maxContains"))):
+        if keyword not in schema:
+            for name in names:
+                schema.pop(name, None)
+    for name in _COUNTS:
+        value = schema.get(name)
+        if isinstance(value, float) and value.is_integer():
+            schema[name] = int(value)
 
 
 def _but(*types: str) -> dict[str, Any]:

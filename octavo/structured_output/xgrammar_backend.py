@@ -25,7 +25,7 @@ from octavo.structured_output.json_schema import parse_choices, parse_json
 from octavo.structured_output.regex import ebnf_literal, mend_ebnf, parse, to_ebnf, whole
 from octavo.structured_output.rewrite import rewrite
 from octavo.structured_output.vocabulary import Vocabulary
-from octavo.structured_output.xgrammar_schema import check_repeats, prepare_schema
+from octavo.structured_output.xgrammar_schema import prepare_schema
 
 # "[08:44:08] /project/cpp/grammar_parser.cc:820: EBNF parser error ..."
 _SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \S.*? is false: )?")
@@ -194,9 +194,7 @@ def _from_regex(pattern: str) -> str:
 
     The library's own reader has another syntax than the documented one.
     """
-    tokens = whole(parse(pattern), pattern)
-    check_repeats(tokens, pattern)
-    return "root ::=" + to_ebnf(tokens)
+    return "root ::=" + to_ebnf(whole(parse(pattern), pattern))
 
 
 def _prepare_tag(tag: Any, spec: GrammarSpec) -> None:

@@ -17,7 +17,7 @@ from octavo.structured_output.json_schema import (
     counts_repeated,
     type_of,
 )
-from octavo.structured_output.regex import Mark, Set, Token, max_repeat, parse, to_xgrammar_pattern
+from octavo.structured_output.regex import Mark, Set, max_repeat, parse, to_xgrammar_pattern
 
 _NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _KEYWORDS: dict[str, frozenset[str]] = {
@@ -93,16 +93,6 @@ def prepare_schema(schema: Any) -> None:
                 todo.append(inner)
 
 
-def check_repeats(tokens: list[Token], pattern: str) -> None:
-    """Refuse a regular expression with more repeats than xgrammar counts.
-
-    Raises:
-        GrammarError: names it.
-    """
-    if max_repeat(tokens) > _MAX_REPEAT:
-        raise _refusal(f"more than {_MAX_REPEAT} repeats in the pattern {pattern[:80]!r}")
-
-
 def _read_pattern(pattern: str) -> str:
     """Return a pattern of a schema as the library reads it, without its `^` and `$`.
 
@@ -110,7 +100,8 @@ def _read_pattern(pattern: str) -> str:
         GrammarError: the library would read it in another way, or not escape what it matches.
     """
     tokens = parse(pattern)
-    check_repeats(tokens, pattern)
+    if max_repeat(tokens) > _MAX_REPEAT:
+        raise _refusal(f"more than {_MAX_REPEAT} repeats in the pattern {pattern[:80]!r}")
     inside = tokens[tokens[:1] == [Mark("^")] : len(tokens) - (tokens[-1:] == [Mark("$")])]
     for mark in ("^", "$", "(?i)", "(?i:"):
         if Mark(mark) in inside:

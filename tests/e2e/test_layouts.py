@@ -304,7 +304,10 @@ def test_streams_outlive_a_stage(tmp_path):
     ("flags", "said"),
     [
         (["-tp", "99"], r"--tensor-parallel-size=99 is more than the \d+ attention heads"),
-        (["-pp", "2", "--pipeline-layers", "1,1"], "--pipeline-layers='1,1' has 2 stages with 2 la"),
+        (
+            ["-pp", "2", "--pipeline-layers", "1,1"],
+            "--pipeline-layers='1,1' has 2 stages with 2 la",
+        ),
         (["-pp", "3", "--pipeline-layers", "1,1"], "--pipeline-layers='1,1' is for 2 stages, and"),
     ],
 )

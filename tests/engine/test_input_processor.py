@@ -622,3 +622,11 @@ def test_a_prompt_may_name_its_scope():
             salt(prompt)
     with pytest.raises(RequestError, match="and they differ"):
         salt({"prompt": "a", "cache_salt": "mine"}, cache_salt="other")
+
+
+def test_additional_properties_are_a_setting():
+    wanted = StructuredOutputsParams(json={})
+    for allowed in (False, True):
+        processor = make(guided_decoding_additional_properties=allowed)
+        grammar = params_of(structured_outputs=wanted, processor=processor).grammar
+        assert grammar == GrammarSpec("json", "{}", additional_properties=allowed)
