@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 5.0
 """Processor time that compiling one grammar may take."""
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 9.0
 """A grammar that is not there after so long, however busy the machine is, is given up."""
 COMPILE_NBYTES = 192 * 2**20
 """Address space that compiling and matching one grammar may take."""

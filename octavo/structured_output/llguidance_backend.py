@@ -173,7 +173,8 @@ def _source(spec: GrammarSpec) -> str:
         literals = " | ".join(
             json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in choices
         )
-        return LLMatcher.grammar_from_lark("start: " + literals)
+        # One terminal, since a rule with thousands of them exceeds the parser's limits.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + literals)
     if spec.kind == "grammar":
         if is_ebnf(spec.text):
             check_ebnf(spec.text)

@@ -99,6 +99,13 @@ def test_a_grammar_allows_what_it_says(backend, name):
     assert not accepts(compiled, wrong)
 
 
+def test_thousands_of_choices_that_begin_alike_are_matched(backend):
+    choices = [f"the choice with the number {i}" for i in range(3000)]
+    compiled = ALL_BYTES[backend.name].compile(GrammarSpec("choice", json.dumps(choices)))
+    assert accepts(compiled, choices[2999])
+    assert not accepts(compiled, "the choice with the number 3000")
+
+
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_model_s_tokens_spell_it(backend, vocabulary, tokenizer, name):
     kind, text, right, wrong = GRAMMARS[name]
