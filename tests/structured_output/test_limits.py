@@ -142,7 +142,7 @@ def test_large_grammars_are_counted_quickly():
         began = time.process_time()
         with contextlib.suppress(GrammarError):
             check_size(spec)
-        assert time.process_time() - began < 0.15, name  # about 10 ms
+        assert time.process_time() - began < 3.0, name  # about 10 ms; hours if it were quadratic
 
 
 @pytest.mark.parametrize(
