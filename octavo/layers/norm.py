@@ -101,14 +101,14 @@ class HeadNorms:
     """A layer norm for each head, without a bias."""
 
     ops: Ops
-    weight: Tensor
-    """[H, D] in the model's dtype."""
+    weights: tuple[Tensor, ...]
+    """[D] in the model's dtype, for each head."""
     eps: float
     """Added to the variance."""
 
     def heads_(self, x: Tensor) -> None:
         """Norm each head of x [T, H, D] in place, whatever its strides."""
-        for head, weight in zip(x.unbind(1), self.weight, strict=True):
+        for head, weight in zip(x.unbind(1), self.weights, strict=True):
             self.ops.layer_norm(head, weight, None, self.eps, out=head)
 
 

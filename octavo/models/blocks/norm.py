@@ -94,7 +94,7 @@ class HeadNormsSpec:
         """The live block."""
         from octavo.layers.norm import HeadNorms
 
-        return HeadNorms(parts.ops, parts.tensor("weight"), self.eps)
+        return HeadNorms(parts.ops, parts.tensor("weight").unbind(), self.eps)
 
 
 NormSpec = RMSNormSpec | LayerNormSpec
