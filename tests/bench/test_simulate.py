@@ -124,7 +124,7 @@ def test_a_picture(times, tmp_path):
         (["--slo", "speed:1"], 1, "--slo 'speed:1'"),
         (["--step-times", "/nowhere"], 1, "--step-times /nowhere cannot be read"),
         (["--plot", "a.pdf"], 1, "--plot a.pdf"),
-        (["--speculative-config.method", "ngram"], 2, "speculative_config"),
+        (["--speculative-config.method", "ngram"], 2, "--speculative-config"),
         (["-pp", "2"], 2, "--pipeline-parallel-size=2"),
         (["--random-input-len", "600"], 1, "No request can be served"),
     ],
