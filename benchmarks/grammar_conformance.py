@@ -7,11 +7,10 @@ one with the Berkeley function-calling data (`BFCL_*.json`, `answers_*.json`), `
 schemas: plain ones, those of JSONSchemaBench (`json_schema`), or with tests (`schema`, `tests`).
 
 Each schema is compiled: functions as by default, others by their letter, so with additional
-properties. Instances, as compact and as
-spaced JSON, are fed to the grammar token by token: what is invalid and accepted is wrongly
-accepted, what is valid and accepted in neither form wrongly refused. Then random tokens that the
-mask allows are taken until the grammar ends: a text that `jsonschema` refuses was wrongly accepted,
-too. Prints a report in Markdown.
+properties. Instances, as compact and as spaced JSON, are fed to the grammar token by token: what is
+invalid and accepted is wrongly accepted, what is valid and accepted in neither form wrongly
+refused. Then random tokens that the mask allows are taken until the grammar ends: a text that
+`jsonschema` refuses was wrongly accepted, too. Prints a report in Markdown.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ _NAMING = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 # Most alternatives of one schema, all its rewritten keywords multiplied, and most new schemas.
 _MAX_ALTERNATIVES, _MAX_SCHEMAS = 64, 5000
+# Most characters of the texts of a negated enum: the opposite is a nested regular expression.
+_MAX_CHARS = 300
 # Most positions at which the item of `contains` may be.
 _MAX_POSITIONS = 16
 
@@ -314,6 +316,8 @@ def _negate_values(values: Any) -> list[Any]:
             kinds.add("boolean")
         elif not isinstance(value, str):
             raise _NotExactError
+    if sum(map(len, texts)) > _MAX_CHARS:
+        raise _NotExactError
     if texts:
         kinds.add("string")
         found.append({"type": "string", "pattern": _pattern_of_others(texts)})
@@ -360,7 +364,7 @@ def _settle_additional(root: dict[str, Any], allowed: bool) -> None:
         todo.append(refer(schema.get("$ref"), root))
         if id(schema) in joined:
             continue
-        parts = [schema] if _is_choice(schema) else _in_place(schema, root)
+        parts = [schema] if _is_choice(schema) else _in_place([schema], root)
         if any(isinstance(p.get(k), dict) for p in parts for k in _NAMING):
             _settle_properties(schema, parts, allowed)
         if isinstance(schema.get("prefixItems"), list) and schema.keys().isdisjoint(
@@ -398,22 +402,25 @@ def _settle_properties(schema: dict[str, Any], parts: list[Any], allowed: bool) 
         schema["additionalProperties"] = allowed
 
 
-def _in_place(schema: Any, root: Any) -> list[Any]:
-    """Return a schema and all that speak of the same value."""
-    found, todo, seen = list[Any](), [schema], set[int]()
+def _in_place(todo: list[Any], root: Any) -> list[Any]:
+    """Return schemas and all that speak of the same values as they do."""
+    found, todo, seen = list[Any](), list(todo), set[int]()
     while todo:
         part = todo.pop()
-        if id(part) in seen or not isinstance(part, dict):
-            continue
-        seen.add(id(part))
-        found.append(part)
-        for keyword in _IN_PLACE:
-            todo += part.get(keyword) or []
-        todo += [part[k] for k in ("if", "then", "else", "not") if k in part]
-        if isinstance(part.get("dependentSchemas"), dict):
-            todo += part["dependentSchemas"].values()
-        todo.append(refer(part.get("$ref"), root))
+        if id(part) not in seen and isinstance(part, dict):
+            seen.add(id(part))
+            found.append(part)
+            todo += _beside(part, root)
     return found
+
+
+def _beside(schema: dict[str, Any], root: Any) -> list[Any]:
+    """Return the schemas in a schema that speak of the same value."""
+    found = [inner for keyword in _IN_PLACE for inner in schema.get(keyword) or []]
+    found += [schema[k] for k in ("if", "then", "else", "not") if k in schema]
+    if isinstance(schema.get("dependentSchemas"), dict):
+        found += schema["dependentSchemas"].values()
+    return [*found, refer(schema.get("$ref"), root)]
 
 
 def _is_choice(schema: dict[str, Any]) -> bool:
@@ -430,8 +437,8 @@ def combined(root: Any) -> list[Any]:
     found = list[Any]()
     for schema in schemas_of(root):
         if not _is_choice(schema):
-            found += _in_place(schema, root)[1:]
-    return found
+            found += _beside(schema, root)
+    return _in_place(found, root)
 
 
 def _joined(root: dict[str, Any]) -> set[int]:
