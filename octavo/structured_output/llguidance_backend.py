@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +39,12 @@ if TYPE_CHECKING:
 
 # States of a lexer take 1 to 2 kB each.
 _MAX_LEXER_STATES = 25_000
+# Of the parser at one place of a text: each optional property that may come takes 4.
+_MAX_ITEMS = 5_000
 # Keywords of old drafts that the library does not know.
 _IGNORED = ("divisibleBy", "extends", "disallow")
+
+_WIDE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8})")
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -56,7 +62,7 @@ class LLGuidanceBackend(GrammarBackend):
             llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=vocabulary.stop_token_ids
         )
         self._limits = llguidance.LLParserLimits(
-            max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+            max_items_in_row=_MAX_ITEMS, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
         )
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -178,6 +184,9 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind == "grammar":
         if is_ebnf(spec.text):
             check_ebnf(spec.text)
+            if found := _WIDE_ESCAPE.search(spec.text):
+                # The library drops leading zeros and then reads digits that follow.
+                raise _refusal(f"the escape {found[1]} is not supported; write the character")
             return str(llguidance.grammar_from("grammar", spec.text))
         return LLMatcher.grammar_from_lark(spec.text)
     return _from_structural_tag(parse_json(spec.text), spec)
@@ -188,6 +197,7 @@ def _from_schema(text: str, spec: GrammarSpec) -> str:
     rewrite(schema, spec.additional_properties)
     _check_schema(schema)
     _mend(schema)
+    _check_bounds(schema)
     overrides: JsonCompileOptions = {"lenient": False}
     if not spec.any_whitespace:
         overrides["whitespace_flexible"] = False
@@ -208,6 +218,31 @@ def _check_schema(root: Any) -> None:
             raise _refusal("$id beside $ref is not supported")
         if counts_repeated(schema):
             raise _refusal("minProperties is not supported where a property may come twice")
+
+
+def _check_bounds(root: Any) -> None:
+    """Refuse bounds such as over 2 and below 2.5, of which the library allows 2.
+
+    It may bring together bounds of several schemas, so that all of them count.
+    """
+    bounds: dict[str, set[float]] = {}
+    for schema in schemas_of(root):
+        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            value = schema.get(key)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                bounds.setdefault(key, set()).add(value)
+    for key, others, sign in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        whole = {value for value in bounds.get(key, ()) if value == int(value)}
+        for other in others:
+            for value in bounds.get(other, ()):
+                nearest = math.floor(value) if sign > 0 else math.ceil(value)
+                if nearest != value and nearest in whole:
+                    raise _refusal(
+                        f"{key} {nearest} and {other} {value} are not supported together"
+                    )
 
 
 def _mend(root: Any) -> None:

@@ -534,3 +534,21 @@ def test_llguidance_needs_no_other_library():
     command = [sys.executable, "-c", WITHOUT, STORIES, json.dumps(grammars)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_what_llguidance_reads_wrongly_is_refused():
+    """It allows 2 between 2 and 2.5, and reads U+E9AB, for it drops the zeros of an escape."""
+    for spec in (
+        GrammarSpec("json", '{"exclusiveMinimum": 2, "allOf": [{"maximum": 2.5}]}'),
+        GrammarSpec("json", '{"exclusiveMaximum": 2, "minimum": 1.5}'),
+        GrammarSpec("grammar", r'root ::= "\u00e9ab"'),
+    ):
+        with pytest.raises(GrammarError, match="not supported"):
+            ALL_BYTES["llguidance"].compile(spec)
+
+
+def test_an_object_may_have_a_thousand_optional_properties():
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    compiled = ALL_BYTES["llguidance"].compile(GrammarSpec("json", json.dumps(schema)))
+    assert accepts(compiled, '{"p0": 1, "p999": 1}')
