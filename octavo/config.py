@@ -173,7 +173,7 @@ class ModelConfig(Section, frozen=True):
             "first that supports the request."
         ),
     ] = "auto"
-    guided_decoding_additional_properties: Annotated[
+    allow_additional_properties: Annotated[
         bool,
         Meta(
             description="Let JSON have properties and items that its schema neither names nor"

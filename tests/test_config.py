@@ -91,6 +91,7 @@ BAD = {
     "hf_overrides": [5, "x", "[1]", None],
     "max_logprobs": [-2, None, 1.0],
     "guided_decoding_backend": ["outlines", "", None],
+    "allow_additional_properties": ["yes", 1, None],
     "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "enable_prompt_embeds": ["no", 1],

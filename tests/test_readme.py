@@ -128,7 +128,7 @@ def test_benchmarks_are_read(words):
 
 
 def test_commands_and_files_are_there():
-    known = {"run", "serve", "chat", "complete", "list", "pull", "bench"}
+    known = {"run", "serve", "chat", "complete", "list", "pull", "bench", "help"}
     assert {words[0] for words in OCTAVO} <= known
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
     for words in LINES:

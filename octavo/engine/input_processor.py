@@ -83,7 +83,7 @@ class InputProcessor:
 
     Args:
         model_config: `max_logprobs`, `seed`, `guided_decoding_backend`,
-            `guided_decoding_additional_properties` and `enable_prompt_embeds` are used.
+            `allow_additional_properties` and `enable_prompt_embeds` are used.
         spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
         tokenizer: None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
@@ -103,7 +103,7 @@ class InputProcessor:
         self._max_logprobs = model_config.max_logprobs
         self._seed = model_config.seed
         self._grammar_backend = model_config.guided_decoding_backend
-        self._additional_properties = model_config.guided_decoding_additional_properties
+        self._additional_properties = model_config.allow_additional_properties
         self._enable_prompt_embeds = model_config.enable_prompt_embeds
         eos = set(spec.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:

@@ -141,19 +141,21 @@ async def serve(
         state: the server.
         listener: the socket.
         hear: has what it is given called for each signal that ends the server.
-        announces: whether it logs that the model is loaded, and statistics; one of several front
+        announces: whether it logs how the model can be used, and statistics; one of several front
             ends does.
 
     Raises:
         OctavoError: the engine failed, with the root cause.
     """
-    if announces:
 
-        def on_ready() -> None:
+    def on_ready() -> None:
+        if announces:
             _log_ready(state, listener)
             state.log_stats()
+        else:
+            logger.info("ready")
 
-        state.on_ready = on_ready
+    state.on_ready = on_ready
     try:
         status = await serve_app(state, build_app(state), listener, hear)
     finally:

@@ -122,7 +122,7 @@ def test_the_child_is_a_fresh_process_with_nothing_of_the_benchmark_in_it():
 
 @pytest.mark.parametrize("measure", [startup.measure_offline, startup.measure_server])
 def test_a_start_that_fails_is_told_with_its_reason(measure):
-    with pytest.raises(BenchError, match="num_threads=10000 is more than"):
+    with pytest.raises(BenchError, match=r"num.threads=10000 is more than"):
         measure({"num_threads": 10_000}, 60)
 
 

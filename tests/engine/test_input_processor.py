@@ -627,6 +627,6 @@ def test_a_prompt_may_name_its_scope():
 def test_additional_properties_are_a_setting():
     wanted = StructuredOutputsParams(json={})
     for allowed in (False, True):
-        processor = make(guided_decoding_additional_properties=allowed)
+        processor = make(allow_additional_properties=allowed)
         grammar = params_of(structured_outputs=wanted, processor=processor).grammar
         assert grammar == GrammarSpec("json", "{}", additional_properties=allowed)

@@ -199,7 +199,7 @@ def test_what_an_old_cluster_has_left_is_no_cluster(monkeypatch, tmp_path):
 
 def test_without_ray(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[ray\]'"):
+    with pytest.raises(ConfigError, match="pip install ray"):
         get_executor_class(EngineConfig.from_kwargs(distributed_executor_backend="ray"))
 
 

@@ -296,10 +296,6 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         "tool role without content": [*chat, {"role": "tool", "tool_call_id": "x"}],
         "tool call id of a user": [{**chat[0], "tool_call_id": "x"}],
         "tool calls of a user": [{**chat[0], "tool_calls": [tool_call]}],
-        "tool calls that the template drops": [
-            *chat,
-            {"role": "assistant", "tool_calls": [tool_call]},
-        ],
         "function role": [*chat, {"role": "function", "name": "f", "content": "5"}],
         "tool calls": [*chat, {"role": "assistant", "content": "x", "tool_calls": [{"id": "x"}]}],
         "image": [

@@ -172,6 +172,8 @@ class CheckedQueue(WaitingQueue):
 class RandomDraftLengths:
     """In place of `DraftLengths`, which chooses by what steps take."""
 
+    paused = False
+
     def __init__(self, most: int) -> None:
         self.most = most
         self._rng = random.Random(most)
