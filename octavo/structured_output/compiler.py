@@ -59,11 +59,11 @@ COMPILE_SECONDS = 5.0
 """Processor time that compiling one grammar may take."""
 WAIT_SECONDS = 9.0
 """A grammar that is not there after so long, however busy the machine is, is given up."""
-COMPILE_NBYTES = 192 * 2**20
+COMPILE_NBYTES = 128 * 2**20
 """Address space that compiling and matching one grammar may take."""
-TENANT_NBYTES = 192 * 2**20
+TENANT_NBYTES = 128 * 2**20
 """Memory of a tenant's grammar processes."""
-TOTAL_NBYTES = 256 * 2**20
+TOTAL_NBYTES = 192 * 2**20
 """Memory of all grammar processes."""
 MAX_IDLE = 32
 """Most grammars that are kept though no request uses them."""

@@ -57,7 +57,7 @@ _STEP_SECONDS, _STEP_SECONDS_PER_ROW, _STEP_SECONDS_PER_TOKEN = 0.15, 0.002, 0.0
 # However busy the machine is, a process must answer within so many seconds.
 _ANSWER_SECONDS = 10.0
 
-_MAX_ALONE = 10_000
+_MAX_ALONE, _MAX_REFUSED = 10_000, 1_000
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +109,8 @@ class StructuredOutputManager:
         self._ready: dict[Key, Placed] = {}
         self._alone: set[int] = set()
         """Hashes of keys whose grammars must not share a process, since one was broken."""
+        self._refused: dict[int, str] = {}
+        """Why grammars broke the processes that they had alone, by the hashes of their keys."""
         self._waiting: dict[Key, list[Request]] = {}
         """Requests whose grammars are being compiled."""
         self._feeding: dict[int, Request] = {}
@@ -136,7 +138,7 @@ class StructuredOutputManager:
             Whether the grammar is there; otherwise `take_finished` returns the request later.
 
         Raises:
-            GrammarError: the grammar is too large.
+            GrammarError: the grammar is too large, or broke a process before.
         """
         spec = request.sampling_params.grammar
         assert spec is not None
@@ -148,6 +150,8 @@ class StructuredOutputManager:
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._start_helper, self._backends, self._put)
         key = (request.tenant, spec)
+        if hash(key) in self._refused:
+            raise GrammarError(f"When it was used before: {self._refused[hash(key)]}.")
         placed = self._ready.get(key)
         if placed is not None and self._begin(request, placed):
             return not self._feed(request)
@@ -382,10 +386,15 @@ class StructuredOutputManager:
                 self._alone.clear()
             self._alone.update(hash((r.tenant, r.sampling_params.grammar)) for r in requests)
             return None
-        return process.reason or (
+        reason = process.reason or (
             f"its grammar takes too much memory to match, or the library failed on it (status "
             f"{status}); simplify it"
         )
+        if len(self._refused) >= _MAX_REFUSED:
+            self._refused.clear()
+        for request in requests:
+            self._refused[hash((request.tenant, request.sampling_params.grammar))] = reason
+        return reason
 
     def _revive(self, jobs: Sequence[_Job]) -> None:
         """Have the grammars of a step compiled again, and wait for them."""

@@ -22,6 +22,7 @@ import contextlib
 import gc
 import importlib
 import os
+import random
 import resource
 import select
 import signal
@@ -60,6 +61,9 @@ from octavo.tokenizer import Tokenizer
 # Tokens that are fed before the process looks for a step again.
 _FED_AT_ONCE = 16
 _BACKENDS = {"llguidance": "LLGuidanceBackend", "xgrammar": "XGrammarBackend"}
+
+# A trial of a new grammar: tokens of a text that it allows, and processor time of each mask.
+_TRIAL_TOKENS, _TRIAL_SECONDS = 8, 0.05
 
 MakeBackend = Callable[[HelperSetup], GrammarBackend]
 
@@ -210,8 +214,31 @@ class GrammarServer:
                 f"{self._backend.name}: the grammar cannot be compiled: "
                 f"{type(error).__name__}: {str(error)[:300]}",
             )
+        if self._is_slow(compiled):
+            return Compiled(
+                message.grammar,
+                f"{self._backend.name}: the grammar takes too long to match; simplify it.",
+            )
         self._compiled[message.grammar] = compiled
         return Compiled(message.grammar, None, sorted(compiled.stop_token_ids))
+
+    def _is_slow(self, compiled: CompiledGrammar) -> bool:
+        """Return whether a mask takes so long that steps would have to wait for it."""
+        row = np.zeros(self._num_words, np.int32)
+        choice = random.Random(0)
+        began = time.process_time()
+        grammar = compiled.start()
+        for _ in range(_TRIAL_TOKENS):
+            grammar.fill_bitmask(row)
+            if time.process_time() - began > _TRIAL_SECONDS:
+                return True
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            if grammar.is_terminated or not len(allowed):
+                break
+            began = time.process_time()
+            if not grammar.accept_tokens([int(choice.choice(allowed))]):
+                break
+        return False
 
     def _feed(self, feed: Feed, at: int) -> Fed | None:
         """Advance a request by its next tokens; None: there are more."""

@@ -86,12 +86,20 @@ def test_a_grammar_that_breaks_matching_fails_its_requests_only(manager, what, r
     bad, good = make(f"match {what}", request_id="b"), make("3,4 5", request_id="g")
     assert finish(manager, bad, good) == {}
     manager.make_output([(bad, 0), (good, 0)], {})
-    bad.append_output_token_ids([3, 3])
+    bad.append_output_token_ids([3] * 20)
     good.append_output_token_ids([4])
     output, errors = manager.make_output([(bad, 0), (good, 0)], {})
     assert list(errors) == [bad]
     assert reason in errors[bad]
     assert allowed(output) == [[5]]
+    if what != "eat":  # which is an error that the process survives
+        with pytest.raises(GrammarError, match="used before"):
+            manager.add(make(f"match {what}"))
+
+
+def test_a_grammar_whose_masks_are_slow_is_refused_before_it_runs(manager):
+    request = make("slow masks 3")
+    assert "takes too long to match" in finish(manager, request)[request].message
 
 
 def test_requests_survive_kills_of_the_process_and_of_the_helper(manager):
