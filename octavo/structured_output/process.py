@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from octavo.device import signal_at_parents_end, trim_memory
 from octavo.errors import GrammarError, OctavoError
-from octavo.structured_output.base import CompiledGrammar, Grammar, GrammarBackend
+from octavo.structured_output.base import MAX_FORCED, CompiledGrammar, Grammar, GrammarBackend
 from octavo.structured_output.client import (
     Compile,
     Compiled,
@@ -200,6 +200,7 @@ class GrammarServer:
         try:
             check_size(message.spec)
             compiled = self._backend.compile(message.spec)
+            self._try(compiled)
         except GrammarError as error:
             return Compiled(message.grammar, error.message)
         except MemoryError:
@@ -214,31 +215,33 @@ class GrammarServer:
                 f"{self._backend.name}: the grammar cannot be compiled: "
                 f"{type(error).__name__}: {str(error)[:300]}",
             )
-        if self._is_slow(compiled):
-            return Compiled(
-                message.grammar,
-                f"{self._backend.name}: the grammar takes too long to match; simplify it.",
-            )
         self._compiled[message.grammar] = compiled
         return Compiled(message.grammar, None, sorted(compiled.stop_token_ids))
 
-    def _is_slow(self, compiled: CompiledGrammar) -> bool:
-        """Return whether a mask takes so long that steps would have to wait for it."""
+    def _try(self, compiled: CompiledGrammar) -> None:
+        """Match a text that a grammar allows, as steps would.
+
+        Raises:
+            GrammarError: steps would have to wait too long.
+            Exception: whatever the library raises.
+        """
         row = np.zeros(self._num_words, np.int32)
         choice = random.Random(0)
         began = time.process_time()
         grammar = compiled.start()
         for _ in range(_TRIAL_TOKENS):
             grammar.fill_bitmask(row)
+            grammar.forced_tokens(MAX_FORCED)
             if time.process_time() - began > _TRIAL_SECONDS:
-                return True
+                raise GrammarError(
+                    f"{self._backend.name}: the grammar takes too long to match; simplify it."
+                )
             allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
             if grammar.is_terminated or not len(allowed):
                 break
             began = time.process_time()
             if not grammar.accept_tokens([int(choice.choice(allowed))]):
                 break
-        return False
 
     def _feed(self, feed: Feed, at: int) -> Fed | None:
         """Advance a request by its next tokens; None: there are more."""

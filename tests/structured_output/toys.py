@@ -172,13 +172,13 @@ def make_manager(*backends: ToyBackend, vocab_size: int = 40) -> StructuredOutpu
 class HostileBackend(ToyBackend):
     """Of a process: "spin" computes for ever, "eat" takes all memory, "crash" aborts.
 
-    After "match " they do so when they are matched. "slow masks" takes 0.2 s for each mask after
+    After "match " they do so when they are matched. "slow masks" takes 0.08 s for each mask after
     the fifth.
     """
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         if spec.text.startswith("slow masks"):
-            return ToyCompiled(lambda i: [3] if i < 5 else compute(0.2) or [3])
+            return ToyCompiled(lambda i: [3, 4] if i < 5 else compute(0.08) or [3, 4])
         when, _, what = spec.text.rpartition(" ")
         if what not in ("spin", "eat", "crash"):
             return super().compile(spec)
