@@ -62,7 +62,7 @@ class MemoryPlan:
     kv_connector: int = 0
     """Memory of a KV connector."""
     grammars: int = 0
-    """What processes for structured output may take at most."""
+    """Most bytes of the processes for structured output."""
 
     @property
     def total(self) -> int:

@@ -29,7 +29,7 @@ PROCESS_NBYTES = 4 * 2**20
 
 
 class HelperSetup(msgspec.Struct):
-    """What a helper loads; its first message."""
+    """The settings of a helper: the first message to it."""
 
     backend: str
     """Name of the backend."""
@@ -216,7 +216,7 @@ class GrammarHelper:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there and answers."""
+        """Return whether the process is there and answers."""
         return not self._broken and self._process.poll() is None
 
     def read_loaded(self) -> Loaded:

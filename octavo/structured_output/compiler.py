@@ -73,7 +73,8 @@ _QUICK_SECONDS, _SLOW_NICENESS = 0.1, 5
 # How often limits are looked at, while something is compiled, and otherwise.
 _WATCH_SECONDS, _IDLE_WATCH_SECONDS = 0.02, 1.0
 _MESSAGE_SECONDS = 10.0
-# Small grammars take no more than this to compile, and so many share a process at most.
+# Most processor time and memory that compiling a small grammar takes, and most small grammars that
+# share a process.
 _SMALL_SECONDS, _SMALL_NBYTES, _MAX_SHARED = 0.05, 8 * 2**20, 64
 # A library that could not be loaded is not tried again for so long.
 _FAILED_SECONDS = 30.0
@@ -103,7 +104,7 @@ class _Compile:
     key: Key
     is_wanted: Callable[[], bool]
     alone: bool
-    """Whether it must not share a process."""
+    """The grammar must not share a process."""
     backends: deque[str]
     """Backends that have not been tried."""
     arrived: float
@@ -133,7 +134,7 @@ class Placed:
 
     @property
     def hold(self) -> int:
-        """What stands in `GrammarProcess.live` until requests use the grammar."""
+        """Return the entry of `GrammarProcess.live` that keeps the process for its requests."""
         return -1 - self.number
 
 
@@ -147,8 +148,8 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """The end of a `GrammarCompiler.feed`."""
+class FeedResult:
+    """The end of a `GrammarCompiler.feed`, or of a process."""
 
     process: GrammarProcess
     fed: Fed | None
@@ -168,7 +169,7 @@ class GrammarCompiler:
         self,
         start_helper: StartHelper,
         backends: Sequence[str],
-        done: Callable[[Ready | Fitted], None],
+        done: Callable[[Ready | FeedResult], None],
     ) -> None:
         self._start_helper, self._backends, self._done = start_helper, backends, done
         self._inbox: queue.SimpleQueue[_Compile | tuple[GrammarProcess, Feed] | None]
@@ -210,7 +211,7 @@ class GrammarCompiler:
         self._put(_Compile(key, is_wanted, alone, names, time.monotonic()))
 
     def feed(self, process: GrammarProcess, feed: Feed) -> None:
-        """Begin to start a request that has output already; `done` gets a `Fitted`."""
+        """Begin to start a request that has output already; `done` gets a `FeedResult`."""
         self._put((process, feed))
 
     def use(self, process: GrammarProcess, key: int) -> bool:
@@ -289,11 +290,10 @@ class GrammarCompiler:
         data = _receive(process)
         if data is None:
             self._drop(process)
-            self._done(Fitted(process, None))
             return
         answer = msgspec.msgpack.decode(data, type=Compiled | Fed)
         if isinstance(answer, Fed):
-            self._done(Fitted(process, answer))
+            self._done(FeedResult(process, answer))
             count, limit = self._feeds.pop(process)
             if count > 1:
                 self._feeds[process] = (count - 1, limit)
@@ -502,7 +502,6 @@ class GrammarCompiler:
             send(process.jobs, msgspec.msgpack.encode(feed))
         except OSError:
             self._drop(process)
-            self._done(Fitted(process, None))
 
     def _drop(self, process: GrammarProcess) -> None:
         """Forget a process that has ended or is to end."""
@@ -517,6 +516,7 @@ class GrammarCompiler:
         for place in [place for place in self._joining if place[0] is process]:
             self._stay(self._joining.pop(place))
         process.close()
+        self._done(FeedResult(process, None))
 
     def _end_idle(self, tenant: str | None) -> bool:
         """End the process of a tenant that no request has used for the longest time.

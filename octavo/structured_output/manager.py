@@ -40,7 +40,7 @@ from octavo.structured_output.compiler import (
     MATCH_SECONDS_PER_TOKEN,
     TOO_SLOW_TO_MATCH,
     WAIT_SECONDS,
-    Fitted,
+    FeedResult,
     GrammarCompiler,
     Key,
     Placed,
@@ -54,7 +54,7 @@ MAX_TEXT = 512 * 2**10
 """Most characters of a grammar."""
 # Processor time that a grammar process may take in one step: everybody waits for it.
 _STEP_SECONDS, _STEP_SECONDS_PER_ROW, _STEP_SECONDS_PER_TOKEN = 0.15, 0.002, 0.02
-# However busy the machine is, a process must answer within so many seconds.
+# Seconds within which a process must answer, however busy the machine is.
 _ANSWER_SECONDS = 10.0
 
 _MAX_ALONE, _MAX_REFUSED = 10_000, 1_000
@@ -115,7 +115,7 @@ class StructuredOutputManager:
         """Requests whose grammars are being compiled."""
         self._feeding: dict[int, Request] = {}
         """Requests whose output is being fed, by their keys."""
-        self._done: queue.SimpleQueue[Ready | Fitted] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Ready | FeedResult] = queue.SimpleQueue()
         self._found: list[tuple[Request, RequestError | None]] = []
         self._arrived = threading.Event()
         self._states: WeakKeyDictionary[Request, _State] = WeakKeyDictionary()
@@ -123,12 +123,12 @@ class StructuredOutputManager:
 
     @property
     def has_finished(self) -> bool:
-        """Whether `take_finished` has something."""
+        """Return whether `take_finished` has something."""
         return bool(self._found) or not self._done.empty()
 
     @property
     def is_compiling(self) -> bool:
-        """Whether some request waits for its grammar."""
+        """Return whether some request waits for its grammar."""
         return bool(self._waiting or self._feeding)
 
     def add(self, request: Request) -> bool:
@@ -149,18 +149,10 @@ class StructuredOutputManager:
             )
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._start_helper, self._backends, self._put)
-        key = (request.tenant, spec)
+        key = _key_of(request)
         if hash(key) in self._refused:
             raise GrammarError(f"When it was used before: {self._refused[hash(key)]}.")
-        placed = self._ready.get(key)
-        if placed is not None and self._begin(request, placed):
-            return not self._feed(request)
-        self._ready.pop(key, None)
-        waiting = self._waiting.setdefault(key, [])
-        waiting.append(request)
-        if len(waiting) == 1:
-            self._compiler.compile(key, partial(_is_wanted, waiting), hash(key) in self._alone)
-        return False
+        return self._join(request, key)
 
     def take_finished(self) -> list[tuple[Request, RequestError | None]]:
         """Return requests whose grammar is there now, or is refused, with the reason.
@@ -223,15 +215,28 @@ class StructuredOutputManager:
         self._compiler = None
         self._ready.clear()
 
-    def _put(self, result: Ready | Fitted) -> None:
+    def _join(self, request: Request, key: Key) -> bool:
+        """Bring a request and its grammar together; see `add`."""
+        assert self._compiler is not None
+        placed = self._ready.get(key)
+        if placed is not None and self._begin(request, placed):
+            return not self._feed(request)
+        self._ready.pop(key, None)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(request)
+        if len(waiting) == 1:
+            self._compiler.compile(key, partial(_is_wanted, waiting), hash(key) in self._alone)
+        return False
+
+    def _put(self, result: Ready | FeedResult) -> None:
         """Take in a result, on the compiler's thread."""
         self._done.put(result)
         self._arrived.set()
         self.wake()
 
-    def _take(self, result: Ready | Fitted) -> None:
+    def _take(self, result: Ready | FeedResult) -> None:
         """Find out which requests a result is for."""
-        if isinstance(result, Fitted):
+        if isinstance(result, FeedResult):
             self._take_fed(result)
             return
         waiting = self._waiting.pop(result.key)
@@ -242,23 +247,25 @@ class StructuredOutputManager:
             self._ready[result.key] = result.result
         # Those that came after the compiler had given up begin again.
         for request in waiting:
-            if not request.status.finished and self.add(request):
+            if not request.status.finished and self._join(request, result.key):
                 self._found.append((request, None))
         if isinstance(result.result, Placed):
             result.result.process.live.discard(result.result.hold)
 
-    def _take_fed(self, result: Fitted) -> None:
+    def _take_fed(self, result: FeedResult) -> None:
         """Take in which of a request's tokens its grammar has accepted."""
         fed = result.fed
         if fed is None:  # the process has ended
             process, feeding = result.process, self._feeding
+            ready = self._ready.items()
+            self._ready = {key: placed for key, placed in ready if placed.process is not process}
             keys = [k for k in feeding if self._states[feeding[k]].process is process]
             requests = [feeding.pop(key) for key in keys]
             reason = self._reason_of_end(process, requests)
             for request in requests:
                 if reason is not None:
                     self._found.append((request, GrammarError(reason)))
-                elif not request.status.finished and self.add(request):
+                elif not request.status.finished and self._join(request, _key_of(request)):
                     self._found.append((request, None))
             return
         request = self._feeding.pop(fed.key)
@@ -376,7 +383,7 @@ class StructuredOutputManager:
     def _reason_of_end(self, process: GrammarProcess, requests: Sequence[Request]) -> str | None:
         """Return why the grammar of requests ended its process; None: compile it again.
 
-        Of several grammars in a process nobody knows which one broke it: they go on alone.
+        If the process holds several grammars, it is unknown which one broke it. Each goes on alone.
         """
         status = process.close()
         if process.reason is None and status == -signal.SIGKILL:
@@ -384,7 +391,7 @@ class StructuredOutputManager:
         if process.num_grammars > 1:
             if len(self._alone) > _MAX_ALONE:
                 self._alone.clear()
-            self._alone.update(hash((r.tenant, r.sampling_params.grammar)) for r in requests)
+            self._alone.update(hash(_key_of(request)) for request in requests)
             return None
         reason = process.reason or (
             f"its grammar takes too much memory to match, or the library failed on it (status "
@@ -393,7 +400,7 @@ class StructuredOutputManager:
         if len(self._refused) >= _MAX_REFUSED:
             self._refused.clear()
         for request in requests:
-            self._refused[hash((request.tenant, request.sampling_params.grammar))] = reason
+            self._refused[hash(_key_of(request))] = reason
         return reason
 
     def _revive(self, jobs: Sequence[_Job]) -> None:
@@ -402,7 +409,7 @@ class StructuredOutputManager:
         for job in jobs:
             del self._states[job.request]
             left[job.request] = job
-            if self.add(job.request):
+            if self._join(job.request, _key_of(job.request)):
                 self._found.append((job.request, None))
         deadline = time.monotonic() + WAIT_SECONDS
         while left and time.monotonic() < deadline:
@@ -418,8 +425,14 @@ class StructuredOutputManager:
             job.error = "the process of its grammar was killed, and no other one came in time"
 
 
+def _key_of(request: Request) -> Key:
+    spec = request.sampling_params.grammar
+    assert spec is not None
+    return request.tenant, spec
+
+
 def _is_wanted(waiting: Sequence[Request]) -> bool:
-    """Whether any of the requests still waits for its grammar; asked on another thread."""
+    """Return whether any of the requests still waits for its grammar; on the compiler's thread."""
     return not all(request.status.finished for request in list(waiting))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import msgspec
 import numpy as np
@@ -355,3 +357,21 @@ def test_grammars_of_a_shared_process_that_breaks_go_on_alone(manager, backend, 
     assert allowed(output) == [[3], [3]]
     assert len({manager._states[r].process for r in requests} - processes) == 3
     go.set()
+
+
+def test_nothing_is_left_of_a_process_that_has_ended(manager, monkeypatch):
+    monkeypatch.setattr(compiler, "MAX_IDLE", 0)
+    monkeypatch.setattr(compiler, "_IDLE_WATCH_SECONDS", 0.02)
+    request = make("3")
+    finish(manager, request)
+    process = weakref.ref(manager._states[request].process)
+    del request
+    deadline = time.monotonic() + 10
+    while manager._ready and time.monotonic() < deadline:
+        manager.wait(0.01)
+        manager.take_finished()
+    assert not manager._ready
+    for helper in manager._compiler._helpers.values():
+        helper.process.processes.clear()  # a list that only the stand-in has
+    gc.collect()
+    assert process() is None  # and so its sockets are closed
