@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import queue
@@ -194,6 +195,8 @@ class GrammarCompiler:
         """Small grammars that a shared process is compiling, by their numbers there."""
         self._feeds: dict[GrammarProcess, tuple[int, float]] = {}
         """Requests that are being fed, and the processor time at which their process is killed."""
+        self.has_ended = False
+        """The thread has ended, by `shutdown` or a fault."""
         self._watched = 0.0
         self._thread = threading.Thread(target=self._run, name="octavo-grammars", daemon=True)
         self._thread.start()
@@ -236,17 +239,28 @@ class GrammarCompiler:
         self._wake.send(b"x")
 
     def _run(self) -> None:
-        while self._turn():
-            pass
+        try:
+            while self._turn():
+                pass
+        except Exception:
+            logger.exception("the grammar compiler failed")
+        self.has_ended = True
         for process in [job.process for job in self._running if job.process is not None]:
             process.close()
         with self._lock:
             ready, self._ready = list(self._ready), {}
         for process in ready:
             process.close()
+            self._done(FeedResult(process, None))
         for helper in self._helpers.values():
             helper.process.close()
         self._selector.close()
+        left = [*self._running, *itertools.chain(*self._queues.values())]
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            left += [item] if isinstance(item, _Compile) else []
+        for job in left:
+            self._finish(job, StepFailedError("The grammar compiler failed; try again."))
 
     def _turn(self) -> bool:
         """Do what there is to do; return whether the thread goes on."""

@@ -147,8 +147,6 @@ class StructuredOutputManager:
                 f"The grammar has {len(spec.text)} characters; at most {MAX_TEXT} are taken. "
                 "Shorten it."
             )
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._start_helper, self._backends, self._put)
         key = _key_of(request)
         if hash(key) in self._refused:
             raise GrammarError(f"When it was used before: {self._refused[hash(key)]}.")
@@ -217,7 +215,11 @@ class StructuredOutputManager:
 
     def _join(self, request: Request, key: Key) -> bool:
         """Bring a request and its grammar together; see `add`."""
-        assert self._compiler is not None
+        if self._compiler is not None and self._compiler.has_ended:
+            self._compiler.shutdown()
+            self._compiler = None
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._start_helper, self._backends, self._put)
         placed = self._ready.get(key)
         if placed is not None and self._begin(request, placed):
             return not self._feed(request)

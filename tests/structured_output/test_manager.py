@@ -375,3 +375,23 @@ def test_nothing_is_left_of_a_process_that_has_ended(manager, monkeypatch):
         helper.process.processes.clear()  # a list that only the stand-in has
     gc.collect()
     assert process() is None  # and so its sockets are closed
+
+
+def test_a_fault_of_the_compiler_fails_what_waits_and_no_more(manager, monkeypatch):
+    good = make("3")
+    finish(manager, good)
+    watch = compiler.GrammarCompiler._start
+
+    def fail(self):
+        monkeypatch.setattr(compiler.GrammarCompiler, "_start", watch)
+        raise KeyError("oops")
+
+    monkeypatch.setattr(compiler.GrammarCompiler, "_start", fail)
+    request = make("4")
+    error = finish(manager, request)[request]
+    assert (type(error).__name__, error.status) == ("StepFailedError", 500)
+    again = make("5")
+    assert finish(manager, again) == {}
+    output, errors = manager.make_output([(good, 0), (again, 0)], {})
+    assert errors == {}
+    assert allowed(output) == [[3], [5]]
