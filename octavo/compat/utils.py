@@ -64,7 +64,7 @@ def _with_dashes(word: str) -> str:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Gives memory of engines that nobody refers to any more back to the system."""
+    """Give memory of unused engines back to the system."""
     gc.collect()
     trim_memory()
 
@@ -180,27 +180,27 @@ class Platform:
         return get_platform("auto").name
 
     def is_cpu(self) -> bool:
-        """Whether it is the processor."""
+        """Return whether the device is the processor."""
         return self.device_type == "cpu"
 
     def is_cuda(self) -> bool:
-        """Whether it is an NVIDIA GPU."""
+        """Return whether the device is an NVIDIA GPU."""
         return self.device_type == "cuda"
 
     def is_cuda_alike(self) -> bool:
-        """Whether it is a GPU."""
+        """Return whether the device is a GPU."""
         return self.is_cuda()
 
     def is_rocm(self) -> bool:
-        """Whether it is an AMD GPU: there is no support of these."""
+        """Return False: AMD GPUs are not supported."""
         return False
 
     def is_tpu(self) -> bool:
-        """Whether it is a TPU: likewise."""
+        """Return False: TPUs are not supported."""
         return False
 
     def is_xpu(self) -> bool:
-        """Whether it is an Intel GPU: likewise."""
+        """Return False: Intel GPUs are not supported."""
         return False
 
     def device_count(self) -> int:

@@ -50,7 +50,7 @@ MAX_PATTERNS = 1_000
 MAX_TAGS = 500
 """Tags or triggers of a structural tag."""
 
-# A class of so many characters weighs twice as much as its characters.
+# A class of more characters weighs twice as much as they do.
 _CLASS_CHARS = 700
 # A repetition with more digits than this is beyond every bound.
 _MAX_DIGITS = 9
