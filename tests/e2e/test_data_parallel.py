@@ -17,7 +17,7 @@ from tests.e2e import harness
 
 MODEL = "octavo/stories"
 PROMPTS = [f"Once upon a time there were {i} dogs" for i in range(10)]
-NUM_TOKENS = 48
+NUM_TOKENS = 160
 PARAMS = [
     {
         "max_tokens": NUM_TOKENS,
@@ -101,7 +101,7 @@ def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected
     def on_chunk():
         nonlocal chunks, killed
         chunks += 1
-        if chunks == 150:
+        if chunks == 50:  # the engines may be far ahead of what is read here
             killed = engines(server)[1]
             killed.send_signal(signal.SIGKILL)
 
