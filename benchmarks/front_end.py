@@ -24,18 +24,18 @@ from typing import Any
 
 import uvloop
 
-from octavo import clock
-from octavo.bench.simulation import BatchReader
 from octavo.config import EngineConfig
-from octavo.device import SWITCH_INTERVAL
-from octavo.engine.async_llm import AsyncLLM
 from octavo.executor.base import Executor
+from octavo.frontend.async_llm import AsyncLLM
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import EngineCoreOutputs, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from octavo.platforms.base import Platform
+from octavo.plan.memory import MemoryBudget
+from octavo.plan.setup import WorkerSetup
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.worker.memory import MemoryBudget
-from octavo.worker.setup import WorkerSetup
+from octavo.simulation.simulation import BatchReader
+from octavo.system import clock
+from octavo.system.device import SWITCH_INTERVAL
+from octavo.worker.platform import Platform
 
 RATE = "OCTAVO_BENCH_RATE"
 """Variable that tells an engine's executor how many tokens it makes a second."""

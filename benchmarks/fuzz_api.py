@@ -33,7 +33,8 @@ import hypothesis
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from octavo.server import answers, known_fields
+from octavo.compat import request_fields as known_fields
+from octavo.server import answers
 from octavo.server.openapi import OPERATIONS
 
 Json = dict[str, Any]

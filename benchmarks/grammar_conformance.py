@@ -35,7 +35,7 @@ from octavo.messages import GrammarSpec
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.structured_output.base import CompiledGrammar, GrammarBackend
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.structured_output.vocabulary import Vocabulary

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.routing import Router
+from octavo.fleet.routing import Router
+from octavo.frontend.output_processor import OutputProcessor
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -30,10 +30,10 @@ from octavo.messages import (
     EngineCoreRequest,
     SchedulerStats,
 )
-from octavo.metrics import EngineMetrics
 from octavo.models.hub import resolve_model
+from octavo.observability.metrics import EngineMetrics
 from octavo.sampling_params import SamplingParams
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 BATCH = 32
 """Requests of a step."""

@@ -8,7 +8,7 @@
 
 namespace octavo {
 
-// The beginning of the shared memory, zeros at first; octavo/distributed.py knows its size.
+// The beginning of the shared memory, zeros at first; octavo/system/distributed.py knows its size.
 struct SharedBarrier {
   alignas(64) std::atomic<uint32_t> arrived;
   alignas(64) std::atomic<uint32_t> round;  // how often all have arrived; what sleepers wait at

@@ -16,7 +16,7 @@
 
 namespace octavo {
 
-// What the sizes of a step are called: the dimensions of worker/step_table.py that calls bind to.
+// What the sizes of a step are called: the dimensions of plan/step_table.py that calls bind to.
 enum class Dim : int { tokens, requests, samples };
 constexpr std::array<const char*, 3> kDims = {"tokens", "requests", "samples"};
 using StepSizes = std::array<int64_t, kDims.size()>;

@@ -13,7 +13,6 @@ from typing import Any, get_type_hints
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from octavo.arguments import shown_default
 from octavo.config import (
     BUILTIN_MODEL,
     ConfigField,
@@ -24,6 +23,7 @@ from octavo.config import (
     SpeculativeConfig,
     section_fields,
 )
+from octavo.config.arguments import shown_default
 from octavo.router.config import RouterConfig
 from octavo.server.app import build_app
 from octavo.server.body import Body

@@ -14,10 +14,12 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.cli import build_parser
+from octavo.compat.request_fields import INSTEAD, NO_EFFECT
+from octavo.compat.routes import elsewhere
+from octavo.compat.settings import FOREIGN, OFFLOADING, RENAMED, SECTIONS, SPECULATIVE
 from octavo.config import ENVIRONMENT, EngineConfig, ServerConfig, config_fields, section_fields
-from octavo.engine.async_llm import AsyncLLM
-from octavo.foreign import FOREIGN, OFFLOADING, RENAMED, SECTIONS, SPECULATIVE
-from octavo.metrics import EngineMetrics
+from octavo.frontend.async_llm import AsyncLLM
+from octavo.observability.metrics import EngineMetrics
 from octavo.sampling_params import (
     REFUSED,
     REFUSED_BEAM_SEARCH,
@@ -28,8 +30,6 @@ from octavo.sampling_params import (
 )
 from octavo.server.app import build_app
 from octavo.server.body import Body
-from octavo.server.known_fields import INSTEAD, NO_EFFECT
-from octavo.server.known_routes import elsewhere
 from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from octavo.server.state import ServerState
 
@@ -67,7 +67,7 @@ write `octavo` where it imports from `vllm`; modules inside of that become (what
 | `vllm.v1.engine.llm_engine` | `octavo` |
 | `vllm.outputs` | `octavo.outputs` |
 | `vllm.sampling_params` | `octavo.sampling_params` |
-| `vllm.v1.metrics.reader` | `octavo.metrics_reader` |
+| `vllm.v1.metrics.reader` | `octavo.observability.metrics_reader` |
 | `vllm.distributed` | `octavo.compat.vllm` |
 | `vllm.utils.argparse_utils` | `octavo.compat.vllm` |
 
@@ -181,7 +181,9 @@ def flag_status(words: list[str]) -> str:
         if missing:
             raise LookupError(f"octavo serve does not know {', '.join(missing)}")
     if name in own and name in FOREIGN:
-        raise LookupError(f"{name} is Octavo's own by now: take it out of octavo/foreign.py")
+        raise LookupError(
+            f"{name} is Octavo's own by now: take it out of octavo/compat/settings.py"
+        )
     if name in own:
         return "the same"
     if name in OFFLOADING:
@@ -195,7 +197,7 @@ def flag_status(words: list[str]) -> str:
     if name in RENAMED:
         return f"`{RENAMED[name]}`"
     if name not in FOREIGN:
-        raise LookupError(f"{name} is unknown: put it into octavo/foreign.py")
+        raise LookupError(f"{name} is unknown: put it into octavo/compat/settings.py")
     setting = FOREIGN[name]
     if setting.harmless is None:
         return f"any value is accepted: {setting.why}"
@@ -220,7 +222,7 @@ def field_status(body: type[Body], words: list[str]) -> str:
     if name in NO_EFFECT:
         return "any value is accepted: it has no effect here"
     if name not in body.unsupported:
-        raise LookupError(f"{name} is unknown: put it into octavo/server/known_fields.py")
+        raise LookupError(f"{name} is unknown: put it into octavo/compat/request_fields.py")
     instead = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
     return _unless(body.unsupported[name], instead)
 
@@ -266,7 +268,9 @@ def metric_status(words: list[str]) -> str:
         if name == absent or (absent.endswith("_") and name.startswith(absent))
     ]
     if (name in _metrics()) + len(reasons) != 1:
-        raise LookupError(f"{name}: put it either into octavo/metrics.py or into {__file__}")
+        raise LookupError(
+            f"{name}: put it either into octavo/observability/metrics.py or into {__file__}"
+        )
     return f"none: {reasons[0]}" if reasons else "the same"
 
 

@@ -8,10 +8,10 @@ TYPE_CHECKING = False  # typing's own costs an import
 if TYPE_CHECKING:
     from typing import Any
 
-    from octavo.engine.async_llm import AsyncLLM, AsyncLLMEngine
-    from octavo.engine.input_processor import EmbedsPrompt, TextPrompt, TokensPrompt
-    from octavo.engine.llm_engine import LLMEngine
-    from octavo.engine_args import AsyncEngineArgs, EngineArgs
+    from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
+    from octavo.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from octavo.frontend.input_processor import EmbedsPrompt, TextPrompt, TokensPrompt
+    from octavo.frontend.llm_engine import LLMEngine
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -39,20 +39,20 @@ __all__ = [
 # They bring modules with them that not everybody needs, and that take the time in which a command
 # of the terminal may be interrupted already (__main__.py).
 _LAZY = {
-    "AsyncEngineArgs": "octavo.engine_args",
-    "AsyncLLM": "octavo.engine.async_llm",
-    "AsyncLLMEngine": "octavo.engine.async_llm",
+    "AsyncEngineArgs": "octavo.config.engine_args",
+    "AsyncLLM": "octavo.frontend.async_llm",
+    "AsyncLLMEngine": "octavo.frontend.async_llm",
     "BeamSearchParams": "octavo.sampling_params",
     "CompletionOutput": "octavo.outputs",
-    "EmbedsPrompt": "octavo.engine.input_processor",
-    "EngineArgs": "octavo.engine_args",
+    "EmbedsPrompt": "octavo.frontend.input_processor",
+    "EngineArgs": "octavo.config.engine_args",
     "LLM": "octavo.llm",
-    "LLMEngine": "octavo.engine.llm_engine",
+    "LLMEngine": "octavo.frontend.llm_engine",
     "RequestOutput": "octavo.outputs",
     "RequestOutputKind": "octavo.sampling_params",
     "SamplingParams": "octavo.sampling_params",
-    "TextPrompt": "octavo.engine.input_processor",
-    "TokensPrompt": "octavo.engine.input_processor",
+    "TextPrompt": "octavo.frontend.input_processor",
+    "TokensPrompt": "octavo.frontend.input_processor",
 }
 
 

@@ -16,16 +16,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from octavo import __version__
-from octavo.arguments import (
-    GIVEN_FLAGS,
-    StoreOnce,
-    add_engine_settings,
-    add_settings,
-    engine_kwargs,
-    expand_dotted,
-    given_settings,
-    name_flags,
-)
 from octavo.config import (
     BUILTIN_MODEL,
     ConfigField,
@@ -37,8 +27,18 @@ from octavo.config import (
     settings_from_environment,
     unknown_variables,
 )
+from octavo.config.arguments import (
+    GIVEN_FLAGS,
+    StoreOnce,
+    add_engine_settings,
+    add_settings,
+    engine_kwargs,
+    expand_dotted,
+    given_settings,
+    name_flags,
+)
+from octavo.config.settings_file import add_config_flag, add_from_file
 from octavo.errors import ConfigError, OctavoError
-from octavo.settings_file import add_config_flag, add_from_file
 from octavo.terminal.commands import add_commands
 from octavo.terminal.completion import SHELLS, script
 from octavo.terminal.screen import note, print_error, write
@@ -300,7 +300,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=_SIMULATE_EXAMPLES,
     )
     if arguments and arguments[0] == "simulate":
-        _add_module(simulate, "octavo.bench.simulate")
+        _add_module(simulate, "octavo.simulation.simulate")
 
     completion = commands.add_parser(
         "completion",
@@ -472,11 +472,11 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
 def _serve(args: argparse.Namespace) -> int:
     server_config, engine_config = _server_configs(args)
     if server_config.headless:
-        from octavo.engine.node import run_node
+        from octavo.fleet.node import run_node
 
         return run_node(server_config, engine_config)
 
-    from octavo.engine.core_launcher import CoreProcess
+    from octavo.fleet.core_launcher import CoreProcess
 
     # It imports torch while the web framework is imported here. With several front ends the engine
     # is another process' child.
@@ -548,7 +548,7 @@ def _run_batch(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     given = engine_kwargs(args)
 
-    from octavo.replay import run_replay
+    from octavo.simulation.replay import run_replay
 
     try:
         return run_replay(

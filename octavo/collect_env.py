@@ -8,7 +8,7 @@ from importlib import metadata
 
 from octavo import __version__
 from octavo.config import HIDDEN
-from octavo.device import cpu_memory, cpu_model, num_cpus, num_cuda_devices
+from octavo.system.device import cpu_memory, cpu_model, num_cpus, num_cuda_devices
 
 _PACKAGES = (
     "torch",

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 import msgspec
 from tqdm import tqdm
 
+from octavo.compat.call_arguments import apply_tokenization, refuse_adapter
 from octavo.config import BUILTIN_MODEL, EngineConfig, ModelConfig
-from octavo.engine.beam_search import (
+from octavo.config.engine_args import EngineArgs, engine_settings
+from octavo.errors import OctavoError, RequestError, UnsupportedError
+from octavo.frontend.beam_search import (
     Beam,
     beam_requests,
     candidates_of,
@@ -21,20 +24,17 @@ from octavo.engine.beam_search import (
     prompt_params,
     step_params,
 )
-from octavo.engine.input_processor import Prompt
-from octavo.engine.interrupts import late_interrupts
-from octavo.engine.llm_engine import LLMEngine, failed_output
-from octavo.engine.memory_plan import MemoryPlan
-from octavo.engine.vllm_arguments import apply_tokenization, refuse_adapter
-from octavo.engine_args import EngineArgs, engine_settings
-from octavo.errors import OctavoError, RequestError, UnsupportedError
+from octavo.frontend.input_processor import Prompt
+from octavo.frontend.interrupts import late_interrupts
+from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from octavo.plan.memory_plan import MemoryPlan
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.metrics_reader import Metric
+    from octavo.observability.metrics_reader import Metric
 
 Message = Mapping[str, Any]
 Bar = bool | Callable[..., Any]
@@ -429,7 +429,9 @@ class LLM:
         Raises:
             RequestError: if the messages are malformed or there is no chat template.
         """
-        from octavo.chat_template import ChatTemplate  # brings Jinja, which most calls do without
+        from octavo.text.chat_template import (
+            ChatTemplate,  # brings Jinja, which most calls do without
+        )
 
         template = ChatTemplate.from_tokenizer(
             self.get_tokenizer(), chat_template or self._chat_template

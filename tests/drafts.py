@@ -9,10 +9,10 @@ import pytest
 
 from octavo.messages import NewRequestData
 from octavo.scheduler.speculation import DraftLengths
-from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.worker import worker
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import StepInputs
+from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 
 SETTINGS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 """Of engines whose drafts are a `Drafter`'s."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from octavo import device
+from octavo.system import device
 from octavo.worker import device_steps
 
 CUDA = torch.device("cuda", 0)

@@ -32,10 +32,10 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.models.cache import AttentionCache, CacheSpec
+from octavo.plan.memory import MemoryBudget
 from octavo.request import Request
 from octavo.scheduler.observer import SchedulerObserver
 from octavo.scheduler.scheduler import Scheduler
-from octavo.worker.memory import MemoryBudget
 from tests.params import core_params, pack_logprobs
 from tests.state_cache import StateCache
 

@@ -57,15 +57,15 @@ WIDER = {
         "tests/e2e/test_llm.py",
         "tests/e2e/test_memory.py",
         "tests/e2e/test_openai_client.py",
-        "tests/test_metrics.py",
-        "tests/test_profiler.py",
+        "tests/observability/test_metrics.py",
+        "tests/observability/test_profiler.py",
     ],
     "octavo/executor": [
         "tests/e2e/test_llm.py",
         "tests/e2e/test_multiproc.py",
         "tests/e2e/test_fake_gpu.py",
     ],
-    "octavo/kv_cache": ["tests/scheduler/test_*.py", "tests/engine/test_memory_plan.py"],
+    "octavo/kv_cache": ["tests/scheduler/test_*.py", "tests/plan/test_memory_plan.py"],
     "octavo/layers": ["tests/models/test_parity.py"],
     "octavo/models": ["tests/layers/test_*.py", "tests/e2e/test_llm.py"],
     "octavo/sampling": ["tests/e2e/test_llm.py", "tests/e2e/test_prompt_logprobs.py"],
@@ -73,15 +73,15 @@ WIDER = {
     "octavo/scheduler": ["tests/engine/test_core.py", "tests/e2e/test_llm.py"],
     "octavo/server": [
         "tests/e2e/test_openai_client.py",
-        "tests/engine/test_async_llm.py",
-        "tests/test_logs.py",
+        "tests/frontend/test_async_llm.py",
+        "tests/system/test_logs.py",
     ],
     "octavo/worker": [
         "tests/e2e/test_llm.py",
         "tests/e2e/test_fake_gpu.py",
         "tests/e2e/test_prompt_logprobs.py",
-        "tests/engine/test_memory_plan.py",
-        "tests/test_profiler.py",
+        "tests/plan/test_memory_plan.py",
+        "tests/observability/test_profiler.py",
     ],
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.engine.core_params import make_core_params
+from octavo.frontend.core_params import make_core_params
 from octavo.messages import CoreSamplingParams, LogprobsLists
 from octavo.sampling_params import SamplingParams
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import msgspec
 
-from octavo.distributed import GroupMemory, Rank
-from octavo.engine import llm_engine
 from octavo.engine.assemble import make_engine_core
 from octavo.executor.base import Executor
 from octavo.executor.uniproc import UniProcExecutor
+from octavo.frontend import llm_engine
+from octavo.system.distributed import GroupMemory, Rank
 
 
 class _Step:

@@ -3,7 +3,7 @@
 import sys
 from types import SimpleNamespace
 
-from octavo.engine import core_launcher
+from octavo.fleet import core_launcher
 
 
 def stand_in(monkeypatch, seen):
@@ -20,4 +20,4 @@ def stand_in(monkeypatch, seen):
     module = SimpleNamespace(run_server=run_server)
     monkeypatch.setitem(sys.modules, "octavo.server.run", module)
     node = SimpleNamespace(run_node=run_server)
-    monkeypatch.setitem(sys.modules, "octavo.engine.node", node)
+    monkeypatch.setitem(sys.modules, "octavo.fleet.node", node)

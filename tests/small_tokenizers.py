@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from octavo.tokenizer import _BYTE_OF_CHAR, Tokenizer
+from octavo.text.tokenizer import _BYTE_OF_CHAR, Tokenizer
 
 BOS, EOS = 256, 257
 

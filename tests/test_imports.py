@@ -100,9 +100,9 @@ CONTROL_PLANE = [
     "octavo",
     "octavo.cli",
     "octavo.server.app",
-    "octavo.engine.async_llm",
-    "octavo.engine.mp_client",
-    "octavo.engine.memory_plan",
+    "octavo.frontend.async_llm",
+    "octavo.fleet.mp_client",
+    "octavo.plan.memory_plan",
     "octavo.scheduler.scheduler",
     "octavo.kv_cache.manager",
     "octavo.models.spec",
@@ -110,15 +110,15 @@ CONTROL_PLANE = [
     "octavo.executor.base",
     "octavo.platforms.registry",
     "octavo.engine.assemble",
-    "octavo.tokenizer",
-    "octavo.metrics",
+    "octavo.text.tokenizer",
+    "octavo.observability.metrics",
     "octavo.engine.core",
     "octavo.bench.serve",
     "octavo.bench.latency",
     "octavo.bench.throughput",
     "octavo.bench.startup",
-    "octavo.bench.simulate",
-    "octavo.bench.engine_probe",
+    "octavo.simulation.simulate",
+    "octavo.simulation.engine_probe",
 ]
 
 
@@ -131,7 +131,7 @@ def test_control_plane_imports_no_torch(module):
 @pytest.mark.parametrize(
     "module",
     [
-        "octavo.engine.memory_plan",
+        "octavo.plan.memory_plan",
         "octavo.engine.core",
         "octavo.scheduler.scheduler",
         "octavo.models.registry",
@@ -148,7 +148,7 @@ LEAN = {
     "octavo.cli": {"torch", "numpy", "tokenizers", "jinja2", "fastapi", "zmq", "tqdm"},
     "octavo.llm": {"torch", "jinja2", "fastapi", "zmq", "prometheus_client", "huggingface_hub"},
     "octavo.server.run": {"torch", "jinja2"},
-    "octavo.template_process": {"torch", "numpy", "tokenizers", "fastapi", "pydantic", "zmq"},
+    "octavo.text.template_process": {"torch", "numpy", "tokenizers", "fastapi", "pydantic", "zmq"},
     "octavo.engine.core_process": {"torch", "tokenizers", "jinja2", "fastapi", "prometheus_client"},
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.server.known_routes import ELSEWHERE
+from octavo.compat.routes import ELSEWHERE
 
 DOCS = Path(__file__).parent.parent / "docs"
 

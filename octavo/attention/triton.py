@@ -9,12 +9,12 @@ import triton
 from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata, LargestStep, Rotary, copy_blocks
-from octavo.device import cuda_capability, cuda_cores
 from octavo.errors import ConfigError
 from octavo.kernels.memory import is_host
 from octavo.kernels.triton.attention import attention, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv
+from octavo.system.device import cuda_capability, cuda_cores
 
 MIN_SPLIT, MAX_SPLITS = 256, 256
 """The KV is cut into splits of at least this many positions, and not into more than this many."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from octavo.errors import ConfigError, DatasetError
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from octavo.arguments import add_engine_settings
 from octavo.bench import results
 from octavo.bench.metrics import RequestRecord, summarize
+from octavo.config.arguments import add_engine_settings
 from octavo.errors import BenchError, ConfigError
 from octavo.platforms.registry import get_platform
 from octavo.sampling_params import SamplingParams
@@ -200,7 +200,7 @@ def _breakdown(
     from octavo import _native
     from octavo.bench.breakdown import ProfiledLLM, summarize_steps
     from octavo.bench.machine import measure_machine
-    from octavo.engine.memory_plan import resolve_dtype
+    from octavo.plan.memory_plan import resolve_dtype
 
     with ProfiledLLM(**kwargs) as llm:
         dtype = resolve_dtype(llm.config, spec)

@@ -7,17 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from octavo.arguments import engine_kwargs
 from octavo.bench.metrics import RequestRecord
 from octavo.config import EngineConfig
-from octavo.engine.memory_plan import resolve_max_model_len
-from octavo.engine_args import engine_settings
+from octavo.config.arguments import engine_kwargs
+from octavo.config.engine_args import engine_settings
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.outputs import RequestOutput
+from octavo.plan.memory_plan import resolve_max_model_len
 
 
 class ObservedLLM(LLM):

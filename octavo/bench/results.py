@@ -20,8 +20,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from octavo import __version__
-from octavo.device import cpu_model, num_cpus
 from octavo.errors import BenchError
+from octavo.system.device import cpu_model, num_cpus
 
 _LINE_INTERVAL = 15.0
 """Seconds between lines of progress where there is no terminal."""

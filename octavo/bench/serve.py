@@ -38,7 +38,7 @@ from octavo.bench.metrics import (
 from octavo.config import API_KEY_VARIABLES, api_keys_from_environment
 from octavo.errors import BenchError, ConfigError, ModelError, reason_of
 from octavo.models.hub import resolve_model
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 _ENDPOINTS = {
     "openai": "/v1/completions",

@@ -20,10 +20,10 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from octavo.arguments import add_engine_settings, engine_kwargs, setting_flags
 from octavo.bench import plots, results
 from octavo.bench.start_child import resident_nbytes
 from octavo.config import EngineConfig, config_fields, environment_without_keys
+from octavo.config.arguments import add_engine_settings, engine_kwargs, setting_flags
 from octavo.errors import BenchError, ConfigError
 from octavo.models.hub import resolve_folders
 from octavo.models.weight_cache import WeightCache

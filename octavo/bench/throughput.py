@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from octavo.arguments import add_engine_settings
 from octavo.bench import plots, results
 from octavo.bench.datasets import BenchRequest, add_dataset_arguments, load_dataset
 from octavo.bench.metrics import RequestRecord, summarize
 from octavo.config import EngineConfig
+from octavo.config.arguments import add_engine_settings
 from octavo.errors import BenchError
 from octavo.sampling_params import SamplingParams
 
@@ -169,7 +169,7 @@ def _load_requests(
     if config.model.skip_tokenizer_init:
         return load_dataset(args, None, spec.vocab_size)
     from octavo.models.hub import resolve_folders
-    from octavo.tokenizer import Tokenizer
+    from octavo.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(resolve_folders(config)[1])
     return load_dataset(args, tokenizer, min(tokenizer.vocab_size, spec.vocab_size))

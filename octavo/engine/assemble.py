@@ -15,19 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo import clock
 from octavo.config import EngineConfig, SpeculationConfig
-from octavo.device import num_cpus, resident_memory
-from octavo.distributed import Rank
 from octavo.engine.checks import check_settings
 from octavo.engine.core import EngineCore
-from octavo.engine.memory_plan import (
-    MemoryPlan,
-    make_memory_plan,
-    resolve_dtype,
-    resolve_max_model_len,
-    resolve_max_num_batched_tokens,
-)
 from octavo.errors import ConfigError
 from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
@@ -42,16 +32,26 @@ from octavo.models.hub import resolve_folders
 from octavo.models.identity import model_hash
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
-from octavo.platforms.base import Platform
+from octavo.observability.profiler import Profiler
+from octavo.observability.recording import Step
+from octavo.plan.memory_plan import (
+    MemoryPlan,
+    make_memory_plan,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_max_num_batched_tokens,
+)
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
-from octavo.profiler import Profiler
-from octavo.recording import Step
 from octavo.scheduler import observer
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.client import GrammarHelper, HelperSetup
 from octavo.structured_output.compiler import COMPILE_NBYTES, grammar_memory
 from octavo.structured_output.manager import StructuredOutputManager
-from octavo.worker.setup import WorkerSetup
+from octavo.system import clock
+from octavo.system.device import num_cpus, resident_memory
+from octavo.system.distributed import Rank
+from octavo.worker.platform import Platform
 
 if TYPE_CHECKING:
     from octavo.engine.kv_publisher import KVEventPublisher

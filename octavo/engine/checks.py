@@ -7,7 +7,7 @@ import sys
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_connector.registry import get_connector_class
-from octavo.platforms.base import Platform
+from octavo.worker.platform import Platform
 
 
 def check_settings(config: EngineConfig, platform: Platform) -> None:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from octavo.clock import now
-from octavo.device import trim_memory
 from octavo.errors import (
     EngineDeadError,
     ProfilerError,
@@ -36,11 +34,13 @@ from octavo.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
-from octavo.profiler import Profiler, span
-from octavo.recording import Step, StepEnd, StepRequest
+from octavo.observability.profiler import Profiler, span
+from octavo.observability.recording import Step, StepEnd, StepRequest
 from octavo.request import Request, RequestStatus, fan_out
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.manager import StructuredOutputManager
+from octavo.system.clock import now
+from octavo.system.device import trim_memory
 
 if TYPE_CHECKING:
     from octavo.engine.kv_publisher import KVEventPublisher

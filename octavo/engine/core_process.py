@@ -24,10 +24,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from octavo import clock
-from octavo.device import SWITCH_INTERVAL, signal_at_parents_end
 from octavo.engine.assemble import import_executor, make_engine_core
-from octavo.engine.cluster import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import (
     ABORT,
@@ -43,11 +40,14 @@ from octavo.engine.wire import (
     CoreReady,
 )
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
-from octavo.logs import setup_logging
+from octavo.fleet.cluster import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
-from octavo.profiler import span
-from octavo.recording import Recorder
+from octavo.observability.profiler import span
+from octavo.observability.recording import Recorder
+from octavo.system import clock
+from octavo.system.device import SWITCH_INTERVAL, signal_at_parents_end
+from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 

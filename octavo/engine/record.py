@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 
 import octavo
-from octavo import _native, clock
+from octavo import _native
 from octavo.config import EngineConfig
-from octavo.device import cpu_model
 from octavo.models.identity import model_hash
-from octavo.recording import FORMAT, Head, Recorder, RecordSettings
+from octavo.observability.recording import FORMAT, Head, Recorder, RecordSettings
+from octavo.system import clock
+from octavo.system.device import cpu_model
 
 
 def make_recorder(

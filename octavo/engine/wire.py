@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.memory_plan import MemoryPlan
+from octavo.plan.memory_plan import MemoryPlan
 
 # Kinds of message, sent as the first frame.
 ADD, ABORT, UTILITY = b"A", b"B", b"U"

@@ -16,7 +16,7 @@ from octavo.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from octavo.worker.memory import MemoryBudget
+from octavo.plan.memory import MemoryBudget
 
 T = TypeVar("T")
 

@@ -26,8 +26,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.device import is_stopped
-from octavo.distributed import GroupMemory, Rank
 from octavo.errors import (
     EngineDeadError,
     EngineStoppedError,
@@ -57,16 +55,18 @@ from octavo.executor.wire import (
     WorkerProcessSetup,
 )
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.logs import current_logging
 from octavo.messages import (
     GrammarOutput,
     KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from octavo.platforms.base import Platform
-from octavo.worker.memory import MemoryBudget
-from octavo.worker.setup import WorkerSetup
+from octavo.plan.memory import MemoryBudget
+from octavo.plan.setup import WorkerSetup
+from octavo.system.device import is_stopped
+from octavo.system.distributed import GroupMemory, Rank
+from octavo.system.logs import current_logging
+from octavo.worker.platform import Platform
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,6 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from octavo.device import SWITCH_INTERVAL
-from octavo.distributed import GroupMemory, Rank
 from octavo.errors import ConfigError, EngineDeadError, EngineStoppedError
 from octavo.executor.message_queue import QueueClosedError
 from octavo.executor.multiproc import MultiprocExecutor, WorkerGroup
@@ -36,9 +34,11 @@ from octavo.executor.ray_session import SESSION
 from octavo.executor.relay import Relay, RelayKey, find_streams
 from octavo.executor.wire import Died, Failure, FromWorker, PlainSetup
 from octavo.executor.worker_process import serve
-from octavo.logs import current_logging, setup_logging
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
-from octavo.worker.setup import WorkerSetup
+from octavo.system.device import SWITCH_INTERVAL
+from octavo.system.distributed import GroupMemory, Rank
+from octavo.system.logs import current_logging, setup_logging
 
 logger = logging.getLogger(__name__)
 

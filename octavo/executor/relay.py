@@ -6,7 +6,7 @@ of who reads it. A relay sends a slot once its counter says that it is written, 
 other side posts the same number behind the same bytes. A relay only delays, so whatever order keeps
 a slot from being written before it was read on one host keeps it so on several.
 
-Hosts reach one another by CurveZMQ, as nodes do (`engine/cluster.py`). A connection that has been
+Hosts reach one another by CurveZMQ, as nodes do (`fleet/cluster.py`). A connection that has been
 there is never made anew, since nobody knows what it lost: both sides break their memories. Each
 side looks after the connections that it made, and not after those that anybody can make to it.
 """
@@ -26,9 +26,9 @@ import zmq.utils.monitor
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.distributed import COUNTER_NBYTES, Counter, GroupMemory
 from octavo.errors import EngineDeadError
-from octavo.worker.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
+from octavo.plan.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
+from octavo.system.distributed import COUNTER_NBYTES, Counter, GroupMemory
 
 CONNECT_SECONDS = 20.0
 """In which the hosts must have reached one another."""

@@ -22,10 +22,10 @@ from octavo.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from octavo.platforms.base import Platform
-from octavo.worker.memory import MemoryBudget
+from octavo.plan.memory import MemoryBudget
+from octavo.plan.setup import WorkerSetup
 from octavo.worker.model_runner import Drafts
-from octavo.worker.setup import WorkerSetup
+from octavo.worker.platform import Platform
 from octavo.worker.worker import Worker
 
 T = TypeVar("T")

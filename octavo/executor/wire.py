@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.distributed import Rank
 from octavo.errors import OctavoError, make_error
 from octavo.executor.message_queue import QueueHandle
 from octavo.messages import (
@@ -26,8 +25,9 @@ from octavo.messages import (
 from octavo.models.drafts import find_draft
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
-from octavo.worker.memory import Scratch
-from octavo.worker.setup import WorkerSetup
+from octavo.plan.memory import Scratch
+from octavo.plan.setup import WorkerSetup
+from octavo.system.distributed import Rank
 
 LENGTH_NBYTES = 4
 # What encoding raises for what is no plain value.

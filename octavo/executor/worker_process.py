@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from octavo.device import SWITCH_INTERVAL, signal_at_parents_end
-from octavo.distributed import Rank
 from octavo.errors import OctavoError, UnsupportedError
 from octavo.executor.base import find_method, import_class
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter
@@ -48,9 +46,11 @@ from octavo.executor.wire import (
     WorkerProcessSetup,
 )
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.logs import setup_logging
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
-from octavo.worker.setup import WorkerSetup
+from octavo.system.device import SWITCH_INTERVAL, signal_at_parents_end
+from octavo.system.distributed import Rank
+from octavo.system.logs import setup_logging
 
 if TYPE_CHECKING:
     from octavo.worker.model_runner import PendingOutput

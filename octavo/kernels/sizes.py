@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.dtypes import DTYPE_NBYTES
+from octavo.system.dtypes import DTYPE_NBYTES
 
 PANEL = 64
 """Outputs that a packed weight is rounded up to: the widest panel of any instruction set."""

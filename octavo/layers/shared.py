@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.distributed import GroupMemory, Rank
 from octavo.kernels.memory import placeholder
+from octavo.system.distributed import GroupMemory, Rank
 
 _ALIGNMENT = 64  # a cache line
 

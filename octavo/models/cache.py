@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.dtypes import DTYPE_NBYTES
+from octavo.system.dtypes import DTYPE_NBYTES
 
 
 class CacheSpec(Protocol):

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from octavo.distributed import Rank
-from octavo.dtypes import DTYPE_NBYTES
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import RMSNormSpec
@@ -21,6 +19,8 @@ from octavo.models.families.base import ROTARY_TABLES
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
+from octavo.system.dtypes import DTYPE_NBYTES
 
 _MOST_HEADS, _MOST_LAYERS = 64, 16
 MOST_LATE = 32

@@ -16,7 +16,7 @@ from octavo.config import (
     hub_offline,
 )
 from octavo.errors import HubError, ModelError, reason_of
-from octavo.model_files import gguf_file, require_file
+from octavo.models.model_files import gguf_file, require_file
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]

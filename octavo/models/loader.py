@@ -21,9 +21,9 @@ from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory, release_memory
 from octavo.layers.shared import SharedBuffers
-from octavo.model_files import refuse_lfs_pointer, require_file, without_weights
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
+from octavo.models.model_files import refuse_lfs_pointer, require_file, without_weights
 from octavo.models.sharded_state import ShardedState
 from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weight_cache import Progress, WeightCache, weights_key

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from octavo.distributed import Rank
-from octavo.dtypes import DTYPE_NBYTES
 from octavo.errors import ConfigError, ModelError
-from octavo.model_files import refuse_lfs_pointer, require_file
 from octavo.models.blocks.attention import Alibi
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
@@ -21,8 +18,11 @@ from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.cache import CacheSpec
 from octavo.models.config_json import MOST_JSON_NBYTES
+from octavo.models.model_files import refuse_lfs_pointer, require_file
 from octavo.models.weights import Names, Weight
 from octavo.quantization.base import get_quantization, linear_nbytes
+from octavo.system.distributed import Rank
+from octavo.system.dtypes import DTYPE_NBYTES
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 import octavo
 from octavo import _native
 from octavo.config import EngineConfig, cache_folder
-from octavo.device import cpu_memory
 from octavo.errors import ModelError, OctavoError
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import weight_files
+from octavo.system.device import cpu_memory
 
 logger = logging.getLogger(__name__)
 

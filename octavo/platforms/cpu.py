@@ -8,7 +8,14 @@ import os
 from typing import TYPE_CHECKING
 
 from octavo.config import cache_folder
-from octavo.device import (
+from octavo.errors import ConfigError
+from octavo.models.heads import HeadsSpec, read_lm_head
+from octavo.plan.draft_sizes import suffix_nbytes
+from octavo.plan.memory import MemoryBudget, Scratch
+from octavo.plan.setup import WorkerSetup
+from octavo.plan.step_table import StepLayout, input_batch_nbytes
+from octavo.sampling.sizes import state_nbytes, workspace_nbytes
+from octavo.system.device import (
     bind_to_numa_node,
     check_isa,
     check_num_threads,
@@ -18,15 +25,8 @@ from octavo.device import (
     numa_cpus,
     set_num_threads,
 )
-from octavo.dtypes import DTYPE_NBYTES
-from octavo.errors import ConfigError
-from octavo.models.heads import HeadsSpec, read_lm_head
-from octavo.platforms.base import Platform, require_package
-from octavo.sampling.sizes import state_nbytes, workspace_nbytes
-from octavo.spec_decode.sizes import suffix_nbytes
-from octavo.worker.memory import MemoryBudget, Scratch
-from octavo.worker.setup import WorkerSetup
-from octavo.worker.step_table import StepLayout, input_batch_nbytes
+from octavo.system.dtypes import DTYPE_NBYTES
+from octavo.worker.platform import Platform, require_package
 
 if TYPE_CHECKING:
     import torch

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from octavo import device as machine
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.platforms.base import Platform, require_package
-from octavo.worker.memory import MemoryBudget
-from octavo.worker.setup import WorkerSetup
+from octavo.plan.memory import MemoryBudget
+from octavo.plan.setup import WorkerSetup
+from octavo.system import device as machine
+from octavo.worker.platform import Platform, require_package
 
 if TYPE_CHECKING:
     import torch

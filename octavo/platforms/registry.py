@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo.errors import ConfigError
-from octavo.platforms.base import Platform
 from octavo.platforms.cpu import CPUPlatform
 from octavo.platforms.cuda import CUDAPlatform
+from octavo.worker.platform import Platform
 
 ENTRY_POINTS = "octavo.platforms"
 """Group of entry points: name -> a subclass of `Platform`, for other packages' devices."""
@@ -49,6 +49,6 @@ def _load(device: str) -> type[Platform]:
     if not (isinstance(platform, type) and issubclass(platform, Platform)):
         raise ConfigError(
             f"device={device}: {found[device].value} is not a subclass of "
-            "octavo.platforms.base.Platform."
+            "octavo.worker.platform.Platform."
         )
     return platform

@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.metrics import CONTENT_TYPE
-from octavo.offload import offload
+from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.job import read_job
 from octavo.router.relay import Relay
 from octavo.router.state import RouterState, router_of
@@ -21,6 +20,7 @@ from octavo.server.app import add_layers
 from octavo.server.body import read_body
 from octavo.server.errors import RouteError, on_http_exception
 from octavo.server.middleware import context_of
+from octavo.system.offload import offload
 
 # What concerns one connection, or is written anew.
 _NOT_PASSED_ON = frozenset(

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Protocol
 
 from octavo.config import environment_without_keys
-from octavo.device import is_stopped
 from octavo.errors import OctavoError, reason_of, signal_name
 from octavo.router.pool import Pool, Upstream
+from octavo.system.device import is_stopped
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from types import MappingProxyType
 import aiohttp
 from yarl import URL
 
-from octavo.engine.routing import PrefixMap, load_of, score
 from octavo.errors import reason_of
+from octavo.fleet.routing import PrefixMap, load_of, score
 
 logger = logging.getLogger(__name__)
 

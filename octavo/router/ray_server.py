@@ -20,10 +20,10 @@ import ray
 from ray.exceptions import RayError
 
 from octavo.config import API_KEY_VARIABLES, environment_without_keys
-from octavo.device import is_stopped
 from octavo.executor.ray_session import SESSION
 from octavo.router.pool import Upstream
 from octavo.router.server_flags import HOST
+from octavo.system.device import is_stopped
 
 _LOOK_SECONDS = 0.25
 # An actor that says nothing for so long is lost, with its server.

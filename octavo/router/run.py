@@ -12,7 +12,6 @@ import msgspec
 import uvloop
 
 from octavo.config import ServerConfig
-from octavo.logs import setup_logging
 from octavo.router.app import build_app
 from octavo.router.config import RouterConfig
 from octavo.router.state import RouterState
@@ -29,6 +28,7 @@ from octavo.server.run import (
     prepare_process,
     serve_app,
 )
+from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from octavo.arguments import setting_flags
 from octavo.config import EngineConfig, ServerConfig, config_fields, section_fields
-from octavo.device import num_cpus
+from octavo.config.arguments import setting_flags
 from octavo.errors import ConfigError
 from octavo.router.config import PASSED_ON, RouterConfig
+from octavo.system.device import num_cpus
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """What servers of a kind do with the KV cache; those of other kinds do all of a request."""

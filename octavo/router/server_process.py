@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from octavo.device import signal_at_parents_end
+from octavo.system.device import signal_at_parents_end
 
 if __name__ == "__main__":
     signal_at_parents_end(signal.SIGTERM)  # the program that takes over keeps it

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.clock import now
 from octavo.config import SchedulerConfig
 from octavo.errors import ContextLengthError, RequestError
 from octavo.kv_cache.events import AnyKVEvent
@@ -50,6 +49,7 @@ from octavo.scheduler.observer import SchedulerObserver, WaitReason
 from octavo.scheduler.queue import Arrivals, WaitingQueue
 from octavo.scheduler.speculation import DraftLengths
 from octavo.structured_output.base import MAX_FORCED
+from octavo.system.clock import now
 
 # Waits that end by `set_ready`; requests in them do not queue.
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from octavo import __version__
 from octavo.config import HIDDEN, config_fields
 from octavo.errors import ConfigError, NotFoundError, RequestError
 from octavo.messages import PauseMode
-from octavo.metrics import CONTENT_TYPE
+from octavo.observability.metrics import CONTENT_TYPE
 from octavo.server.body import check_media_type, read_model
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.completions import create_completion
@@ -42,7 +42,7 @@ from octavo.server.state import ServerState, state_of
 from octavo.server.tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM
 
 
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")

@@ -13,8 +13,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
+from octavo.compat.request_fields import INSTEAD, NO_EFFECT, Unsupported
 from octavo.errors import DeadlineError, RequestError, UnsupportedError
-from octavo.offload import offload
 from octavo.sampling_params import is_deeper
 from octavo.server.errors import (
     BodyTooLargeError,
@@ -23,9 +23,9 @@ from octavo.server.errors import (
     show,
 )
 from octavo.server.http_state import http_state_of
-from octavo.server.known_fields import INSTEAD, NO_EFFECT, Unsupported
 from octavo.server.middleware import context_of
 from octavo.server.state import state_of
+from octavo.system.offload import offload
 
 MAX_JSON_DEPTH = 64
 # Numbers, strings and so on, all together: parsing them is one call, which nothing can interrupt.

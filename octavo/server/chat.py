@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.chat_template import ChatTemplate
 from octavo.errors import RequestError
-from octavo.offload import offload
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import read_model
@@ -25,9 +23,11 @@ from octavo.server.generation import (
 )
 from octavo.server.schema import BatchChatBody, ChatBody, ChatFields, Message, Tool, ToolCall
 from octavo.server.state import state_of
+from octavo.system.offload import offload
+from octavo.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM
 
 
 async def create_chat_completion(request: Request) -> Response:

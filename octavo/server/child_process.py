@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
-from octavo.device import is_stopped
 from octavo.errors import OctavoError, make_error, signal_name
+from octavo.system.device import is_stopped
 
 _T = TypeVar("_T")
 

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.detokenizer import TextStream, make_text_stream
-from octavo.engine.prompt_embeds import PROMPT_EMBEDS_OFF
 from octavo.errors import RequestError
-from octavo.offload import offload
+from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF
 from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import read_model
@@ -29,10 +27,12 @@ from octavo.server.generation import (
 from octavo.server.schema import CompletionBody, Prompts
 from octavo.server.state import state_of
 from octavo.server.tensor_file import decode_embeds
-from octavo.tokenizer import Tokenizer
+from octavo.system.offload import offload
+from octavo.text.detokenizer import TextStream, make_text_stream
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import uvloop
 
-from octavo import clock
-from octavo.device import signal_at_parents_end
-from octavo.engine.async_llm import EngineProcesses, start_engines
-from octavo.engine.coordinator import Coordinator, FrontEnd
-from octavo.engine.memory_plan import SERVER_NBYTES, resolve_max_model_len
 from octavo.errors import OctavoError
-from octavo.logs import setup_logging
-from octavo.metrics import EngineMetrics
+from octavo.fleet.coordinator import Coordinator, FrontEnd
+from octavo.frontend.async_llm import EngineProcesses, start_engines
 from octavo.models.registry import read_spec
+from octavo.observability.metrics import EngineMetrics
+from octavo.plan.memory_plan import SERVER_NBYTES, resolve_max_model_len
 from octavo.server.child_process import Parent, read_message
 from octavo.server.front_ends import CoordinatorSetup, Place
+from octavo.system import clock
+from octavo.system.device import signal_at_parents_end
+from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.compat.routes import elsewhere
 from octavo.errors import EngineDeadError, GivenUpError, OctavoError, RequestError
-from octavo.server.known_routes import elsewhere
 
 logger = logging.getLogger(__name__)
 

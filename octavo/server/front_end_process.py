@@ -17,16 +17,16 @@ from pathlib import Path
 
 import uvloop
 
-from octavo import clock
-from octavo.device import signal_at_parents_end
-from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.front_end import CoordinatorProcess, FrontEndClient
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.logs import setup_logging
+from octavo.fleet.front_end import CoordinatorProcess, FrontEndClient
+from octavo.frontend.async_llm import AsyncLLM
 from octavo.server.child_process import Parent, read_message
 from octavo.server.front_ends import REPLACED, FrontEndSetup
 from octavo.server.run import END_SIGNALS, allow_files, prepare_process, serve
 from octavo.server.state import ServerState
+from octavo.system import clock
+from octavo.system.device import signal_at_parents_end
+from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 

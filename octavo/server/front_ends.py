@@ -4,7 +4,7 @@ This process only starts and watches the others: the coordinator, which has the 
 front ends, which take requests from the socket that they have in common. A front end that ends is
 replaced, and its requests are ended; its clients have lost their connections with it. When the
 coordinator ends another one takes its place, with engines of its own, and all requests go on. See
-`engine/coordinator.py`.
+`fleet/coordinator.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo import clock
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.front_end import addresses_of
 from octavo.errors import ConfigError, OctavoError, reason_of
+from octavo.fleet.front_end import addresses_of
 from octavo.models.hub import resolve_folders
 from octavo.server.child_process import Child
+from octavo.system import clock
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from octavo.server.schema import CompletionBody, GenerateBody
 from octavo.server.state import state_of
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM
 
 # Fields of vLLM's `SamplingParams` that change nothing here, or that this address decides.
 _NO_EFFECT = ("detokenize", "flat_logprobs", "output_kind", "skip_clone")

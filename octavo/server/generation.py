@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.engine.input_processor import EmbedsPrompt
-from octavo.engine.request_memory import logprobs_nbytes
 from octavo.errors import RequestError
-from octavo.offload import offload
+from octavo.frontend.input_processor import EmbedsPrompt
+from octavo.frontend.request_memory import logprobs_nbytes
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.auth import private_salt
@@ -28,10 +27,11 @@ from octavo.server.middleware import context_of
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
 from octavo.server.streams import DONE, Events, Stream
-from octavo.tokenizer import Tokenizer
+from octavo.system.offload import offload
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 

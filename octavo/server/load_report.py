@@ -11,7 +11,7 @@ import json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.metrics import EngineMetrics
+from octavo.observability.metrics import EngineMetrics
 
 _ASKED = "endpoint-load-metrics-format"
 _HEADER = "endpoint-load-metrics"

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
-from octavo.logs import REQUEST_ID
 from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import (
     ClientDisconnectError,
@@ -23,6 +22,7 @@ from octavo.server.errors import (
     show,
 )
 from octavo.server.http_state import HttpState
+from octavo.system.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 

@@ -21,28 +21,28 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from octavo.chat_template import RESERVED_VARIABLES, read_override
 from octavo.config import EngineConfig, ServerConfig
-from octavo.device import SWITCH_INTERVAL
-from octavo.distributed import Rank
-from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.checks import check_recording, check_settings
-from octavo.engine.core_launcher import CoreProcess
-from octavo.engine.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.errors import ConfigError, OctavoError, reason_of
-from octavo.logs import setup_logging
+from octavo.fleet.core_launcher import CoreProcess
+from octavo.frontend.async_llm import AsyncLLM
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import divide_layers
+from octavo.observability.recording import RecordSettings
+from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
+from octavo.plan.setup import resolve_kv_cache_dtype
 from octavo.platforms.registry import get_platform
-from octavo.recording import RecordSettings
 from octavo.server.app import build_app
 from octavo.server.auth import AllowedHosts, with_all_keys
 from octavo.server.front_ends import check_front_ends, serve_by_front_ends
 from octavo.server.http_state import HttpState
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
-from octavo.worker.setup import resolve_kv_cache_dtype
+from octavo.system.device import SWITCH_INTERVAL
+from octavo.system.distributed import Rank
+from octavo.system.logs import setup_logging
+from octavo.text.chat_template import RESERVED_VARIABLES, read_override
 
 logger = logging.getLogger(__name__)
 

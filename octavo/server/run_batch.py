@@ -22,10 +22,10 @@ import msgspec
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError
-from octavo.logs import setup_logging
 from octavo.server.app import build_app
 from octavo.server.run import start_engine
 from octavo.server.state import ServerState
+from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 

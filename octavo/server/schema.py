@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
+from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
 from octavo.sampling_params import (
     MAX_BEAM_WIDTH,
@@ -20,11 +21,10 @@ from octavo.sampling_params import (
     SamplingParams,
     check_extra_args,
 )
-from octavo.server import known_fields
 from octavo.server.body import Body
 from octavo.server.errors import show
 from octavo.server.structured_outputs import StructuredOutputsBody
-from octavo.tokenizer import MAX_TOKENS
+from octavo.text.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096

@@ -18,9 +18,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from octavo import __version__
-from octavo.chat_template import ChatTemplate
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.request_memory import leaves_room
 from octavo.errors import (
     EngineDeadError,
     NotFoundError,
@@ -28,15 +26,17 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
+from octavo.frontend.request_memory import leaves_room
 from octavo.server.auth import tenant_of
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
 from octavo.server.stats_log import StatsLog
 from octavo.server.streams import StreamRegistry
-from octavo.tokenizer import Tokenizer
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.frontend.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from starlette.types import Receive
 
-from octavo.engine.request_memory import RequestMemory
 from octavo.errors import NotFoundError, RequestError
+from octavo.frontend.request_memory import RequestMemory
 from octavo.server.errors import (
     ClientDisconnectError,
     UnavailableError,

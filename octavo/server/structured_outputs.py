@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
+from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError
 from octavo.sampling_params import GrammarKind, StructuredOutputsParams
-from octavo.server import known_fields
 from octavo.server.body import Body
 
 _FLAT: dict[str, GrammarKind] = {

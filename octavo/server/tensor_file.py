@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.engine.prompt_embeds import NAME, check_form
 from octavo.errors import RequestError
+from octavo.frontend.prompt_embeds import NAME, check_form
 from octavo.messages import EMBEDS_DTYPES, PromptEmbeds
 
 # A tensor's file has seven.

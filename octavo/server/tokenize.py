@@ -7,12 +7,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.offload import offload
 from octavo.server.body import read_model
 from octavo.server.chat import render_messages
 from octavo.server.schema import DetokenizeBody, TokenizeBody
 from octavo.server.state import state_of
-from octavo.tokenizer import MAX_TOKENS, Tokenizer
+from octavo.system.offload import offload
+from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 
 async def tokenize(request: Request) -> Response:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.device import private_memory, process_seconds
 from octavo.messages import GrammarSpec
+from octavo.system.device import private_memory, process_seconds
 
 _LENGTH_BYTES = 8
 _FORK, _WAIT = b"f", b"w"

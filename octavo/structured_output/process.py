@@ -38,7 +38,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.device import signal_at_parents_end, trim_memory
 from octavo.errors import GrammarError, OctavoError
 from octavo.structured_output.base import MAX_FORCED, CompiledGrammar, Grammar, GrammarBackend
 from octavo.structured_output.client import (
@@ -56,7 +55,8 @@ from octavo.structured_output.client import (
 )
 from octavo.structured_output.limits import check_size
 from octavo.structured_output.vocabulary import Vocabulary
-from octavo.tokenizer import Tokenizer
+from octavo.system.device import signal_at_parents_end, trim_memory
+from octavo.text.tokenizer import Tokenizer
 
 # Tokens that are fed before the process looks for a step again.
 _FED_AT_ONCE = 16

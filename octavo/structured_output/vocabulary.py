@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.errors import GrammarError
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

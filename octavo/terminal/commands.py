@@ -10,7 +10,6 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octavo.arguments import add_engine_settings, engine_kwargs
 from octavo.config import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLES,
@@ -23,10 +22,11 @@ from octavo.config import (
     section_fields,
     settings_from_environment,
 )
-from octavo.engine_args import engine_settings
+from octavo.config.arguments import add_engine_settings, engine_kwargs
+from octavo.config.engine_args import engine_settings
+from octavo.config.settings_file import add_config_flag
 from octavo.errors import ConfigError, HubError, OctavoError
-from octavo.logs import setup_logging
-from octavo.settings_file import add_config_flag
+from octavo.system.logs import setup_logging
 from octavo.terminal.answers import LocalModel, Source, show_answer
 from octavo.terminal.lines import Reader, history_file, read_all
 from octavo.terminal.screen import harmless, note, print_error, spinner

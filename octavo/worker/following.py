@@ -18,7 +18,7 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from octavo.profiler import span
+from octavo.observability.profiler import span
 from octavo.worker.input_batch import IntArray, LongArray
 from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
 

@@ -24,8 +24,8 @@ from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
 from octavo.models.base import Model
 from octavo.models.decoder import DecoderModel
+from octavo.plan.step_table import StepTable
 from octavo.worker.input_batch import StepBuffers, StepInputs
-from octavo.worker.step_table import StepTable
 
 _NO_LOGITS = torch.empty(0, 0)
 

@@ -7,13 +7,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.distributed import COUNTER_NBYTES, GroupMemory
 from octavo.layers.shared import SharedBuffers
+from octavo.plan.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
+from octavo.plan.setup import WorkerSetup
+from octavo.system.distributed import COUNTER_NBYTES, GroupMemory
 from octavo.worker.graphs import StepResult, StepRunner
-from octavo.worker.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.news import News
-from octavo.worker.setup import WorkerSetup
 
 Handed = tuple[Tensor, Tensor | None]
 """(x, residual), as `Layer` takes and returns them."""

@@ -10,7 +10,6 @@ import torch
 
 from octavo import _native
 from octavo.attention.base import KV_CACHE_DTYPES
-from octavo.device import cpu_memory
 from octavo.kernels.memory import is_host, release_memory, to_device
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
@@ -25,8 +24,8 @@ from octavo.messages import (
 from octavo.models.cache import AttentionCache
 from octavo.models.loader import LoadedWeights, load_model
 from octavo.models.weight_cache import WeightCache
-from octavo.platforms.base import Platform
-from octavo.profiler import span
+from octavo.observability.profiler import span
+from octavo.plan.setup import WorkerSetup
 from octavo.sampling.acceptance import ACCEPT, RECOVER, Drafted
 from octavo.sampling.logits_processors.builtin import GrammarBitmask
 from octavo.sampling.metadata import SamplingMetadata
@@ -34,7 +33,7 @@ from octavo.sampling.plugins import load_named, load_plugins
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
 from octavo.sampling.vllm_config import VllmConfig
-from octavo.spec_decode.base import Proposer, Target
+from octavo.system.device import cpu_memory
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
 from octavo.worker.group import Group, make_buffers, make_received
 from octavo.worker.input_batch import (
@@ -46,7 +45,8 @@ from octavo.worker.input_batch import (
     StepInputs,
 )
 from octavo.worker.loading_bar import loading_bar
-from octavo.worker.setup import WorkerSetup
+from octavo.worker.platform import Platform
+from octavo.worker.spec_decode.base import Proposer, Target
 
 _NO_DRAFT = -2  # no token, nor `UNKNOWN`
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from octavo.distributed import COUNTER_NBYTES, GroupMemory
-from octavo.worker.group_layout import GroupLayout
+from octavo.plan.group_layout import GroupLayout
+from octavo.system.distributed import COUNTER_NBYTES, GroupMemory
 
 LongArray = npt.NDArray[np.int64]
 

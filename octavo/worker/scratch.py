@@ -12,7 +12,6 @@ from torch import Tensor
 from octavo import _native
 from octavo.attention.base import KV_CACHE_DTYPES, AttentionBackend
 from octavo.attention.cpu import CPUAttention
-from octavo.device import num_cpus
 from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
@@ -22,13 +21,14 @@ from octavo.models.cache import AttentionCache
 from octavo.models.eagle import EagleModel
 from octavo.models.loader import build_model
 from octavo.models.weights import Weight
+from octavo.plan.memory import Scratch
+from octavo.plan.setup import WorkerSetup
+from octavo.plan.step_table import StepLayout
 from octavo.sampling.sizes import kernel_nbytes
+from octavo.system.device import num_cpus
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.group import make_buffers
 from octavo.worker.input_batch import StepBuffers
-from octavo.worker.memory import Scratch
-from octavo.worker.setup import WorkerSetup
-from octavo.worker.step_table import StepLayout
 
 
 def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from octavo.device import trim_memory
-from octavo.distributed import group_failure
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, KVConnectorOutput, SchedulerOutput
-from octavo.platforms.base import Platform
-from octavo.profiler import drain_kernels, span
-from octavo.spec_decode.registry import make_proposer
+from octavo.observability.profiler import drain_kernels, span
+from octavo.plan.memory import MemoryBudget
+from octavo.plan.setup import WorkerSetup
+from octavo.system.device import trim_memory
+from octavo.system.distributed import group_failure
 from octavo.worker.following import FollowingRunner
 from octavo.worker.kv_transfer import KVTransfers, make_transfers
-from octavo.worker.memory import MemoryBudget
 from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
-from octavo.worker.setup import WorkerSetup
+from octavo.worker.platform import Platform
+from octavo.worker.spec_decode.registry import make_proposer
 
 
 class Worker:

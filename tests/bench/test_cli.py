@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from octavo import cli
-from octavo.arguments import setting_flags
 from octavo.config import EngineConfig, config_fields
+from octavo.config.arguments import setting_flags
 from octavo.errors import BenchError
 
 NAMES = ["latency", "throughput", "serve", "startup", "sweep", "tune"]

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from octavo import device
 from octavo.bench import latency
 from octavo.bench import machine as machine_module
 from octavo.bench.machine import Machine
 from octavo.config import config_fields
 from octavo.errors import BenchError, ConfigError, OctavoError
 from octavo.llm import LLM
+from octavo.system import device
 
 SMALL = [
     "--input-len",

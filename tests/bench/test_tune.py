@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo import device
 from octavo.bench import serve, tune
 from octavo.bench.tune import Trial, halving_budgets, sample_configs, successive_halving
 from octavo.config import EngineConfig, environment_without_keys
 from octavo.errors import BenchError, ConfigError, DatasetError
+from octavo.system import device
 
 
 def parse(*flags):

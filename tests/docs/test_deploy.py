@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from octavo import cli
-from octavo.arguments import engine_kwargs, expand_dotted, given_settings
 from octavo.config import EngineConfig, build_section, section_fields
+from octavo.config.arguments import engine_kwargs, expand_dotted, given_settings
 from octavo.router.config import RouterConfig
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

@@ -10,9 +10,9 @@ import pytest
 
 from octavo import LLM, SamplingParams, cli
 from octavo.config import EngineConfig
-from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import ConfigError
-from octavo.recording import RecordSettings
+from octavo.frontend.async_llm import AsyncLLM
+from octavo.observability.recording import RecordSettings
 from tests.e2e import harness
 
 MODEL = "octavo/stories"

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from octavo import device
+from octavo.system import device
 
 SCRIPT = """
 import json, sys
 from octavo import LLM, SamplingParams
-from octavo.device import resident_memory
+from octavo.system.device import resident_memory
 
 sizes = []
 with LLM(kv_cache_memory_bytes="48M", max_num_seqs=8, max_num_batched_tokens=512) as llm:

@@ -9,9 +9,9 @@ import torch
 from msgspec.structs import replace
 
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.engine.async_llm import AsyncLLM
-from octavo.engine_args import AsyncEngineArgs
+from octavo.config.engine_args import AsyncEngineArgs
 from octavo.errors import ConfigError, RequestError
+from octavo.frontend.async_llm import AsyncLLM
 from octavo.sampling_params import RequestOutputKind, StructuredOutputsParams
 from tests.e2e.harness import serve
 

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from octavo import cli
-from octavo.bench.step_times import StepBatch, StepTimes
 from octavo.config import EngineConfig
-from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import RequestError
+from octavo.frontend.async_llm import AsyncLLM
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
-from octavo.recording import RecordSettings
-from octavo.replay import load_recording
+from octavo.observability.recording import RecordSettings
 from octavo.sampling_params import (
     BeamSearchParams,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
+from octavo.simulation.replay import load_recording
+from octavo.simulation.step_times import StepBatch, StepTimes
 
 SETTINGS = {
     "max_model_len": 256,

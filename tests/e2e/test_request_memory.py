@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from octavo import device
+from octavo.system import device
 from tests.e2e.harness import serve
 
 MIB = 2**20

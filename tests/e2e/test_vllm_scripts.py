@@ -19,9 +19,9 @@ from octavo import (
     TextPrompt,
     TokensPrompt,
 )
-from octavo.engine.vllm_arguments import StatLogger
+from octavo.compat.call_arguments import StatLogger
 from octavo.errors import ConfigError, EngineDeadError, RequestError, UnsupportedError
-from octavo.metrics_reader import Counter, Gauge, Histogram
+from octavo.observability.metrics_reader import Counter, Gauge, Histogram
 
 PROMPTS = ["Once upon a time", "The cat", "The sun is"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -13,8 +13,8 @@ from octavo.executor.uniproc import UniProcExecutor
 from octavo.messages import EngineCoreRequest
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.plan.memory import MemoryBudget, Scratch
 from octavo.platforms.cpu import CPUPlatform
-from octavo.worker.memory import MemoryBudget, Scratch
 from tests.fakes import FakeExecutor
 from tests.params import core_params
 

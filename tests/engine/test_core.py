@@ -14,7 +14,7 @@ from octavo.errors import EngineDeadError, ModelError, ProfilerError, RequestErr
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import EngineCoreRequest, FinishReason
 from octavo.models.cache import AttentionCache
-from octavo.profiler import Profiler
+from octavo.observability.profiler import Profiler
 from octavo.request import RequestStatus
 from octavo.scheduler.scheduler import Scheduler
 from tests.fakes import VOCAB, FakeExecutor, expected_output

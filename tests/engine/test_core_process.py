@@ -20,13 +20,9 @@ import pytest
 import zmq
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
-from octavo.device import SWITCH_INTERVAL
-from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.core_launcher import CoreLauncher
+from octavo.config.engine_args import AsyncEngineArgs
 from octavo.engine.core_process import _BusyLoop
-from octavo.engine.mp_client import AsyncMPClient
 from octavo.engine.wire import CoreProcessSetup, CoreReady
-from octavo.engine_args import AsyncEngineArgs
 from octavo.errors import (
     EngineDeadError,
     ModelError,
@@ -35,11 +31,15 @@ from octavo.errors import (
     RequestError,
     StepFailedError,
 )
+from octavo.fleet.core_launcher import CoreLauncher
+from octavo.fleet.mp_client import AsyncMPClient
+from octavo.frontend.async_llm import AsyncLLM
 from octavo.messages import GrammarSpec, SchedulerStats
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from tests.engine.plans import make_plan
+from octavo.system.device import SWITCH_INTERVAL
+from tests.plan.plans import make_plan
 
 CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
 
@@ -496,9 +496,9 @@ def test_a_bad_folder_is_refused_before_a_process_starts(tmp_path):
 STAND_IN = """
 import gc, json, signal, sys
 from types import SimpleNamespace
-from octavo import clock
+from octavo.system import clock
 from octavo.engine import core_process
-from tests.engine.plans import make_plan
+from tests.plan.plans import make_plan
 
 class Core:
     executor = SimpleNamespace(pids=[7], register_failure_callback=lambda callback: None)
@@ -583,8 +583,8 @@ def test_the_engine_ends_with_its_parent():
 import asyncio
 import contextlib
 from octavo.config import EngineConfig
-from octavo.device import SWITCH_INTERVAL
-from octavo.engine.async_llm import AsyncLLM
+from octavo.system.device import SWITCH_INTERVAL
+from octavo.frontend.async_llm import AsyncLLM
 async def main():
     engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))
     await engine.wait_ready()
@@ -675,7 +675,7 @@ def test_a_spare_that_imports_ends_with_its_parent_at_once(tmp_path):
     code = """
 import time
 from octavo.config import EngineConfig
-from octavo.engine.core_launcher import CoreProcess
+from octavo.fleet.core_launcher import CoreProcess
 spare = CoreProcess(warm=EngineConfig())
 print(spare.pid, flush=True)
 time.sleep(60)

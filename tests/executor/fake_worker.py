@@ -6,7 +6,7 @@ import time
 
 from octavo.errors import ConfigError, EngineDeadError, ModelError
 from octavo.messages import ModelRunnerOutput
-from octavo.worker.memory import MemoryBudget
+from octavo.plan.memory import MemoryBudget
 
 
 class Pending:

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
-from octavo.distributed import Rank
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
@@ -28,9 +27,10 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import GrammarOutput, ScheduledRequest, SchedulerOutput
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.plan.memory import Scratch
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import CPUPlatform
-from octavo.worker.memory import Scratch
-from octavo.worker.setup import WorkerSetup
+from octavo.system.distributed import Rank
 
 PATH = resolve_model(BUILTIN_MODEL)
 SPEC = read_spec(PATH)

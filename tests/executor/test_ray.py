@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
-from octavo.distributed import Rank
 from octavo.errors import ConfigError, EngineDeadError, EngineStoppedError
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import GrammarOutput
+from octavo.plan.memory import Scratch
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import CPUPlatform
-from octavo.worker.memory import Scratch
-from octavo.worker.setup import WorkerSetup
+from octavo.system.distributed import Rank
 from tests.executor.test_multiproc import FAKES, PATH, SPEC, gone, run, work
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")

@@ -14,14 +14,14 @@ import zmq
 
 from octavo import LLM, SamplingParams, _native
 from octavo.config import BUILTIN_MODEL
-from octavo.distributed import GroupMemory, Rank
 from octavo.errors import EngineDeadError
 from octavo.executor import relay as of_relay
 from octavo.executor.relay import Relay, RelayKey, Stream, find_streams
+from octavo.plan.group_layout import GroupLayout
+from octavo.plan.step_table import StepSize
+from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.group import _Channel
-from octavo.worker.group_layout import GroupLayout
 from octavo.worker.news import News
-from octavo.worker.step_table import StepSize
 from tests.ranks import RanksExecutor, use_ranks
 
 ANY = "tcp://127.0.0.1:*"

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from octavo import device
 from octavo.kernels.memory import Arena, map_memory
+from octavo.system import device
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 3 * 2**20 + 5])

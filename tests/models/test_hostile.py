@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from octavo.config import EngineConfig
-from octavo.engine.memory_plan import make_memory_plan, resolve_dtype, resolve_max_model_len
 from octavo.errors import ConfigError, ModelError
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.plan.memory import Scratch
+from octavo.plan.memory_plan import make_memory_plan, resolve_dtype, resolve_max_model_len
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import memory_budget
-from octavo.worker.memory import Scratch
-from octavo.worker.setup import WorkerSetup
 from tests.models.harness import load, make_hf, save_and_load, save_config
 from tests.models.test_parity import CASES, MPT
 

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.distributed import GroupMemory, Rank
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels.native import NativeOps
 from octavo.layers.shared import SharedBuffers
@@ -21,6 +20,7 @@ from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
+from octavo.system.distributed import GroupMemory, Rank
 from tests.models.harness import CPU, Runner, make_hf
 from tests.models.test_parity import CASES, VOCAB
 

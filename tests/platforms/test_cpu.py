@@ -13,8 +13,8 @@ from octavo.kernels.native import NativeOps, set_num_threads
 from octavo.kernels.tuning import Tuning
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import CPUPlatform
-from octavo.worker.setup import WorkerSetup
 from tests.triton import needs_triton
 
 PATH = resolve_model(BUILTIN_MODEL)

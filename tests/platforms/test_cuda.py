@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import device
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.blocks.attention import Alibi
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cuda import CUDAPlatform
-from octavo.worker.setup import WorkerSetup
+from octavo.system import device
 
 MIB = 2**20
 PATH = resolve_model(BUILTIN_MODEL)

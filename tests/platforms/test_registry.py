@@ -2,9 +2,9 @@
 
 import pytest
 
-from octavo import device
 from octavo.errors import ConfigError
 from octavo.platforms.registry import get_platform
+from octavo.system import device
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from octavo.config import EngineConfig, ServerConfig, build_section, section_fields
-from octavo.device import num_cpus
 from octavo.errors import ConfigError
 from octavo.router.config import PASSED_ON, REFUSED, SHARED, RouterConfig, own_server_settings
 from octavo.router.server_flags import HOST, flags_of_kinds
+from octavo.system.device import num_cpus
 
 A, B = "http://a:8000", "http://b:8000"
 

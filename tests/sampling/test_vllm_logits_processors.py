@@ -113,7 +113,7 @@ def module(tmp_path, monkeypatch):
         del sys.modules[name]
     sys.modules.pop("written_for_vllm", None)
     sys.meta_path[:] = meta_path
-    from octavo.engine.llm_engine import LLMEngine
+    from octavo.frontend.llm_engine import LLMEngine
 
     LLMEngine.metrics_prefix = "octavo"
 

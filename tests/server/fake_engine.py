@@ -15,13 +15,12 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from octavo import clock
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.beam_search import make_beam_search, prompt_params, run_beam_search
-from octavo.engine.input_processor import InputProcessor, processing_time
-from octavo.engine.output_processor import OutputProcessor, RequestOutputCollector
-from octavo.engine.request_memory import RequestMemory
 from octavo.errors import EngineDeadError, ProfilerError, ScalingError
+from octavo.frontend.beam_search import make_beam_search, prompt_params, run_beam_search
+from octavo.frontend.input_processor import InputProcessor, processing_time
+from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.frontend.request_memory import RequestMemory
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -29,12 +28,13 @@ from octavo.messages import (
     LogprobsLists,
     SchedulerStats,
 )
-from octavo.metrics import EngineMetrics
-from octavo.offload import offload
+from octavo.observability.metrics import EngineMetrics
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
-from octavo.tokenizer import Tokenizer
+from octavo.system import clock
+from octavo.system.offload import offload
+from octavo.text.tokenizer import Tokenizer
 from tests.params import pack_logprobs
 
 ANSWER = "Hello, wörld!"

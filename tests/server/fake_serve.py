@@ -13,8 +13,8 @@ import sys
 from types import SimpleNamespace
 
 from octavo import cli
-from octavo.engine import core_launcher
 from octavo.errors import EngineDeadError
+from octavo.fleet import core_launcher
 from octavo.server import protocol, run
 from tests.server.fake_engine import FakeAsyncLLM
 

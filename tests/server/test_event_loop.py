@@ -23,10 +23,10 @@ import msgspec
 import pytest
 import torch
 
-from octavo import chat_template, template_client
 from octavo.config import EngineConfig
-from octavo.device import SWITCH_INTERVAL
-from octavo.template_client import TemplateClient
+from octavo.system.device import SWITCH_INTERVAL
+from octavo.text import chat_template, template_client
+from octavo.text.template_client import TemplateClient
 from tests.server import fake_engine
 from tests.server.fake_engine import Call, FakeAsyncLLM, make_tokenizer, with_server
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.server import known_fields
+from octavo.compat import request_fields as known_fields
 from octavo.server.body import MAX_UNKNOWN_FIELDS, Body, unknown_fields
 from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from tests.server.fake_engine import Call, events, with_server

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.server import body, generation
 from octavo.server.schema import CompletionBody
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 from tests.server.fake_engine import Call, with_server
 
 BODIES = {

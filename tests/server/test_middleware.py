@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from octavo.logs import REQUEST_ID
 from octavo.server.middleware import RequestMiddleware
+from octavo.system.logs import REQUEST_ID
 from tests.server.fake_engine import Call, with_server
 
 LOG = "octavo.server.middleware"

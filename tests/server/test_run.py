@@ -21,11 +21,11 @@ import pytest
 
 from octavo import cli
 from octavo.config import EngineConfig, ServerConfig
-from octavo.device import SWITCH_INTERVAL
 from octavo.errors import ConfigError, OctavoError
-from octavo.recording import RecordSettings
+from octavo.observability.recording import RecordSettings
 from octavo.server import run
 from octavo.server.state import ServerState
+from octavo.system.device import SWITCH_INTERVAL
 
 ROOT = Path(__file__).parents[2]
 

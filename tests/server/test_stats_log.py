@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from octavo.messages import SchedulerStats
-from octavo.metrics import EngineMetrics
+from octavo.observability.metrics import EngineMetrics
 from octavo.server.stats_log import StatsLog
 
 

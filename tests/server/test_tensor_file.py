@@ -11,8 +11,8 @@ import zipfile
 import pytest
 import torch
 
-from octavo.engine.prompt_embeds import read_tensor
 from octavo.errors import RequestError
+from octavo.frontend.prompt_embeds import read_tensor
 from octavo.server.tensor_file import decode_embeds, read_tensor_file
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import GrammarError, OctavoError
+from octavo.frontend.output_processor import OutputProcessor
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreRequest,

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 import tests.simulate.schedule as schedule_module
-from octavo.engine.output_processor import OutputProcessor
+from octavo.frontend.output_processor import OutputProcessor
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.scheduler.fairness import TenantCounters

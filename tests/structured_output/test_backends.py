@@ -18,7 +18,7 @@ from octavo.messages import GrammarSpec
 from octavo.structured_output.llguidance_backend import LLGuidanceBackend
 from octavo.structured_output.vocabulary import Vocabulary
 from octavo.structured_output.xgrammar_backend import XGrammarBackend
-from octavo.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 from tests import small_tokenizers
 
 BACKENDS = [XGrammarBackend, LLGuidanceBackend]

@@ -16,9 +16,9 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
+from octavo.plan.step_table import StepSize
 from octavo.worker.graphs import EagerSteps, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
-from octavo.worker.step_table import StepSize
 from tests.models.harness import CPU, make_hf
 from tests.models.test_parity import CASES
 

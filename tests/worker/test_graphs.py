@@ -22,12 +22,12 @@ from octavo.messages import (
 from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
+from octavo.plan.setup import WorkerSetup
+from octavo.plan.step_table import StepSize
 from octavo.structured_output.base import MAX_FORCED
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers
 from octavo.worker.scratch import measure_scratch
-from octavo.worker.setup import WorkerSetup
-from octavo.worker.step_table import StepSize
 from tests.models.harness import CPU, save_config
 from tests.models.test_parity import CASES, VOCAB
 

@@ -24,14 +24,14 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.models.registry import read_spec
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling.sampler import NOT_FINITE
-from octavo.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.model_runner import ModelRunner, SampledTokens
 from octavo.worker.scratch import measure_scratch
-from octavo.worker.setup import WorkerSetup
+from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 from tests.models.harness import CPU, make_hf
 from tests.models.test_parity import CASES, VOCAB
 from tests.params import core_params, unpack_logprobs

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from octavo.distributed import GroupMemory, Rank
-from octavo.worker.group_layout import GroupLayout
+from octavo.plan.group_layout import GroupLayout
+from octavo.plan.step_table import StepSize
+from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.news import News
-from octavo.worker.step_table import StepSize
 
 
 @pytest.fixture

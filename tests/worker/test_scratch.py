@@ -10,15 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import _native
 from octavo.config import EngineConfig
-from octavo.device import resident_memory
-from octavo.distributed import Rank
 from octavo.errors import ConfigError
 from octavo.kernels import native
 from octavo.models.spec import ModelSpec
+from octavo.plan.memory import Scratch
+from octavo.plan.setup import FORCED_DRAFTS, WorkerSetup
 from octavo.platforms.cpu import CPUPlatform
-from octavo.worker.memory import Scratch
+from octavo.system.device import resident_memory
+from octavo.system.distributed import Rank
 from octavo.worker.scratch import measure_scratch
-from octavo.worker.setup import FORCED_DRAFTS, WorkerSetup
 from tests.models.harness import CPU, Runner, save_config
 from tests.models.test_parity import CASES
 from tests.models.test_spec import load_dummy

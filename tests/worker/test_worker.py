@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import device
 from octavo.config import EngineConfig
-from octavo.engine.memory_plan import make_memory_plan
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.messages import (
     CoreSamplingParams,
@@ -21,11 +19,13 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.models.registry import read_spec
+from octavo.plan.memory_plan import make_memory_plan
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms import cpu, cuda
 from octavo.platforms.cpu import CPUPlatform
 from octavo.platforms.cuda import CUDAPlatform
+from octavo.system import device
 from octavo.worker import worker as under_test
-from octavo.worker.setup import WorkerSetup
 from octavo.worker.worker import Worker
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES

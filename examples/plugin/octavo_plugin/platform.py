@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import CPUPlatform
-from octavo.worker.setup import WorkerSetup
 
 if TYPE_CHECKING:
     from octavo.kernels.base import Ops

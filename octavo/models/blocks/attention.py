@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.distributed import Rank
 from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import Table
@@ -14,6 +13,7 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import HeadNormsSpec, RMSNormSpec
 from octavo.models.cache import AttentionCache
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from octavo.distributed import Rank
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     import torch

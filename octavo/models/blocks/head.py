@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.distributed import Rank
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.layers.head import Head

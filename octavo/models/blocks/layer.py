@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from octavo.distributed import Rank
 from octavo.errors import ConfigError
 from octavo.models.blocks.base import FeedForwardSpec, MixerSpec, Split
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.layers.layer import Layer

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from octavo.distributed import Rank
 from octavo.errors import ConfigError
 from octavo.models.weights import Names, Source, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.layers.linear import Linear

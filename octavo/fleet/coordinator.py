@@ -1,0 +1,260 @@
+"""The engines of a server with several front ends: one process has them, and knows who wants what.
+
+It looks to each front end as an engine core does: requests, aborts and calls come, outputs go. It
+keeps what every live request has got, so that an engine may die though a front end knows nothing
+of it, and a front end though its requests are in the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from octavo.engine import wire
+from octavo.errors import EngineDeadError, OctavoError
+from octavo.fleet.core_client import WatchedClient
+from octavo.fleet.front_end import PAGES
+from octavo.fleet.journal import Journal
+from octavo.fleet.supervisor import Recovery
+from octavo.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+    UtilityResult,
+)
+from octavo.observability.metrics import EngineMetrics, join_pages
+
+logger = logging.getLogger(__name__)
+
+# Between two looks at what the engines do, for front ends that have nothing in them.
+_PUBLISH_SECONDS = 0.1
+# What a front end gets to show its metrics.
+_PAGE_SECONDS = 1.0
+
+
+class FrontEnd:
+    """A front end, as the coordinator knows it.
+
+    Args:
+        number: no other one had it.
+        input_address: where its messages are taken.
+        output_address: where it takes its own.
+    """
+
+    def __init__(self, number: int, input_address: str, output_address: str) -> None:
+        self.number = number
+        self.input_address, self.output_address = input_address, output_address
+        self._context = zmq.asyncio.Context()
+        self._input = self._context.socket(zmq.PULL)
+        self._output = self._context.socket(zmq.PUSH)
+        self._input.bind(input_address)
+        self._output.set_hwm(0)  # one that reads nothing is ended before it matters
+        self._output.connect(output_address)
+        self.page = b""
+        """Of its metrics, the last that it showed."""
+        self.shown = asyncio.Event()
+        self.told_state = b""
+        """How the engines are, as it knows it."""
+        self.told_ready = False
+        """Whether it knows that they have loaded the model."""
+
+    async def receive(self) -> tuple[bytes, bytes]:
+        """The next message: its kind, and what it says."""
+        kind, payload = await self._input.recv_multipart()
+        return kind, payload
+
+    async def send(self, kind: bytes, payload: bytes) -> None:
+        """Sends a message; it waits until the front end is there."""
+        if not self._context.closed:
+            await self._output.send_multipart([kind, payload])
+
+    def close(self) -> None:
+        """Says and hears nothing more."""
+        self._context.destroy(linger=0)
+
+
+class Coordinator:
+    """Hands what several front ends want to the engines, and to each of them what comes of it.
+
+    Args:
+        metrics: what the engines do is shown there.
+        start_client: starts the engines; see `start_engines`, whose last two arguments it gets.
+        num_engines: how many there are.
+        is_first: False: it takes the place of one whose engines could be started, so another one
+            will, if these cannot.
+    """
+
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        start_client: Callable[
+            [Callable[[], list[EngineCoreRequest]], Callable[[Recovery], None]], WatchedClient
+        ],
+        num_engines: int,
+        *,
+        is_first: bool = True,
+    ) -> None:
+        self._metrics = metrics
+        self._is_first = is_first
+        self._journal: Journal[FrontEnd] = Journal()
+        self._client = start_client(self._journal.unfinished, self._note_recovery)
+        for index in range(num_engines):
+            of_engine = metrics.for_engine(index)
+            of_engine.watch_processes(partial(self._client.family_of, index))
+        self._front_ends: dict[FrontEnd, asyncio.Task[None]] = {}
+        """Those that live, and who listens to each."""
+        self._past_page = b""
+        """What those counted that live no more."""
+        self._stats: dict[int, EngineCoreOutputs] = {}
+        """Of each engine the last, until all front ends have it."""
+        self._calls: set[asyncio.Task[None]] = set()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._paging = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Works until the engines cannot go on.
+
+        Raises:
+            EngineDeadError: why they cannot; the front ends know it, too, if it `is_final`.
+        """
+        publisher = asyncio.create_task(self._publish())
+        try:
+            while True:
+                await self._deliver(await self._client.get_output())
+        except EngineDeadError as error:
+            publisher.cancel()
+            if not self.is_final:
+                raise
+            self._client.fail_calls(error)
+            dead = self._encoder.encode(wire.CoreDead(str(error)))
+            for front_end in self._front_ends:
+                await front_end.send(wire.DEAD, dead)
+            raise
+        finally:
+            publisher.cancel()
+
+    @property
+    def is_final(self) -> bool:
+        """Whether there is no hope when the engines end now."""
+        return self._is_first or self._client.ready.done()
+
+    async def shutdown(self) -> None:
+        """Ends the engines and lets go of the front ends."""
+        for front_end in list(self._front_ends):
+            await self.remove(front_end)
+        for call in self._calls:
+            call.cancel()
+        await self._client.shutdown()
+
+    def add(self, front_end: FrontEnd) -> None:
+        """Listens to a front end."""
+        self._front_ends[front_end] = asyncio.create_task(self._listen(front_end))
+
+    async def remove(self, front_end: FrontEnd) -> None:
+        """Ends what a front end wanted that is gone."""
+        self._front_ends.pop(front_end).cancel()
+        front_end.close()
+        if front_end.page:
+            self._past_page = join_pages([self._past_page, front_end.page])
+        await self._client.abort_requests(self._journal.remove_owner(front_end))
+
+    async def _listen(self, front_end: FrontEnd) -> None:
+        decode = msgspec.msgpack.decode
+        while True:
+            kind, payload = await front_end.receive()
+            if kind == wire.ADD:
+                request = decode(payload, type=EngineCoreRequest)
+                # First: engines are given what is in it.
+                self._journal.add(request, payload, front_end)
+                await self._client.add_request(request)
+            elif kind == wire.ABORT:
+                answers = decode(payload, type=list[str])
+                self._journal.remove(answers)
+                await self._client.abort_requests(answers)
+            elif kind == wire.UTILITY:
+                call = asyncio.create_task(
+                    self._answer(front_end, decode(payload, type=UtilityCall))
+                )
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+            elif kind == wire.PAGE:
+                front_end.page = payload
+                front_end.shown.set()
+
+    async def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Gives each front end what is its own."""
+        parts: dict[FrontEnd, list[EngineCoreOutput]] = {}
+        for output in outputs.outputs:
+            owner = self._journal.take(output)
+            if owner is not None:
+                parts.setdefault(owner, []).append(output)
+        if outputs.stats is not None:
+            self._metrics.for_engine(outputs.engine_index).record_scheduler_stats(outputs.stats)
+        for front_end, part in parts.items():
+            outputs.outputs = part
+            await front_end.send(wire.OUTPUTS, self._encoder.encode(outputs))
+        if outputs.stats is not None:
+            outputs.outputs = []
+            self._stats[outputs.engine_index] = outputs
+
+    async def _publish(self) -> None:
+        """Tells all front ends how the engines are, as often as that is of use."""
+        client = self._client
+        while True:
+            state = self._encoder.encode(wire.EnginesState(client.up, client.down, client.missing))
+            stats, self._stats = self._stats, {}
+            news = [self._encoder.encode(last) for last in stats.values()]
+            for front_end in list(self._front_ends):
+                if front_end.told_state != state:
+                    front_end.told_state = state
+                    await front_end.send(wire.STATE, state)
+                if client.ready.done() and not front_end.told_ready:
+                    front_end.told_ready = True
+                    await front_end.send(wire.READY, self._encoder.encode(client.ready.result()))
+                for payload in news:
+                    await front_end.send(wire.OUTPUTS, payload)
+            await asyncio.sleep(_PUBLISH_SECONDS)
+
+    async def _answer(self, front_end: FrontEnd, call: UtilityCall) -> None:
+        """Does what a front end calls."""
+        try:
+            if call.method == PAGES:
+                value: Any = await self._pages()
+            elif call.method == "trim_memory" and len(self._journal):
+                value = None  # another one is not idle
+            else:
+                value = await self._client.call_utility(call.method, *call.args)
+            result = UtilityResult(call.call_id, value)
+        except OctavoError as error:
+            result = UtilityResult(call.call_id, error=str(error), error_kind=type(error).__name__)
+        except Exception as error:  # as an engine core says it
+            logger.exception("a call has failed")
+            result = UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
+        await front_end.send(wire.RESULT, self._encoder.encode(result))
+
+    async def _pages(self) -> list[str]:
+        """The pages of all metrics; of a front end that shows none in time, its last one."""
+        async with self._paging:
+            front_ends = list(self._front_ends)
+            for front_end in front_ends:
+                front_end.shown.clear()
+                await front_end.send(wire.PAGE, b"")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PAGE_SECONDS):
+                    await asyncio.gather(*(f.shown.wait() for f in front_ends))
+            own = await asyncio.to_thread(self._metrics.render)
+            return [page.decode() for page in (own, self._past_page, *(f.page for f in front_ends))]
+
+    def _note_recovery(self, recovery: Recovery) -> None:
+        self._metrics.for_engine(recovery.engine_index).record_recovery(
+            recovery.num_requests, recovery.seconds
+        )

@@ -1,0 +1,309 @@
+"""Starting and ending engine-core processes; talking to them is `mp_client.py`'s."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from octavo.config import EngineConfig
+from octavo.engine.wire import WARM, CoreProcessSetup, CoreReady
+from octavo.errors import reason_of, signal_name
+from octavo.plan.memory_plan import MemoryPlan
+from octavo.system import clock
+from octavo.system.device import is_stopped, num_cpus
+
+logger = logging.getLogger(__name__)
+
+
+class CoreProcess:
+    """An engine-core process on this machine: an interpreter that waits for its setup.
+
+    Args:
+        warm: the settings by which it imports all it will need while it waits, and starts the
+            worker processes; None: it does so when it has its setup.
+
+    Raises:
+        OSError: the system has no room for it.
+    """
+
+    def __init__(self, *, warm: EngineConfig | None = None) -> None:
+        self.input_address, self.output_address = "", ""
+        """Where it takes requests, and where it sends outputs: it binds the first only."""
+        self._folder: str | None = None
+        """Of the sockets."""
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "octavo.engine.core_process"),
+                # More workers than cores may be a mistake that is found later.
+                *(() if warm is None else (WARM, str(min(warm.num_spare_workers, num_cpus())))),
+            ],
+            stdin=subprocess.PIPE,
+            process_group=0,  # a Ctrl-C in the terminal is for the parent, from the very start
+        )
+        self.pid = self._process.pid
+        self._killed_for: str | None = None
+        self._stopped_for = 0.0
+        self.was_stopped = False
+        """Whether `kill_if_stopped` ended it."""
+
+    def start(self, setup: CoreProcessSetup) -> None:
+        """Has it load the model and compute. Once only."""
+        if setup.reached_by is None:
+            self._folder = tempfile.mkdtemp(prefix="octavo-")
+            self.input_address, self.output_address = (
+                f"ipc://{self._folder}/{name}" for name in ("input", "output")
+            )
+        setup = msgspec.structs.replace(
+            setup,
+            input_address=self.input_address,
+            output_address=self.output_address,
+            clock_epoch=clock.epoch(),
+        )
+        data = msgspec.msgpack.encode(setup)
+        assert self._process.stdin is not None
+        # The pipe stays open: its end tells the child that this process is gone. What a child says
+        # that has died already is found by who looks for its end.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(len(data).to_bytes(4, "little") + data)
+            self._process.stdin.flush()
+
+    def open_channel(self) -> IpcChannel:
+        """Opens what it is talked to by; only once it was started.
+
+        Raises:
+            OSError: the system has no room for sockets.
+        """
+        return IpcChannel(self.input_address, self.output_address)
+
+    def describe_exit(self) -> str | None:
+        """How the process ended, for people; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if self._killed_for is not None:
+            return f"{self._killed_for} and was killed"
+        if code < 0:
+            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+            return f"the engine process was killed by {signal_name(-code)}{hint}"
+        return f"the engine process ended with status {code}"
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be started: it has not ended, and no signal holds it."""
+        return self.describe_exit() is None and not is_stopped(self.pid)
+
+    def kill(self, reason: str) -> None:
+        """Ends the process at once; `describe_exit` will say why. What has ended stays as it is."""
+        if self._killed_for is None and self._process.poll() is None:
+            self._killed_for = reason
+            self._process.kill()
+
+    def kill_if_stopped(self, nap: float, limit: float) -> None:
+        """Ends the process if a signal has held it for too long.
+
+        Args:
+            nap: seconds since the last call. What the machine slept through is not in them.
+            limit: seconds after which it is too long.
+        """
+        self._stopped_for = self._stopped_for + nap if is_stopped(self.pid) else 0.0
+        if self._stopped_for >= limit:
+            self.was_stopped = True
+            self.kill(f"the engine process was stopped by a signal for {self._stopped_for:.1f} s")
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Ends the process: asks it to, and after `timeout` seconds makes it.
+
+        May be called twice.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its setup may still lie there
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class IpcChannel:
+    """See `Channel`: two Unix sockets.
+
+    Args:
+        input_address: where the process takes messages.
+        output_address: where it sends them.
+
+    Raises:
+        OSError: the system has no room for sockets.
+    """
+
+    def __init__(self, input_address: str, output_address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        try:
+            self._input = self._context.socket(zmq.PUSH)
+            self._output = self._context.socket(zmq.PULL)
+            self._input.set_hwm(0)  # requests may queue up while the process starts
+            self._input.connect(input_address)
+            self._output.bind(output_address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
+
+    @property
+    def closed(self) -> bool:
+        """See `Channel`."""
+        return bool(self._context.closed)
+
+    async def send(self, kind: bytes, payload: bytes) -> None:
+        """See `Channel`."""
+        await self._input.send_multipart([kind, payload])
+
+    async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
+        """See `Channel`."""
+        if not await self._output.poll(timeout=int(seconds * 1000)):
+            return None
+        kind, payload = await self._output.recv_multipart()
+        return kind, payload
+
+    def receive_nowait(self) -> tuple[bytes, bytes] | None:
+        """See `Channel`."""
+        try:
+            # Without waiting it is a future that is done.
+            received: Any = self._output.recv_multipart(zmq.NOBLOCK)
+            kind, payload = received.result()
+        except zmq.Again:
+            return None
+        return kind, payload
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._context.destroy(linger=0)
+
+
+class CoreLauncher:
+    """Starts an engine's processes: the first one, and those that take its place.
+
+    Args:
+        config: the engine's settings.
+        model_path: the model's folder.
+        default_batched_tokens: see `make_engine_core`.
+        request_memory: see there.
+        warm_spare: see there.
+        process: the first one, not started yet; None: it is made.
+        log_level: minimum level that a process logs.
+        log_format: "text" or "json".
+        record: the recording that the processes add to, if there is one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        *,
+        default_batched_tokens: int,
+        request_memory: int | None,
+        warm_spare: bool | None,
+        process: CoreProcess | None = None,
+        log_level: str,
+        log_format: str,
+        record: str | None = None,
+    ) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._default_batched_tokens = default_batched_tokens
+        self._request_memory = request_memory
+        self._warm_spare = warm_spare
+        self._log_level, self._log_format = log_level, log_format
+        self._record = record
+        self._spare = process
+
+    def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
+        """Starts a process.
+
+        Args:
+            ready: what the first one said, so that KV cache and context are the same however much
+                memory is free; None: this is the first one.
+            engine_index: the engine's number among several, see `EngineCoreOutputs`.
+
+        Raises:
+            OSError: the system has no room for it.
+        """
+        process, self._spare = self._spare, None
+        if process is not None and not process.usable:
+            process.shutdown(0.0)
+            process = None
+        process = process or CoreProcess()
+        try:
+            process.start(self.make_setup(ready, engine_index))
+        except OSError:
+            process.shutdown(0.0)
+            raise
+        return process
+
+    def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
+        """What a process is told; see `launch`."""
+        config, warm_spare = self._config, self._warm_spare
+        memory_limit = None
+        if ready is not None:
+            config, warm_spare = with_kv_cache_of(config, ready.plan), ready.plan.warm_spare
+            if config.parallel.data_parallel_size > 1:  # what is free now is not for it alone
+                memory_limit = ready.plan.limit
+        return CoreProcessSetup(
+            config=config,
+            model_path=str(self._model_path),
+            default_batched_tokens=self._default_batched_tokens,
+            request_memory=self._request_memory,
+            warm_spare=warm_spare,
+            memory_limit=memory_limit,
+            engine_index=engine_index,
+            log_level=self._log_level,
+            log_format=self._log_format,
+            record=self._record,
+        )
+
+    def make_spare(self) -> None:
+        """Starts an interpreter that a later process need not wait for, unless there is one."""
+        if self._spare is not None:
+            if self._spare.usable:
+                return
+            self._spare.shutdown(0.0)
+            self._spare = None
+        try:
+            self._spare = CoreProcess(warm=self._config)
+        except OSError as error:
+            logger.warning("there is no warm spare: %s", reason_of(error))
+
+    def shutdown(self) -> None:
+        """Ends what waits to be used. May be called twice."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.shutdown(0.0)
+
+
+def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
+    """The settings with the KV cache and the context that came out.
+
+    Args:
+        config: the settings.
+        plan: what came of them.
+    """
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=plan.max_model_len),
+        cache=replace(
+            config.cache, num_gpu_blocks_override=plan.num_blocks, kv_cache_memory_bytes=None
+        ),
+    )

@@ -1,0 +1,312 @@
+"""`octavo serve --headless`: a machine that lends its cores to a server on another one.
+
+It joins the head node, starts engine processes as it is told, says when one has ended, and ends
+with the head. What the engines are asked and say goes past it: see `cluster.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+import zmq.utils.monitor
+
+from octavo import __version__
+from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.wire import ReachedBy
+from octavo.errors import ConfigError, EngineDeadError, reason_of
+from octavo.fleet import cluster
+from octavo.fleet.cluster import (
+    ALIVE_SECONDS,
+    GONE_SECONDS,
+    ClusterKey,
+    Exited,
+    Join,
+    Kill,
+    Launch,
+)
+from octavo.fleet.core_launcher import CoreProcess
+from octavo.fleet.data_parallel import share_cores
+from octavo.models.hub import resolve_folders
+from octavo.models.identity import model_hash
+from octavo.models.registry import read_spec
+from octavo.system.device import cpu_memory
+from octavo.system.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+# How long the head may take to be there.
+JOIN_SECONDS = 600.0
+# How long one with the same key may take to shake hands, once it is reached.
+_KEY_SECONDS = 4.0
+_REMIND_SECONDS = 10.0
+
+
+def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
+    """Serves the head node until a signal or the head ends it; returns the exit status.
+
+    Args:
+        server_config: how to log, here and in the engines, and when one that stands still is dead.
+        config: this machine's settings; of the engine's the head node's count.
+
+    Raises:
+        ConfigError, ModelError, HubError: bad settings or a bad model, or the head refuses them.
+        EngineDeadError: the head node is not there, or gone, or has another key.
+    """
+    setup_logging(server_config.log_level, server_config.log_format)
+    parallel = config.parallel
+    parallel.check(headless=True)
+    assert parallel.cluster_key_file is not None
+    assert parallel.data_parallel_address is not None
+    key = ClusterKey.from_file(parallel.cluster_key_file)
+    config = share_cores(config)
+    path, tokenizer_path = resolve_folders(config)
+    read_spec(
+        path, trust_remote_code=config.model.trust_remote_code, overrides=config.model.hf_overrides
+    )
+    join = Join(
+        version=__version__,
+        model=model_hash(path, tokenizer_path, config.load.load_format),
+        data_parallel_size=parallel.data_parallel_size,
+        start_rank=parallel.data_parallel_start_rank,
+        num_engines=parallel.num_local_engines,
+        host=f"{socket.gethostname()} ({os.getpid()})",
+    )
+    address = cluster.tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
+    reached = ReachedBy(address, key.public, key.secret, b"")
+    node = _Node(server_config, config, path, reached, join)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, node.on_signal)
+    try:
+        node.run()
+    finally:
+        node.close()
+    return 0
+
+
+class _Node:
+    """The node's end of the connection, and its engine processes."""
+
+    def __init__(
+        self,
+        server_config: ServerConfig,
+        config: EngineConfig,
+        path: Path,
+        reached: ReachedBy,
+        join: Join,
+    ) -> None:
+        self._server_config = server_config
+        self._config, self._path, self._reached, self._join = config, path, reached, join
+        share = config.cache.gpu_memory_utilization / join.num_engines
+        self._memory_limit = int(cpu_memory()[1] * share)
+        self._context = zmq.Context()
+        self._processes: dict[bytes, CoreProcess] = {}
+        self._spare: CoreProcess | None = None
+        self._latest = config
+        """The settings of the engine that was started last."""
+        self._stopped = False
+        self._name = cluster.NODE + os.urandom(16)
+        self._socket = cluster.connect(self._context, reached, self._name)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        self._heard: float | None = None
+        """When the head gave the last sign of life; None: it has not welcomed us yet."""
+        self._alone_since = time.monotonic()
+        self._connected_at: float | None = None
+        """When the head was reached for the first time."""
+        self._shaken_hands = False
+        """Whether it had the same key, ever."""
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Ends `run`."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Does what the head says.
+
+        Raises:
+            ConfigError: the head refuses this node.
+            EngineDeadError: the head is not there, or gone.
+        """
+        logger.info("joining the head node %s", self._reached.address)
+        self._tell(cluster.JOIN, self._join)
+        said = told = time.monotonic()
+        limit = self._server_config.progress_timeout / 2  # before the head loses patience
+        while not self._stopped:
+            if self._socket.poll(int(_POLL_SECONDS * 1000)):
+                kind, payload = self._socket.recv_multipart()
+                if not self._obey(kind, payload):
+                    return
+            now = time.monotonic()
+            if now - told >= ALIVE_SECONDS:
+                if self._heard is None:
+                    self._tell(cluster.JOIN, self._join)  # the head may not have been there
+                else:
+                    self._heard += max(0.0, now - told - 2 * ALIVE_SECONDS)  # we slept
+                    self._tell(cluster.ALIVE)
+                for process in self._processes.values():
+                    process.kill_if_stopped(ALIVE_SECONDS, limit)
+                told = now
+            if self._heard is None:
+                self._note_connections()
+                alone = now - self._alone_since
+                at = None if self._shaken_hands else self._connected_at
+                if alone > JOIN_SECONDS or (at is not None and now - at > _KEY_SECONDS):
+                    raise EngineDeadError(self._why_alone(alone))
+                if now - said > _REMIND_SECONDS:
+                    logger.warning("%s; still trying", self._why_alone(alone))
+                    said = now
+            elif (silent := now - self._heard) > GONE_SECONDS:
+                self._start_over(f"has not been heard for {silent:.0f} s")
+            self._look_at_processes()
+        logger.info("stopping")
+        self._tell(cluster.LEAVE)
+
+    def _start_over(self, why: str) -> None:
+        """The head is gone, and what it had started is of no use; maybe it comes back."""
+        logger.warning("the head node %s %s; joining again", self._reached.address, why)
+        self._end_processes()
+        self._heard, self._alone_since = None, time.monotonic()
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.kill("the head node is gone")
+            process.shutdown(0.0)
+        self._processes.clear()
+
+    def close(self) -> None:
+        """Ends the engine processes."""
+        self._end_processes()
+        if self._spare is not None:
+            self._spare.shutdown(0.0)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+    def _obey(self, kind: bytes, payload: bytes) -> bool:
+        """Does what a message says; False: go home."""
+        decode = msgspec.msgpack.decode
+        if kind == cluster.REFUSED:
+            raise ConfigError(
+                f"the head node {self._reached.address} refuses this node: {decode(payload)}."
+            )
+        if kind == cluster.FORGOTTEN:
+            if self._heard is not None:
+                self._start_over("has given up this node")
+            return True
+        if self._heard is None:
+            if kind != cluster.WELCOME:
+                return kind != cluster.LEAVE
+            logger.info("the head node has welcomed this one")
+        self._heard = time.monotonic()
+        if kind == cluster.LAUNCH:
+            self._launch(decode(payload, type=Launch))
+        elif kind == cluster.KILL:
+            kill = decode(payload, type=Kill)
+            self._end(kill.launch_id, lambda process: process.kill(kill.reason))
+        elif kind == cluster.STOP:
+            self._end(decode(payload, type=bytes), lambda process: process.kill("it was stopped"))
+        elif kind == cluster.SPARE:
+            self._make_spare()
+        elif kind == cluster.LEAVE:
+            logger.info("the head node ends, and so does this one")
+            return False
+        return True
+
+    def _launch(self, launch: Launch) -> None:
+        replace = msgspec.structs.replace
+        setup = launch.setup
+        assert setup.reached_by is not None
+        config, own = setup.config, self._config
+        setup = replace(
+            setup,
+            # Of the head's settings those that are about a machine are this one's.
+            config=replace(
+                config,
+                model=replace(config.model, model=own.model.model, tokenizer=own.model.tokenizer),
+                load=own.load,
+                device=replace(
+                    config.device,
+                    num_threads=own.device.num_threads,
+                    numa_node=own.device.numa_node,
+                ),
+                parallel=own.parallel,
+            ),
+            model_path=str(self._path),
+            memory_limit=self._memory_limit,
+            log_level=self._server_config.log_level,
+            log_format=self._server_config.log_format,
+            reached_by=replace(self._reached, launch_id=setup.reached_by.launch_id),
+        )
+        process, self._spare = self._spare, None
+        try:
+            if process is not None and not process.usable:
+                process.shutdown(0.0)
+                process = None
+            process = process or CoreProcess()
+            process.start(setup)
+        except OSError as error:
+            how = f"no process can be started: {reason_of(error)}"
+            self._tell(cluster.EXITED, Exited(launch.launch_id, how))
+            return
+        self._processes[launch.launch_id] = process
+        self._latest = setup.config
+
+    def _end(self, launch_id: bytes, how: Callable[[CoreProcess], None]) -> None:
+        process = self._processes.get(launch_id)
+        if process is not None:
+            how(process)
+
+    def _make_spare(self) -> None:
+        if self._spare is not None:
+            if self._spare.usable:
+                return
+            self._spare.shutdown(0.0)
+            self._spare = None
+        try:
+            self._spare = CoreProcess(warm=self._latest)
+        except OSError as error:
+            logger.warning("there is no warm spare: %s", reason_of(error))
+
+    def _look_at_processes(self) -> None:
+        for launch_id, process in list(self._processes.items()):
+            how = process.describe_exit()
+            if how is not None:
+                process.shutdown(0.0)
+                del self._processes[launch_id]
+                self._tell(cluster.EXITED, Exited(launch_id, how, process.was_stopped))
+
+    def _why_alone(self, seconds: float) -> str:
+        """Why the head has not answered, as far as one can know."""
+        if self._shaken_hands:
+            return f"the head node {self._reached.address} has not answered for {seconds:.0f} s"
+        if self._connected_at is not None:
+            return (
+                f"the head node {self._reached.address} is there, but turns this node away: the "
+                "cluster_key_file must be the same on all machines"
+            )
+        return (
+            f"the head node {self._reached.address} was not reached in {seconds:.0f} s: see "
+            "--data-parallel-address and --data-parallel-rpc-port, and whether it runs"
+        )
+
+    def _note_connections(self) -> None:
+        """How far one has got with the head."""
+        while self._monitor.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self._monitor)
+            self._connected_at = self._connected_at or time.monotonic()
+            self._shaken_hands |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def _tell(self, kind: bytes, message: object = None) -> None:
+        self._socket.send_multipart([kind, msgspec.msgpack.encode(message)])

@@ -1,0 +1,1 @@
+"""The front ends, offline (`LLMEngine`) and async (`AsyncLLM`): requests in, answers out."""

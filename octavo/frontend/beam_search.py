@@ -1,0 +1,290 @@
+"""Beam search: the best continuations by the sum of their tokens' logprobs.
+
+`BeamSearch` decides, and knows nothing of engines. Whoever runs one asks the engine, step by step,
+for one token of each live beam (`beam_requests`) and hands its candidates to `BeamSearch.step`.
+These are ordinary requests: they queue like all others, and end after their token, so that nothing
+is held between two steps. The prefix cache has what a beam shares with the one that it came from,
+all but the last block: up to a block's tokens are computed for each beam of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.errors import SleepError
+from octavo.frontend.request_memory import request_nbytes
+from octavo.messages import EngineCoreRequest
+from octavo.outputs import CompletionOutput, FlatLogprobs, RequestOutput
+from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.text.detokenizer import IncrementalDetokenizer
+from octavo.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One continuation of the prompt."""
+
+    token_ids: list[int]
+    """With the end-of-sequence token that ended it."""
+    cum_logprob: float
+    rows: list[FlatLogprobs]
+    """For each token the candidates that it was chosen from: one position each."""
+    finish_reason: str | None = None
+    """"stop" or "length"; None while it goes on."""
+
+
+class BeamSearch:
+    """The beams of one prompt. Chooses as transformers' `generate(num_beams=...)` does.
+
+    Of all continuations of all live beams the best `beam_width` that do not end live on. One that
+    ends is taken if it is among the best `beam_width` of all, and of those taken the ones with the
+    highest score are kept: the sum of logprobs / number of tokens ** `length_penalty`.
+
+    Args:
+        params: the search's parameters.
+        max_tokens: most tokens of a beam; at least 1.
+        eos_token_ids: tokens that end a beam.
+        vocab_size: width of the model's logits.
+    """
+
+    def __init__(
+        self,
+        params: BeamSearchParams,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        vocab_size: int,
+    ) -> None:
+        self.width = params.beam_width
+        self._length_penalty = params.length_penalty
+        self._early_stopping = params.early_stopping
+        self._max_tokens = max_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        # No more of one beam can be among the best that go on, or among the best of all.
+        self.num_logprobs = min(self.width + len(self._eos_token_ids), vocab_size)
+        """Candidates that `step` needs of each live beam."""
+        self.live = [Beam([], 0.0, [])]
+        """Beams to be continued, the best first; none when the search is over."""
+        self._finished: list[tuple[float, Beam]] = []
+        """(score, beam), the best first."""
+
+    @property
+    def beams(self) -> list[Beam]:
+        """The finished beams, the one with the highest score first."""
+        return [beam for _, beam in self._finished]
+
+    def step(self, rows: Sequence[FlatLogprobs]) -> None:
+        """Continues each live beam by a token.
+
+        Args:
+            rows: for each of `live`, in order, one position with the `num_logprobs` most probable
+                tokens.
+        """
+        width, length = self.width, len(self.live[0].token_ids) + 1
+        found = [
+            (beam.cum_logprob + logprob, -i, -token_id)
+            for i, (beam, row) in enumerate(zip(self.live, rows, strict=True))
+            for token_id, logprob in zip(*row.candidates(0), strict=True)
+        ]
+        live: list[Beam] = []
+        # As many as there are if all that may end do.
+        num_needed = width * (1 + len(self._eos_token_ids))
+        for place, (cum_logprob, i, token_id) in enumerate(nlargest(num_needed, found)):
+            token_id, parent, row = -token_id, self.live[-i], rows[-i]
+            reason = None
+            if token_id in self._eos_token_ids:
+                reason = "stop"
+            elif length == self._max_tokens:
+                reason = "length"
+            if reason is None and len(live) == width:
+                break
+            if reason is not None and place >= width:
+                continue
+            beam = Beam([*parent.token_ids, token_id], cum_logprob, [*parent.rows, row], reason)
+            if reason is None:
+                live.append(beam)
+            else:
+                self._finished.append((self._score(cum_logprob, length), beam))
+        self._finished.sort(key=lambda item: -item[0])  # of equals the earlier one stays first
+        del self._finished[width:]
+        self.live = [] if self._is_over(live, length) else live
+
+    def _is_over(self, live: list[Beam], length: int) -> bool:
+        """Whether what goes on is of no use any more."""
+        if not live:
+            return True
+        if len(self._finished) < self.width:
+            return False
+        if self._early_stopping is True:
+            return True
+        if self._early_stopping == "never" and self._length_penalty > 0:
+            length = self._max_tokens  # where the score would be best
+        return self._score(live[0].cum_logprob, length) <= self._finished[-1][0]
+
+    def _score(self, cum_logprob: float, length: int) -> float:
+        return cum_logprob / math.pow(length, self._length_penalty)
+
+
+def prompt_params(params: BeamSearchParams) -> SamplingParams:
+    """What the prompt is to be processed with; see `InputProcessor.process`."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
+
+
+def step_params(search: BeamSearch) -> SamplingParams:
+    """What `beam_requests` are made of."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        logprobs=search.num_logprobs,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def make_beam_search(
+    params: BeamSearchParams, request: EngineCoreRequest, vocab_size: int
+) -> BeamSearch:
+    """The search for the continuations of a processed prompt."""
+    core = request.sampling_params
+    return BeamSearch(params, core.max_tokens, core.all_stop_token_ids, vocab_size)
+
+
+def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[EngineCoreRequest]:
+    """For each live beam a request for one more token.
+
+    How many candidates anybody may ask for (`max_logprobs`) does not concern these.
+
+    Args:
+        request: the prompt's, of `prompt_params`.
+        search: not over yet.
+    """
+    replace, step = msgspec.structs.replace, len(search.live[0].token_ids)
+    params = replace(
+        request.sampling_params,
+        max_tokens=1,
+        logprobs=search.num_logprobs,
+        all_stop_token_ids=frozenset(),
+    )
+    return [
+        replace(
+            request,
+            # No other request's id has a dot before an underscore.
+            request_id=f"{step}.{i}_{request.request_id}",
+            prompt_token_ids=request.prompt_token_ids + beam.token_ids,
+            sampling_params=params,
+            turn=request.turn + i,
+            first_token_deadline=None if step else request.first_token_deadline,
+        )
+        for i, beam in enumerate(search.live)
+    ]
+
+
+def candidates_of(output: RequestOutput) -> FlatLogprobs:
+    """What an answer to one of `beam_requests` brought, for `BeamSearch.step`.
+
+    Raises:
+        SleepError: the engine was put to sleep, which ended it.
+    """
+    if output.outputs[0].finish_reason == "abort":
+        raise SleepError("The engine was put to sleep before the search was complete.")
+    rows = output.outputs[0].logprobs
+    assert isinstance(rows, FlatLogprobs)
+    return rows
+
+
+def beam_search_nbytes(request: EngineCoreRequest, search: BeamSearch, vocab_size: int) -> int:
+    """Bytes that a search takes at most: as many live beams as finished ones."""
+    params = step_params(search)
+    core = msgspec.structs.replace(request.sampling_params, logprobs=search.num_logprobs)
+    whole = msgspec.structs.replace(request, n=2 * search.width, sampling_params=core)
+    embeds = request.prompt_embeds
+    # With each live beam's request they are sent again.
+    sent = 0 if embeds is None else search.width * 2 * embeds.nbytes
+    return request_nbytes(whole, params, vocab_size) + sent
+
+
+async def run_beam_search(
+    request: EngineCoreRequest,
+    prompt: str | None,
+    search: BeamSearch,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    stream: Callable[[EngineCoreRequest, SamplingParams], AsyncGenerator[RequestOutput, None]],
+) -> RequestOutput:
+    """Runs a search on an engine with asyncio; cancelling it ends all its requests.
+
+    Args:
+        request: the prompt's.
+        prompt: as text, if it came so.
+        search: not begun yet.
+        params: `prompt_params`.
+        tokenizer: None if there is to be no text.
+        stream: sends a request to the engine; closing the stream aborts it.
+
+    Returns:
+        The finished beams as answers, the best first.
+
+    Raises:
+        RequestError: if one of its requests fails.
+        EngineDeadError: if the engine is gone.
+    """
+    its_params, num_cached_tokens = step_params(search), 0
+
+    async def last_output(beam: EngineCoreRequest) -> RequestOutput:
+        async with aclosing(stream(beam, its_params)) as outputs:
+            return [output async for output in outputs][-1]
+
+    while search.live:
+        first = not search.live[0].token_ids
+        outputs = await _all([last_output(beam) for beam in beam_requests(request, search)])
+        if first:
+            num_cached_tokens = outputs[0].num_cached_tokens
+        search.step([candidates_of(output) for output in outputs])
+    completions = []
+    for index, beam in enumerate(search.beams):
+        detokenizer = IncrementalDetokenizer(tokenizer, request.known_token_ids, params)
+        detokenizer.update(beam.token_ids, beam.finish_reason == "stop")
+        detokenizer.finish()
+        completions.append(
+            CompletionOutput(
+                index,
+                detokenizer.text(),
+                beam.token_ids,
+                beam.cum_logprob,
+                finish_reason=beam.finish_reason,
+            )
+        )
+    return RequestOutput(
+        request.request_id,
+        prompt,
+        request.prompt_token_ids,
+        None,
+        completions,
+        finished=True,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all calls; the first error, or being cancelled, ends all of them."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

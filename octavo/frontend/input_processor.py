@@ -1,0 +1,462 @@
+"""From a caller's prompt and parameters to checked requests for the engine core.
+
+Whatever can be wrong with one request is found here, on arrival, and named with a typed error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NotRequired, Protocol, TypedDict
+
+import msgspec
+import numpy as np
+
+from octavo.config import ModelConfig
+from octavo.errors import ContextLengthError, RequestError, UnsupportedError
+from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
+from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
+from octavo.messages import EngineCoreRequest, PromptEmbeds
+from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
+from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    """Its scope of the prefix cache, as `SamplingParams.cache_salt`; also of the other forms."""
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings, with `enable_prompt_embeds`."""
+
+    prompt_embeds: Any
+    """A torch tensor, or a numpy array, [tokens, hidden size] of floating-point numbers."""
+    prompt: NotRequired[str]
+    """Its text, which outputs repeat."""
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, object]
+
+
+class SpecLike(Protocol):
+    """What is needed of a `ModelSpec`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding and of the output head."""
+
+    @property
+    def embed_size(self) -> int:
+        """Numbers of an embedding; asked for with the first that comes with a prompt."""
+
+    @property
+    def eos_token_ids(self) -> Iterable[int]:
+        """Tokens that end an answer."""
+
+
+def processing_time(prompt: Prompt, params: SamplingParams) -> int:
+    """About how many microseconds `InputProcessor.process` takes."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
+    chars = len(text) if isinstance(text, str) else 0
+    lists = (prompt, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+    tokens = sum(len(ids) for ids in lists if ids is not None)
+    nbytes = getattr(embeds, "nbytes", 0)
+    return chars + sum(map(len, params.bad_words or ())) + tokens // 2 + nbytes // 1000
+
+
+class InputProcessor:
+    """Checks and completes requests for one model.
+
+    Args:
+        model_config: `max_logprobs`, `seed`, `guided_decoding_backend`,
+            `allow_additional_properties` and `enable_prompt_embeds` are used.
+        spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
+        tokenizer: None if prompts are token ids only (`skip_tokenizer_init`).
+        max_model_len: most tokens of prompt and answer together.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        spec: SpecLike,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._spec = spec
+        self._max_model_len = max_model_len
+        self._vocab_size = spec.vocab_size
+        self._max_logprobs = model_config.max_logprobs
+        self._seed = model_config.seed
+        self._grammar_backend = model_config.guided_decoding_backend
+        self._additional_properties = model_config.allow_additional_properties
+        self._enable_prompt_embeds = model_config.enable_prompt_embeds
+        eos = set(spec.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        self._eos_token_ids = sorted(i for i in eos if 0 <= i < spec.vocab_size)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        first_token_deadline: float | None = None,
+        tenant: str | None = None,
+        add_special_tokens: bool = True,
+        turn: int = 0,
+    ) -> tuple[EngineCoreRequest, str | None]:
+        """Makes the core request of a prompt, and returns the prompt's text if it came as text.
+
+        `params` is never changed.
+
+        Args:
+            request_id: unique among the live requests.
+            prompt: text, token ids, or a dict with one of "prompt", "prompt_token_ids" and
+                "prompt_embeds".
+            params: what is asked.
+            arrival_time: by `clock.now`.
+            cache_salt: scope of the prefix cache; `params.cache_salt` divides it further.
+            deadline: after which the request fails; likewise.
+            first_token_deadline: after which it fails without a first token; likewise.
+            tenant: who asks.
+            add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
+                for a rendered chat template.
+            turn: how many prompts came before it in the same call.
+
+        Raises:
+            RequestError: for anything that this model cannot do.
+            ContextLengthError: the prompt leaves no room for an answer, or for `min_tokens`.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
+        self._check_params(params)
+        salt = _read_salt(prompt) or params.cache_salt
+        if salt and params.cache_salt and salt != params.cache_salt:
+            raise RequestError(
+                "cache_salt is given with the prompt and in the parameters, and they differ; give "
+                "it once.",
+                "cache_salt",
+            )
+        _check_salts([cache_salt or "", salt or ""])
+        embeds = self._read_embeds(prompt, params)
+        if embeds is not None:
+            assert isinstance(prompt, Mapping)
+            text, ids = _read_text(prompt), [0] * embeds.num_tokens
+        else:
+            text, given = self._read_prompt(prompt)
+            if given is None:
+                assert text is not None
+                given = self._encode(text, params, add_special_tokens)
+            self._check_ids("prompt", given)
+            ids = given[self._kept(len(given), params)]
+        max_tokens = self._max_tokens(len(ids), params)
+        seed = self._derive_seed(request_id) if params.seed is None else params.seed
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(self._eos_token_ids)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling_params=make_core_params(
+                params,
+                vocab_size=self._vocab_size,
+                seed=seed,
+                max_tokens=max_tokens,
+                all_stop_token_ids=stop_ids,
+                bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
+                grammar_backend=self._grammar_backend,
+                additional_properties=self._additional_properties,
+            ),
+            arrival_time=arrival_time,
+            cache_salt=_join_salts(cache_salt, salt),
+            deadline=deadline,
+            n=params.n,
+            turn=turn,
+            prompt_embeds=embeds,
+            first_token_deadline=first_token_deadline,
+            tenant=tenant,
+            kv_transfer_params=_transfer_params(params),
+        )
+        return request, text
+
+    def renew(
+        self, request: EngineCoreRequest, params: SamplingParams, arrival_time: float
+    ) -> EngineCoreRequest:
+        """A request that was made for another engine, made for this one: without deadlines.
+
+        Args:
+            request: what `process` returned there; its seed and its `max_tokens` are kept.
+            params: what was asked.
+            arrival_time: by `clock.now`.
+
+        Raises:
+            RequestError: this model cannot do it.
+        """
+        core, embeds = request.sampling_params, request.prompt_embeds
+        params = msgspec.structs.replace(
+            params, seed=core.seed, max_tokens=core.max_tokens, truncate_prompt_tokens=None
+        )
+        made, _ = self.process(
+            request.request_id,
+            {"prompt_token_ids": request.prompt_token_ids},
+            params,
+            arrival_time=arrival_time,
+            tenant=request.tenant,
+            turn=request.turn,
+        )
+        if embeds is not None:
+            if not self._enable_prompt_embeds:
+                raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
+            check_embeds(embeds, self._spec.embed_size, self._max_model_len)
+            if embeds.num_tokens > len(made.prompt_token_ids):
+                raise RequestError("prompt_embeds holds more than the prompt.", "prompt_embeds")
+        return msgspec.structs.replace(made, cache_salt=request.cache_salt, prompt_embeds=embeds)
+
+    def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
+        """The embeddings of a prompt, if it came as such."""
+        tensor = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
+        if tensor is None:
+            return None
+        assert isinstance(prompt, Mapping)
+        if not self._enable_prompt_embeds:
+            raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
+        if prompt.get("prompt_token_ids") is not None:
+            raise UnsupportedError(
+                "A prompt of both prompt_embeds and prompt_token_ids is not supported; give "
+                "embeddings for all of it.",
+                "prompt",
+            )
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs is not available with prompt_embeds: there are no tokens to give "
+                "logprobs of. Leave it out.",
+                "prompt_logprobs",
+            )
+        embeds = read_tensor(tensor)
+        kept = self._kept(embeds.num_tokens, params)
+        if kept != slice(None):
+            start, stop, _ = kept.indices(embeds.num_tokens)
+            embeds = msgspec.structs.replace(embeds, data=bytes(embeds.rows(start, stop)))
+        check_embeds(embeds, self._spec.embed_size, self._max_model_len)
+        return embeds
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+        """Text and token ids of a prompt, as far as given."""
+        if isinstance(prompt, Mapping):
+            if prompt.get("multi_modal_data"):
+                raise UnsupportedError("multi_modal_data is not supported.", "prompt")
+            text, ids = _read_text(prompt), prompt.get("prompt_token_ids")
+            if text is None and ids is None:
+                raise RequestError(
+                    "A prompt dict needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'.", "prompt"
+                )
+            return text, None if ids is None else _int_list(ids)
+        if isinstance(prompt, str):
+            return prompt, None
+        return None, _int_list(prompt)
+
+    def _encode(self, text: str, params: SamplingParams, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                "No tokenizer is loaded (skip_tokenizer_init); give the prompt as token ids.",
+                "prompt",
+            )
+        limit = self._max_model_len
+        if params.truncate_prompt_tokens is None and is_longer(text, limit):
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; your prompt of "
+                f"{len(text)} characters is longer. Shorten it.",
+                "prompt",
+            )
+        return tokenizer.encode(text, add_special_tokens, max(limit, MAX_TOKENS))
+
+    def _kept(self, num_tokens: int, params: SamplingParams) -> slice:
+        """Which of the prompt's tokens are kept."""
+        keep = params.truncate_prompt_tokens
+        if keep is not None and keep > self._max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens={keep} is more than the model's context of "
+                f"{self._max_model_len} tokens.",
+                "truncate_prompt_tokens",
+            )
+        if keep == -1:
+            keep = max(1, self._max_model_len - (params.max_tokens or 1))
+        if keep is None or keep >= num_tokens:
+            return slice(None)
+        return slice(-keep, None) if params.truncation_side == "left" else slice(keep)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Most tokens of the answer: as many as are asked for and fit the context."""
+        limit = self._max_model_len
+        if num_prompt_tokens == 0:
+            raise RequestError("The prompt is empty; give at least one token.", "prompt")
+        left = limit - num_prompt_tokens
+        if left < 1:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; your prompt has "
+                f"{num_prompt_tokens} tokens, which leaves no room for an answer. Shorten the "
+                "prompt or set truncate_prompt_tokens.",
+                "prompt",
+            )
+        if params.min_tokens > left:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; your prompt has "
+                f"{num_prompt_tokens} tokens, which leaves {left}, fewer than "
+                f"min_tokens={params.min_tokens}.",
+                "min_tokens",
+            )
+        return left if params.max_tokens is None else min(params.max_tokens, left)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        _check_unicode("stop", params.stop)
+        _check_unicode("bad_words", params.bad_words or [])
+        self._check_num_logprobs("logprobs", params.logprobs)
+        self._check_num_logprobs("prompt_logprobs", params.prompt_logprobs)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if self._tokenizer is None:
+            for name in ("stop", "bad_words", "structured_outputs"):
+                if getattr(params, name):
+                    raise RequestError(
+                        f"{name} needs a tokenizer, and none is loaded (skip_tokenizer_init).", name
+                    )
+
+    def _check_num_logprobs(self, name: str, asked: int | None) -> None:
+        if asked is None:
+            return
+        highest = self._vocab_size if self._max_logprobs == -1 else self._max_logprobs
+        if (self._vocab_size if asked == -1 else asked) > highest:
+            raise RequestError(
+                f"{name}={asked} is more than this server allows: {highest} (max_logprobs).", name
+            )
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        highest, lowest = max(ids, default=0), min(ids, default=0)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise RequestError(
+                f"{name} holds the token id {wrong}, which is out of vocabulary: this model has "
+                f"{self._vocab_size} tokens.",
+                name,
+            )
+
+    def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word at the start of a text and after a space, as token sequences."""
+        if not words:
+            return []
+        assert self._tokenizer is not None  # checked before
+        bare = [word.lstrip() or word for word in words]
+        forms = [form for word in bare for form in (word, " " + word)]
+        sequences = dict.fromkeys(tuple(ids) for ids in self._tokenizer.encode_all(forms) if ids)
+        for ids in sequences:
+            self._check_ids("bad_words", ids)
+        return [list(ids) for ids in sequences]
+
+    def _derive_seed(self, request_id: str) -> int:
+        """Seed of a request without one: the same request replayed gets the same."""
+        digest = hashlib.blake2b(f"{self._seed}:{request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+def _read_text(prompt: Mapping[str, object]) -> str | None:
+    """The text in a prompt's dict."""
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"'prompt' is a {type(text).__name__}, not a text.", "prompt")
+    return text
+
+
+def _int_list(ids: object) -> list[int]:
+    """Token ids as a new list of plain ints."""
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
+        listed = list(ids)
+        if set(map(type, listed)) <= {int}:
+            return listed
+        if not any(isinstance(i, bool) for i in listed):
+            try:
+                return [int(operator.index(i)) for i in listed]  # numpy integers
+            except TypeError:
+                pass
+    raise RequestError("A prompt is a text or a list of token ids (integers).", "prompt")
+
+
+def _check_unicode(name: str, texts: Iterable[str]) -> None:
+    """Refuses lone surrogates, which no message could carry."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"{name} is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
+                name,
+                "invalid_unicode",
+            ) from None
+
+
+def _check_salts(salts: list[str]) -> None:
+    _check_unicode("cache_salt", salts)
+    if (length := max(map(len, salts))) > MAX_CACHE_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt has {length} characters; at most {MAX_CACHE_SALT_LENGTH} are allowed.",
+            "cache_salt",
+        )
+
+
+def _read_salt(prompt: Prompt) -> str | None:
+    """The scope that a prompt names itself."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt is a {type(salt).__name__}; give a text.", "cache_salt")
+    return salt
+
+
+def _join_salts(scope: str | None, salt: str | None) -> str | None:
+    """One salt of two parts, neither of which can pass for the other."""
+    if not scope and not salt:
+        return None
+    scope = scope or ""
+    return f"{len(scope)}:{scope}{salt or ''}"
+
+
+def _transfer_params(params: SamplingParams) -> dict[str, Any] | None:
+    """What a request tells the KV connector.
+
+    Raises:
+        RequestError: it is no dict, or there are several answers.
+    """
+    found = (params.extra_args or {}).get(KV_TRANSFER_PARAMS)
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise RequestError("kv_transfer_params does not map names to values.", KV_TRANSFER_PARAMS)
+    if params.n != 1:
+        raise RequestError(
+            f"kv_transfer_params goes with one answer, and n={params.n} are asked for; leave n "
+            "out.",
+            "n",
+        )
+    return found

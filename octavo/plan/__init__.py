@@ -1,0 +1,1 @@
+"""Agreements of control plane and data plane before a model is loaded. Without torch."""

@@ -1,0 +1,174 @@
+"""What a worker is built from. Imports no torch, so that the control plane can fill it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
+from octavo.kv_connector.layout import KVLayout
+from octavo.models.spec import ModelSpec, divide_layers
+from octavo.plan.group_layout import GroupLayout
+from octavo.plan.memory import Scratch
+from octavo.plan.step_table import StepSize
+from octavo.structured_output.base import MAX_FORCED
+from octavo.system.distributed import ALONE, Rank
+from octavo.system.dtypes import DTYPE_NBYTES
+
+# Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
+# or for `max_num_seqs` if that is less: no more than the memory plan has for an ordinary step.
+PROMPT_LOGPROBS_ROWS = 64
+FORCED_DRAFTS = 32
+"""Most places in a step for drafts of grammars, where there are no others."""
+
+
+def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
+    """The type of the KV cache of a model in `dtype`, as `CacheSpec` names it.
+
+    Raises:
+        ConfigError: for a type of 16 or 32 bits that is not the model's.
+    """
+    match config.cache.kv_cache_dtype:
+        case "auto":
+            return dtype
+        case "fp8":
+            return "fp8_e4m3"
+        case ("float32" | "float16" | "bfloat16") as asked if asked != dtype:
+            raise ConfigError(
+                f"kv_cache_dtype={asked} is not supported with a model in {dtype}; use auto, "
+                "fp8_e4m3, fp8_e5m2 or int8."
+            )
+        case asked:
+            return asked
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All that a worker needs to build its part of the model."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    model_path: Path
+    dtype: str
+    """"float32", "float16" or "bfloat16"."""
+    max_model_len: int
+    max_num_batched_tokens: int
+    scratches: tuple[Scratch, ...] = ()
+    """On a CPU what the memory plan has for steps, of each stage."""
+    kept_layers: tuple[int, ...] = ()
+    """Layers whose hidden states steps return, for draft heads and pooling."""
+    draft: WorkerSetup | None = None
+    """Of the model that drafts. Its blocks are those of the target."""
+    rank: Rank = ALONE
+    """Which of the processes that compute the model together this worker is in."""
+    model_identity: str = ""
+    """See `KVLayout.model`; needed with a KV connector only."""
+    group: int | None = None
+    """The descriptor of their memory, of `group_nbytes`; inherited."""
+
+    @cached_property
+    def part(self) -> ModelSpec:
+        """What of the model this rank has."""
+        part = self.spec.split(self.rank)
+        if self.rank.num_stages == 1:
+            return part
+        return part.stage(*self.stage_layers)
+
+    @cached_property
+    def stage_layers(self) -> tuple[int, int]:
+        """Its layers, from ... to ..."""
+        asked = self.config.device.pipeline_layers
+        return divide_layers(self.spec, self.rank.num_stages, asked)[self.rank.stage]
+
+    @cached_property
+    def kv_cache_groups(self) -> list[KVCacheGroup]:
+        """Groups of the KV cache as all ranks have them, with the layers of this one."""
+        groups = make_kv_cache_groups(self.spec.split(self.rank).caches)
+        return groups if self.rank.num_stages == 1 else select_layers(groups, *self.stage_layers)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What this rank keeps of a block of the KV cache."""
+        device, part = self.config.device, self.spec.split(self.rank)
+        mixers = [layer.mixer for layer in part.layers if layer.mixer.cache() is not None]
+        first_heads = {getattr(mixer, "first_kv_head", 0) for mixer in mixers}
+        assert len(first_heads) == 1, "heads are divided alike in all layers"
+        return KVLayout(
+            model=self.model_identity,
+            block_size=self.config.cache.block_size,
+            dtype=resolve_kv_cache_dtype(self.config, self.dtype),
+            groups=tuple(self.kv_cache_groups),
+            first_layer=self.stage_layers[0] if self.rank.num_stages > 1 else 0,
+            first_head=first_heads.pop(),
+            rank=self.rank.number,
+            world_size=device.tensor_parallel_size * device.pipeline_parallel_size,
+            sums_in_parts=self.rank.reduces,
+        )
+
+    @property
+    def stages(self) -> list[WorkerSetup]:
+        """The setup of the first rank of each stage."""
+        firsts = [replace(self.rank, index=0, stage=i) for i in range(self.rank.num_stages)]
+        return [replace(self, rank=rank) for rank in firsts]
+
+    @property
+    def peers(self) -> list[WorkerSetup]:
+        """The setups of all ranks of this one's stage."""
+        ranks = [replace(self.rank, index=index) for index in range(self.rank.size)]
+        return [replace(self, rank=rank) for rank in ranks]
+
+    @property
+    def scratch(self) -> Scratch | None:
+        """What the memory plan has for this rank's steps."""
+        return self.scratches[self.rank.stage] if self.scratches else None
+
+    @property
+    def prompt_logprobs_rows(self) -> int:
+        """Most rows of logits of prompt tokens at a time."""
+        return min(PROMPT_LOGPROBS_ROWS, self.config.scheduler.max_num_seqs)
+
+    @property
+    def group_nbytes(self) -> int:
+        """What the memory of all ranks takes; see `GroupLayout`."""
+        return self.group_layout.nbytes
+
+    @property
+    def group_layout(self) -> GroupLayout:
+        """Where what ranks share is."""
+        return GroupLayout(
+            size=self.largest_step,
+            max_num_drafts=self.max_num_drafts,
+            num_slots=self.max_in_flight + 1,
+            rank=self.rank,
+            handed_nbytes=2 * self.spec.hidden_size * DTYPE_NBYTES[self.dtype],
+            buffers=[scratch.shared for scratch in self.scratches],
+        )
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be handed in before the first one's result is there."""
+        return self.rank.num_stages + self.config.scheduler.async_scheduling
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a request in a step."""
+        speculative = self.config.speculation.speculative_config
+        return 0 if speculative is None else speculative.num_drafts
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Most drafts of all requests in a step: grammars have some without speculation."""
+        requests = self.config.scheduler.max_num_seqs
+        return max(
+            requests * self.num_speculative_tokens, min(requests * MAX_FORCED, FORCED_DRAFTS)
+        )
+
+    @property
+    def largest_step(self) -> StepSize:
+        """Most of everything in a step."""
+        tokens, requests = self.max_num_batched_tokens, self.config.scheduler.max_num_seqs
+        samples = min(requests + self.max_num_drafts, tokens)  # one for each token at most
+        return StepSize(tokens, requests, max(requests, samples))

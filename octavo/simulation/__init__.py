@@ -1,0 +1,1 @@
+"""Run an engine's schedule without its model, or a recording again."""

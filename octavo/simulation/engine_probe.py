@@ -1,0 +1,272 @@
+"""The real engine, for `octavo simulate`: what its steps take, and how it serves requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from octavo.bench import results
+from octavo.bench.datasets import BenchRequest
+from octavo.bench.metrics import RequestRecord
+from octavo.bench.offline import record_of
+from octavo.config import EngineConfig
+from octavo.errors import BenchError
+from octavo.executor.base import Executor, StepHandle
+from octavo.fleet.core_client import InprocClient
+from octavo.frontend.llm_engine import LLMEngine
+from octavo.kv_cache.groups import KVCacheConfig
+from octavo.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from octavo.plan.memory import MemoryBudget
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.simulation.step_times import (
+    BatchReader,
+    MeasuredStep,
+    StepTimes,
+    fit_line,
+)
+from octavo.system import clock
+from octavo.system.device import cpu_model
+
+# Rounds of the probe; each has some requests at once, of these numbers.
+_ROUNDS = 3
+_CONCURRENCIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+_OUTPUT_LEN = 24
+_PROBE_SECONDS = 30.0
+
+
+class EngineProbe:
+    """An engine in this process, to be measured.
+
+    Args:
+        config: the settings.
+
+    Raises:
+        ConfigError, ModelError: they cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._engine = LLMEngine(config)
+        client = self._engine.client
+        assert isinstance(client, InprocClient)
+        self._core = client.core
+        self._arrivals: list[tuple[float, float]] = []
+        """Of requests that came: tokens of the prompt, and the seconds that taking them in took."""
+
+    def __enter__(self) -> EngineProbe:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine.shutdown()
+
+    def measure_steps(self, quiet: bool = False) -> StepTimes:
+        """Run requests of many sizes, a few and many at once, and fit the times of their steps.
+
+        Args:
+            quiet: show no progress.
+
+        Raises:
+            BenchError: a request failed, or there are too few steps.
+        """
+        plan, watched = self._engine.memory_plan, _WatchedExecutor(self._core.executor)
+        rng = np.random.default_rng(0)
+        self._core.executor = watched
+        most = min(self._config.scheduler.max_num_seqs, int(8 * plan.max_concurrency))
+        counts = [count for count in _CONCURRENCIES if count <= most]
+        began = time.monotonic()
+        try:
+            self._serve_all([self._make_request(rng) for _ in range(2)])  # warms up
+            watched.forget()
+            self._arrivals.clear()
+            total = _ROUNDS * sum(counts)
+            with results.progress(total=total, desc="Measured requests", disable=quiet) as bar:
+                for _ in range(_ROUNDS):
+                    for count in counts:
+                        self._serve_all([self._make_request(rng) for _ in range(count)])
+                        bar.update(count)
+                    if time.monotonic() - began > _PROBE_SECONDS:
+                        break
+        finally:
+            self._core.executor = watched.executor
+        found = StepTimes.of_steps(
+            watched.steps,
+            model=self._config.model.model,
+            cpu=cpu_model(),
+            num_blocks=plan.num_blocks,
+            max_model_len=plan.max_model_len,
+        )
+        found.arrival_seconds, found.arrival_token_seconds = fit_line(self._arrivals)
+        return found
+
+    def serve(
+        self,
+        requests: Sequence[BenchRequest],
+        arrivals: Sequence[float],
+        on_end: Callable[[], object] = lambda: None,
+    ) -> list[RequestRecord]:
+        """Serves requests, each at its time; see `simulate`. The prefix cache is emptied first.
+
+        Of the tokens' times, the first and the last of each request are known.
+        """
+        engine = self._engine
+        engine.reset_prefix_cache()
+        order = sorted(range(len(requests)), key=arrivals.__getitem__)
+        records: dict[str, RequestRecord] = {}
+        place, origin = 0, time.monotonic()
+        while place < len(order) or engine.has_unfinished_requests():
+            while place < len(order) and origin + arrivals[order[place]] <= time.monotonic():
+                request, began = requests[order[place]], time.perf_counter()
+                engine.add_request(
+                    str(order[place]),
+                    {"prompt_token_ids": request.prompt_token_ids},
+                    _params(request),
+                    arrival_time=clock.from_monotonic(origin + arrivals[order[place]]),
+                )
+                num_tokens = len(request.prompt_token_ids or ())
+                self._arrivals.append((num_tokens, time.perf_counter() - began))
+                place += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, origin + arrivals[order[place]] - time.monotonic()))
+                continue
+            for output in engine.step():
+                records[output.request_id] = record_of(output, origin)
+                on_end()
+        return [records[str(index)] for index in range(len(requests))]
+
+    def _make_request(self, rng: np.random.Generator) -> BenchRequest:
+        """One of any size, small ones as often as large ones."""
+        longest = max(2, self._engine.memory_plan.max_model_len - _OUTPUT_LEN - 1)
+        size = int(np.exp(rng.uniform(0, np.log(longest))))
+        ids = rng.integers(self._engine.spec.vocab_size, size=size).tolist()
+        return BenchRequest(ids, None, _OUTPUT_LEN)
+
+    def _serve_all(self, requests: Sequence[BenchRequest]) -> None:
+        for record in self.serve(requests, [0.0] * len(requests)):
+            if record.error is not None:
+                raise BenchError(f"A request of the probe failed: {record.error}")
+
+
+class _WatchedExecutor(Executor):
+    """Another executor, of which it notes how long each step takes.
+
+    Attributes:
+        executor: the other one.
+        steps: what was noted.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.max_in_flight = executor.max_in_flight
+        self.steps: list[MeasuredStep] = []
+        self._reader = BatchReader()
+        self._last_end = 0.0
+        self._last_taken: float | None = None
+        """When a result was taken; None: nothing ran since."""
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self.steps = []
+
+    def execute(self, work: SchedulerOutput) -> StepHandle:
+        """See `Executor`."""
+        batch, _ = self._reader.read(work)
+        step = MeasuredStep(batch, len(work.scheduled_reqs), 0.0, None)
+        begin = time.perf_counter()
+        handle = self.executor.execute(work)
+        return _WatchedStep(self, handle, step, begin) if work.scheduled_reqs else handle
+
+    def note(self, step: MeasuredStep, begin: float) -> None:
+        """A step has ended just now."""
+        end = time.perf_counter()
+        step.seconds, self._last_end = end - max(begin, self._last_end), end
+        self.steps.append(step)
+
+    def take(
+        self, step: MeasuredStep, result: Future[ModelRunnerOutput], timeout: float | None
+    ) -> ModelRunnerOutput:
+        """Waits for a step's result."""
+        if self._last_taken is not None:
+            step.host_seconds = time.perf_counter() - self._last_taken
+        try:
+            return result.result(timeout)
+        finally:
+            self._last_taken = time.perf_counter()
+
+    def measure_memory(self) -> MemoryBudget:
+        """See `Executor`."""
+        return self.executor.measure_memory()
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """See `Executor`."""
+        self.executor.initialize_kv_cache(kv_cache)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `Executor`."""
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
+
+    @property
+    def pids(self) -> list[int]:
+        """See `Executor`."""
+        return self.executor.pids
+
+    def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
+        """See `Executor`."""
+        self.executor.register_failure_callback(callback)
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        self.executor.shutdown()
+
+
+class _WatchedStep:
+    """See `StepHandle`."""
+
+    def __init__(
+        self, executor: _WatchedExecutor, handle: StepHandle, step: MeasuredStep, begin: float
+    ) -> None:
+        self._executor, self._handle = executor, handle
+        self._step, self._begin = step, begin
+
+    def drafts(self) -> dict[str, list[int]]:
+        """See `StepHandle`."""
+        return self._handle.drafts()
+
+    def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
+        """See `StepHandle`."""
+        result = self._handle.sample(grammar)
+        result.add_done_callback(lambda _: self._executor.note(self._step, self._begin))
+        return _WatchedResult(self._executor, self._step, result)
+
+
+class _WatchedResult(Future[ModelRunnerOutput]):
+    """Another future, which the executor takes."""
+
+    def __init__(
+        self, executor: _WatchedExecutor, step: MeasuredStep, result: Future[ModelRunnerOutput]
+    ) -> None:
+        super().__init__()
+        self._executor, self._step, self._inner = executor, step, result
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        """The other one's."""
+        return self._executor.take(self._step, self._inner, timeout)
+
+
+def _params(request: BenchRequest) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        max_tokens=request.max_tokens,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,317 @@
+"""A simulated engine: the real one, but for the clock and the model.
+
+Scheduler, block pool, engine core and front-end records are those of every engine. A step's tokens
+are all 0, and its time is what `StepTimes` says. Time that nothing happens in costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.bench.datasets import BenchRequest
+from octavo.bench.metrics import RequestRecord
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.executor.base import Executor
+from octavo.fleet.routing import Router
+from octavo.frontend.output_processor import OutputProcessor
+from octavo.kv_cache.groups import KVCacheConfig
+from octavo.messages import (
+    CoreSamplingParams,
+    EngineCoreRequest,
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from octavo.plan.memory import MemoryBudget
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.scheduler.scheduler import Scheduler
+from octavo.simulation.step_times import BatchReader, StepDraws, StepTimes
+from octavo.system import clock
+
+_MOST_POINTS = 4000
+_PARAMS = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+@dataclass(frozen=True)
+class SimulatedEngine:
+    """What an engine is made of.
+
+    Attributes:
+        config: the settings.
+        kv_cache: shape of the KV cache.
+        max_model_len: most tokens of a request.
+        max_num_batched_tokens: token budget of a step.
+        step_times: what its steps take.
+    """
+
+    config: EngineConfig
+    kv_cache: KVCacheConfig
+    max_model_len: int
+    max_num_batched_tokens: int
+    step_times: StepTimes
+
+
+@dataclass
+class Timeline:
+    """What an engine looked like over time; points in the order of time.
+
+    Attributes:
+        times: seconds since the start.
+        waiting: requests that wait.
+        running: requests that run.
+        kv_usage: share of KV blocks in use.
+    """
+
+    times: list[float] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    kv_usage: list[float] = field(default_factory=list)
+    _gap: float = 0.0
+
+    def note(self, now: float, stats: SchedulerStats) -> None:
+        """Takes a point, unless it is close to the one before; of too many every other goes."""
+        if self.times and now < self.times[-1] + self._gap:
+            return
+        self.times.append(now)
+        self.waiting.append(stats.num_waiting_reqs)
+        self.running.append(stats.num_running_reqs)
+        self.kv_usage.append(stats.kv_cache_usage)
+        if len(self.times) >= _MOST_POINTS:
+            self._gap = 2 * (self.times[-1] - self.times[0]) / _MOST_POINTS
+            for values in (self.times, self.waiting, self.running, self.kv_usage):
+                del values[1::2]
+
+
+@dataclass
+class SimulatedRun:
+    """What came of the requests.
+
+    Attributes:
+        records: in the order of the requests.
+        duration: seconds of virtual time.
+        stats: the schedulers' together, in the end.
+        kv_usage_max: the largest share of KV blocks in use after a step.
+        timeline: of the first engine.
+    """
+
+    records: list[RequestRecord]
+    duration: float
+    stats: SchedulerStats
+    kv_usage_max: float
+    timeline: Timeline
+
+
+def simulate(
+    engine: SimulatedEngine,
+    requests: Sequence[BenchRequest],
+    arrivals: Sequence[float],
+    on_end: Callable[[], object] = lambda: None,
+    router: Router | None = None,
+) -> SimulatedRun:
+    """Serves requests in virtual time.
+
+    Args:
+        engine: who serves; with `data_parallel_size`, so many of the same.
+        requests: each with its prompt's tokens, within the context.
+        arrivals: of each, in seconds since the start.
+        on_end: is called when a request has ended.
+        router: says who gets which request; default: as in a server.
+    """
+    config = engine.config
+    count = config.parallel.data_parallel_size
+    if router is None:
+        caching = config.cache.enable_prefix_caching
+        router = Router(config.cache.block_size, count, enable_prefix_caching=caching)
+    records = [
+        RequestRecord(len(_ids(request)), 0, at, at)
+        for request, at in zip(requests, arrivals, strict=True)
+    ]
+    replicas = [_Replica(engine, records, router, on_end) for _ in range(count)]
+    for index in sorted(range(len(requests)), key=arrivals.__getitem__):
+        for replica in replicas:
+            replica.run(arrivals[index])
+        request = _core_request(str(index), requests[index], arrivals[index])
+        replicas[router.place(request, range(count))].add(request)
+    for replica in replicas:
+        replica.run(math.inf)
+    return SimulatedRun(
+        records,
+        max(replica.clock.seconds for replica in replicas),
+        SchedulerStats.join([replica.core.stats() for replica in replicas]),
+        max(replica.kv_usage_max for replica in replicas),
+        replicas[0].timeline,
+    )
+
+
+class _Replica:
+    """One of the engines."""
+
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        records: list[RequestRecord],
+        router: Router,
+        on_end: Callable[[], object],
+    ) -> None:
+        self.clock, self._times = VirtualClock(), engine.step_times
+        self.core = EngineCore(
+            Scheduler(
+                engine.config.scheduler,
+                engine.kv_cache,
+                max_model_len=engine.max_model_len,
+                max_num_batched_tokens=engine.max_num_batched_tokens,
+                enable_caching=engine.config.cache.enable_prefix_caching,
+                clock=self.clock.now,
+            ),
+            ModelledExecutor(self._times, self.clock, engine.config.scheduler.async_scheduling),
+            clock=self.clock.now,
+        )
+        self.timeline, self.kv_usage_max = Timeline(), 0.0
+        self._processor = OutputProcessor(None)
+        self._records, self._router, self._on_end = records, router, on_end
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """A request that comes now, or came while the last step was computed."""
+        self._processor.add_request(request, _PARAMS)
+        self.core.add_request(request)
+        self.clock.seconds += self._times.arrival_seconds
+        self.clock.seconds += self._times.arrival_token_seconds * len(request.prompt_token_ids)
+
+    def run(self, until: float) -> None:
+        """Makes all steps that begin before a second; with nothing to do time passes at once."""
+        while self.clock.seconds < until and self.core.has_work():
+            self._step()
+        if until < math.inf:
+            self.clock.seconds = max(self.clock.seconds, until)
+
+    def _step(self) -> None:
+        self.clock.seconds += self._times.host_seconds
+        self.clock.seconds += self._times.host_request_seconds * len(self.core.scheduler.running)
+        outputs = self.core.step()
+        now, stats, records = self.clock.seconds, outputs.stats, self._records
+        assert stats is not None
+        for output in outputs.outputs:
+            if output.new_token_ids:
+                records[int(output.request_id)].token_times.append(now)
+                self._router.note_token(output.request_id)
+        processed = self._processor.process_outputs(outputs.outputs, outputs.timestamp)
+        for done in processed.request_outputs:
+            record = records[int(done.request_id)]
+            record.num_output_tokens = len(done.outputs[0].token_ids)
+            record.num_cached_tokens = done.num_cached_tokens
+            self._end(done.request_id)
+        for request_id, error in processed.errors.items():
+            records[int(request_id)].error = str(error)
+            self._end(request_id)
+        self.timeline.note(now, stats)
+        self.kv_usage_max = max(self.kv_usage_max, stats.kv_cache_usage)
+
+    def _end(self, request_id: str) -> None:
+        self._router.remove([request_id])
+        self._on_end()
+
+
+class VirtualClock:
+    """Time that is set.
+
+    Attributes:
+        seconds: since the start.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        """The time as messages have it: 0 of this clock is 0 of `time.monotonic`."""
+        return clock.from_monotonic(self.seconds)
+
+
+class ModelledExecutor(Executor):
+    """Steps that take the time that they would take, one after the other.
+
+    Args:
+        step_times: what they take.
+        virtual: is set to a step's end when its result is asked for.
+        async_scheduling: whether the next step is taken meanwhile.
+    """
+
+    def __init__(
+        self, step_times: StepTimes, virtual: VirtualClock, async_scheduling: bool
+    ) -> None:
+        self.max_in_flight = 2 if async_scheduling else 1
+        self._predict, self._draw = step_times.make_predictor(), StepDraws(step_times.spread)
+        self._clock = virtual
+        self._reader = BatchReader()
+        self._free_at = 0.0
+
+    def execute(self, work: SchedulerOutput) -> ModelledStep:
+        """See `Executor`."""
+        batch, sampled = self._reader.read(work)
+        seconds = self._draw(self._predict(batch)) if work.scheduled_reqs else 0.0
+        self._free_at = max(self._free_at, self._clock.seconds) + seconds
+        output = ModelRunnerOutput(
+            [scheduled.req_id for scheduled in work.scheduled_reqs],
+            [[0] if gets_token else [] for gets_token in sampled],
+        )
+        return ModelledStep(self._clock, self._free_at, output)
+
+    def measure_memory(self) -> MemoryBudget:
+        """There is no model."""
+        raise NotImplementedError
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """Nothing is kept."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """There are no workers."""
+        return []
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+
+
+class ModelledStep(Future[ModelRunnerOutput]):
+    """See `StepHandle`; and its own result, which moves the clock to the step's end."""
+
+    def __init__(self, virtual: VirtualClock, end: float, output: ModelRunnerOutput) -> None:
+        super().__init__()
+        self._clock, self._end, self._output = virtual, end, output
+
+    def drafts(self) -> dict[str, list[int]]:
+        """See `StepHandle`."""
+        return {}
+
+    def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
+        """See `StepHandle`."""
+        return self
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        """The result, at its time."""
+        self._clock.seconds = max(self._clock.seconds, self._end)
+        return self._output
+
+
+def _core_request(request_id: str, request: BenchRequest, at: float) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id,
+        _ids(request),
+        CoreSamplingParams(temperature=0.0, max_tokens=request.max_tokens),
+        arrival_time=clock.from_monotonic(at),
+    )
+
+
+def _ids(request: BenchRequest) -> list[int]:
+    assert request.prompt_token_ids is not None, "data sets that need a tokenizer were given one"
+    return request.prompt_token_ids

@@ -1,0 +1,187 @@
+"""Chat templates: from a list of messages to the text that the model was trained on."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from octavo.errors import ConfigError, ModelError, RequestError
+from octavo.text.template_client import RenderRequest, TemplateClient
+
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
+"""Variables of templates that no caller sets by name."""
+# Two processes for all templates: a short chat does not wait while a long one is rendered.
+_short_client = TemplateClient()
+_long_client = TemplateClient()
+atexit.register(_short_client.close)
+atexit.register(_long_client.close)
+# In characters of the messages and in messages.
+_LONG_TEXT = 20_000
+_MANY_MESSAGES = 100
+
+
+class HasTemplates(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Jinja sources by name."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Variables for the templates."""
+
+
+class ChatTemplate:
+    """A model's chat template, or several by name: "default", and "tool_use" for tools.
+
+    They are rendered by a process of their own, so whatever a template does harms nobody.
+
+    Args:
+        sources: jinja sources by name.
+        special_tokens: variables for the templates ("bos_token" -> "<s>" ...).
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: HasTemplates, override: str | None = None) -> ChatTemplate:
+        """The template of the model, or another one given by the operator.
+
+        A model's own template is compiled meanwhile, and a broken one fails chats only.
+
+        Args:
+            tokenizer: has the model's templates and special tokens.
+            override: a template file, or the template itself.
+
+        Raises:
+            ConfigError: `override` is no readable file and no template, or does not compile.
+        """
+        if override is None:
+            template = cls(tokenizer.chat_templates, tokenizer.special_tokens)
+            template._compile()
+            return template
+        source = read_override(override)
+        template = cls({"default": source}, tokenizer.special_tokens)
+        try:
+            template._compile().result()
+        except (ModelError, RequestError) as error:
+            raise ConfigError(f"chat_template={override[:80]!r}: {error}") from error
+        return template
+
+    @property
+    def source(self) -> str | None:
+        """The template of chats without tools; None if there is none."""
+        return self._sources.get("default")
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a template at all."""
+        return bool(self._sources)
+
+    def submit(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        may_drop_tool_calls: bool = True,
+    ) -> Future[str]:
+        """Begins to make the prompt of a conversation: `render` as a future.
+
+        Raises:
+            RequestError: as `render`; what the template itself refuses comes with the future.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                "continue_final_message",
+            )
+        for name in template_kwargs or {}:
+            if name in RESERVED_VARIABLES:
+                raise RequestError(
+                    f"{name!r} is a variable of its own; do not give it in chat_template_kwargs.",
+                    "chat_template_kwargs",
+                )
+        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError("messages must be a list of at least one message.", "messages")
+        request = RenderRequest(
+            self._sources,
+            self._special_tokens,
+            messages,
+            tools,
+            documents,
+            add_generation_prompt,
+            continue_final_message,
+            template_kwargs,
+            may_drop_tool_calls,
+        )
+        # Variables of the request may make a template slow, too.
+        long = bool(template_kwargs or tools or documents) or _is_long(messages)
+        return (_long_client if long else _short_client).submit(request)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Makes the prompt of a conversation; tokenise it without adding special tokens.
+
+        Messages are OpenAI's. Their content may be text or a list of text parts; it is passed on
+        in a form that the template can handle, with parts joined by newlines where it only knows
+        text. Arguments of tool calls may be JSON texts or objects, likewise.
+
+        Args:
+            messages: the conversation.
+            options: `tools`: tool definitions (OpenAI's form); `documents`: texts for retrieval,
+                for templates that know them; `add_generation_prompt` (default): end with the
+                beginning of the assistant's turn; `continue_final_message`: end inside the last
+                message, so that the model goes on with it, which excludes the former;
+                `template_kwargs`: further variables for the template; `may_drop_tool_calls`
+                (default): render messages with tool calls by a template that leaves these out.
+
+        Raises:
+            RequestError: the messages are malformed, or the template refuses them, or takes too
+                much time or memory for them.
+            ModelError: the template is broken.
+        """
+        return self.submit(messages, **options).result()
+
+    def _compile(self) -> Future[str]:
+        """Has the process started, and its templates compiled."""
+        return _short_client.submit(RenderRequest(self._sources, self._special_tokens))
+
+
+def _is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
+    if len(messages) > _MANY_MESSAGES:
+        return True
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    # Parts and tool calls count as long: to see that they are not takes as long as it saves.
+    several = any(m.get("tool_calls") for m in messages if isinstance(m, Mapping))
+    several = several or any(isinstance(c, list) for c in contents)
+    return several or sum(len(c) for c in contents if isinstance(c, str)) > _LONG_TEXT
+
+
+def read_override(override: str) -> str:
+    """The template that an operator named or wrote.
+
+    Raises:
+        ConfigError: it is no template, and no file that can be read.
+    """
+    if "{" in override or "\n" in override:
+        return override
+    path = Path(override).expanduser()
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise ConfigError(
+            f"chat_template={override!r} is neither a template nor a file that can be read: "
+            f"{reason}."
+        ) from None

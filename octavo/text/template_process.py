@@ -1,0 +1,460 @@
+"""The process that renders chat templates, under limits of memory and time.
+
+A template is a program that comes with a model, and one filter or operator is enough to ask for
+more memory or time than there is. So it runs here, where that harms nobody, in a sandbox with the
+extras that Hugging Face transformers gives templates (`raise_exception`, `strftime_now`, `tojson`,
+loop controls, `generation` blocks). Nothing that a request sends is ever run as a template.
+
+Requests come one at a time through the socket that is standard input; its end ends the process. Too
+much memory is an error of the render. Too much processor time ends the process, wherever it is;
+`text/template_client.py` then starts another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import msgspec
+from jinja2.exceptions import SecurityError
+
+from octavo.errors import ModelError, OctavoError, RequestError, UnsupportedError
+from octavo.text.template_client import RenderRequest, RenderResult, receive, send
+
+MAX_RENDERED_CHARS = 2**24
+# "Private use" characters keep the marks apart from anything that a template or a person writes.
+_CONTINUE_MARK = "\ue000octavo-continue\ue001"
+_PROBE = "octavoprobe"
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_PROBED_ROLES = ("", "user", "system", "developer", "assistant")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+Message = dict[str, Any]
+
+
+def main() -> None:
+    """Renders until standard input ends. Arguments: seconds of one render, bytes of memory."""
+    # The parent decides when to stop. It has started this process in a group of its own, which a
+    # Ctrl-C in the terminal does not reach while modules are imported.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    max_seconds, max_bytes = float(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    connection = socket.socket(fileno=sys.stdin.fileno())
+    with contextlib.suppress(ConnectionError):  # the parent is gone, or waits no longer
+        _serve(connection, max_seconds, max_bytes)
+
+
+def _serve(connection: socket.socket, max_seconds: float, max_bytes: int) -> None:
+    while (data := receive(connection)) is not None:
+        # The timer's signal ends the process, in the middle of whatever it does.
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
+        try:
+            answer = _answer(data)
+        except MemoryError:
+            answer = _encode_error(
+                RequestError(
+                    "The chat template was stopped: rendering takes more than "
+                    f"{max_bytes // 2**20} MiB.",
+                    "messages",
+                )
+            )
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(connection, answer)
+
+
+def _answer(data: bytes) -> bytes:
+    """The encoded result of an encoded request."""
+    try:
+        request = msgspec.msgpack.decode(data, type=RenderRequest)
+        templates = _templates(
+            tuple(request.sources.items()), tuple(request.special_tokens.items())
+        )
+        if request.messages is None:
+            templates.compile_all()
+            return msgspec.msgpack.encode(RenderResult())
+        return msgspec.msgpack.encode(RenderResult(templates.render(request)))
+    except OctavoError as error:
+        return _encode_error(error)
+    except RecursionError:
+        return _encode_error(RequestError("messages is nested too deeply.", "messages"))
+    except UnicodeEncodeError:
+        return _encode_error(RequestError("The rendered chat is not valid Unicode.", "messages"))
+    except msgspec.ValidationError as error:
+        return _encode_error(ModelError(f"The chat template is not usable: {error}."))
+
+
+def _encode_error(error: OctavoError) -> bytes:
+    # A message may quote text that UTF-8 cannot express.
+    message = str(error).encode("utf-8", "replace").decode()
+    param = error.param if isinstance(error, RequestError) else None
+    return msgspec.msgpack.encode(
+        RenderResult(error=message, error_kind=type(error).__name__, param=param)
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _templates(
+    sources: tuple[tuple[str, str], ...], special_tokens: tuple[tuple[str, str], ...]
+) -> _Templates:
+    return _Templates(dict(sources), dict(special_tokens))
+
+
+class _Templates:
+    """A model's chat templates, compiled at their first use."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._special_tokens = special_tokens
+        self._environment = _make_environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._habits: dict[tuple[str, str], bool] = {}
+
+    def compile_all(self) -> None:
+        """Compiles every template.
+
+        Raises:
+            ModelError: one of them cannot be.
+        """
+        for name in self._sources:
+            self._compile(name)
+
+    def render(self, request: RenderRequest) -> str:
+        """See `ChatTemplate.render`."""
+        messages, tools, documents = request.messages, request.tools, request.documents
+        if not isinstance(messages, list) or not messages:
+            raise RequestError("messages must be a list of at least one message.", "messages")
+        name = self._choose(bool(tools))
+        if not request.may_drop_tool_calls:
+            self._check_tool_calls(name, messages)
+        plain_messages = [self._adapt(name, _plain_message(m, i)) for i, m in enumerate(messages)]
+        if request.continue_final_message:
+            _mark_end(plain_messages[-1])
+        rendered = self._render(
+            name,
+            plain_messages,
+            {
+                **_plain(request.template_kwargs or {}, "chat_template_kwargs"),
+                "tools": _plain(tools, "tools") if tools else None,
+                "documents": _plain(documents, "documents") if documents else None,
+                "add_generation_prompt": request.add_generation_prompt,
+            },
+        )
+        return _cut_at_mark(rendered) if request.continue_final_message else rendered
+
+    def _check_tool_calls(self, name: str, messages: list[Any]) -> None:
+        """Refuse tool calls that the template would leave out: the model would not see them."""
+        for i, message in enumerate(messages):
+            has_calls = isinstance(message, Mapping) and message.get("tool_calls")
+            if has_calls and not self._takes(name, "calls"):
+                raise UnsupportedError(
+                    f"messages[{i}].tool_calls: the model's chat template does not know tool "
+                    "calls, so the model would not see them; write them into content, or start the "
+                    "server with a --chat-template that knows them.",
+                    "messages",
+                )
+
+    def _choose(self, with_tools: bool) -> str:
+        if not self._sources:
+            raise RequestError(
+                "This model has no chat template. Use /v1/completions, or start the server with "
+                "--chat-template.",
+                "messages",
+            )
+        if with_tools and "tool_use" in self._sources:
+            return "tool_use"
+        if "default" in self._sources:
+            return "default"
+        if len(self._sources) == 1:
+            return next(iter(self._sources))
+        raise ModelError(
+            f"The model's chat templates are {sorted(self._sources)}; none is called 'default'. "
+            "Give one with --chat-template."
+        )
+
+    def _compile(self, name: str) -> jinja2.Template:
+        template = self._compiled.get(name)
+        if template is None:
+            try:
+                template = self._environment.from_string(self._sources[name])
+            except jinja2.TemplateSyntaxError as error:
+                raise ModelError(
+                    f"The chat template does not compile: line {error.lineno}: {error.message}"
+                ) from error
+            except (RecursionError, SyntaxError, TypeError, ValueError) as error:
+                raise ModelError(f"The chat template does not compile: {error}") from error
+            self._compiled[name] = template
+        return template
+
+    def _render(self, name: str, messages: list[Message], variables: dict[str, Any]) -> str:
+        template = self._compile(name)
+        try:
+            rendered = template.render({**self._special_tokens, **variables, "messages": messages})
+        except _RefusedError as error:
+            raise RequestError(str(error), "messages") from error
+        except MemoryError:
+            raise
+        except SecurityError as error:
+            raise ModelError(f"The chat template does something forbidden: {error}") from error
+        except Exception as error:  # templates are programs: anything can go wrong in them
+            raise RequestError(
+                f"The model's chat template cannot render these messages: {error}", "messages"
+            ) from error
+        if len(rendered) > MAX_RENDERED_CHARS:
+            raise RequestError(
+                "The chat template was stopped: it made more than "
+                f"{MAX_RENDERED_CHARS} characters.",
+                "messages",
+            )
+        return rendered
+
+    def _adapt(self, name: str, message: Message) -> Message:
+        """Brings content and tool calls into the form that the template understands."""
+        content = message["content"]
+        role = message["role"]
+        if isinstance(content, list) and not self._takes(name, f"parts:{role}"):
+            message["content"] = "\n".join(part["text"] for part in content)
+        elif (
+            isinstance(content, str)
+            and content
+            and not self._takes(name, f"text:{role}")
+            and self._takes(name, f"parts:{role}")
+        ):
+            message["content"] = [{"type": "text", "text": content}]
+        if message.get("tool_calls") and not self._takes(name, "objects"):
+            for function in _functions(message):
+                if not isinstance(function.get("arguments"), str):
+                    function["arguments"] = json.dumps(
+                        function.get("arguments"), ensure_ascii=False
+                    )
+        return message
+
+    def _takes(self, name: str, habit: str) -> bool:
+        """Finds out, once, how a template treats a form of message: by rendering an example."""
+        kind, _, role = habit.partition(":")
+        if role not in _PROBED_ROLES:
+            return kind == "text"
+        key = (name, habit)
+        if key not in self._habits:
+            self._habits[key] = self._probe(name, habit)
+        return self._habits[key]
+
+    def _probe(self, name: str, habit: str) -> bool:
+        if habit == "calls":
+            rendered = self._render_example(name, _call_example({}, _PROBE))
+            return rendered is None or _PROBE in rendered
+        if habit == "objects":
+            rendered = self._render_example(name, _call_example({_PROBE: "1"}))
+            if rendered is not None:
+                return f"{{'{_PROBE}'" not in rendered  # Python's notation: meant for JSON texts
+            return self._render_example(name, _call_example(f'{{"{_PROBE}": "1"}}')) is None
+        kind, _, role = habit.partition(":")
+        content = _PROBE if kind == "text" else [{"type": "text", "text": _PROBE}]
+        subject: Message = {"role": role, "content": content}
+        user: Message = {"role": "user", "content": "hi"}
+        examples = {
+            "user": [subject],
+            "system": [subject, user],
+            "developer": [subject, user],
+            "assistant": [user, subject],
+        }
+        rendered = self._render_example(name, examples[role])
+        if rendered is None:
+            return kind == "text"  # the example breaks the template's rules, so it tells nothing
+        # A template that knows no parts prints the list in Python's or JSON's notation.
+        quoted = f"'{_PROBE}'" in rendered or f'"{_PROBE}"' in rendered
+        return _PROBE in rendered and not quoted
+
+    def _render_example(self, name: str, messages: list[Message]) -> str | None:
+        """Renders messages to see what a template does with them; None if it refuses."""
+        try:
+            return self._render(
+                name, messages, {"tools": None, "documents": None, "add_generation_prompt": False}
+            )
+        except RequestError:
+            return None
+
+
+def _call_example(arguments: object, name: str = "f") -> list[Message]:
+    """A conversation with a tool call."""
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+
+
+class _RefusedError(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks the assistant's words for training."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class has it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: object) -> None:
+    raise _RefusedError(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja's own filter."""
+    if isinstance(indent, int):
+        indent = min(indent, 16)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A copy made of JSON's types only: templates get no objects with methods of their own."""
+    try:
+        return _plain_value(value, name)
+    except RecursionError:
+        raise RequestError(f"{name} is nested too deeply.", name) from None
+
+
+def _plain_value(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain_value(item, name) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain_value(item, name) for item in value]
+    raise RequestError(f"{name} holds a {type(value).__name__}; only JSON's types may go in.", name)
+
+
+def _plain_message(message: Mapping[str, Any], position: int) -> Message:
+    """Checks and copies one message; content becomes text or a list of text parts."""
+    where = f"messages[{position}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} needs a role and a content.", "messages")
+    plain: Message = _plain({k: v for k, v in message.items() if k != "content"}, "messages")
+    content = message.get("content")
+    if content is None:
+        if message["role"] in ("user", "system"):  # others may have something else to say
+            raise RequestError(f"{where} has no content; give a text.", "messages")
+        content = ""
+    if isinstance(content, str):
+        plain["content"] = content
+    elif isinstance(content, Sequence):
+        plain["content"] = [_plain_part(part, where) for part in content]
+    else:
+        raise RequestError(f"{where}.content must be a text or a list of parts.", "messages")
+    calls = plain.get("tool_calls")
+    if calls is None:
+        plain.pop("tool_calls", None)
+        return plain
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise RequestError(f"{where}.tool_calls must be a list of function calls.", "messages")
+    for function in _functions(plain):
+        _parse_arguments(function, where)
+    return plain
+
+
+def _plain_part(part: Any, where: str) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise RequestError(f"{where}.content: each part needs a type and a text.", "messages")
+    if kind not in _TEXT_PARTS:
+        raise UnsupportedError(
+            f"{where}.content holds a part of type {kind!r}; only text is supported.", "messages"
+        )
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.content holds a {kind} part without a text.", "messages")
+    return {"type": "text", "text": text}
+
+
+def _functions(message: Message) -> Iterator[dict[str, Any]]:
+    return (call["function"] for call in message["tool_calls"])
+
+
+def _parse_arguments(function: dict[str, Any], where: str) -> None:
+    """Arguments as an object, which is what most templates expect."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise RequestError(
+                f"{where}.tool_calls: the arguments of {function.get('name')!r} are not JSON.",
+                "messages",
+            ) from None
+    function["arguments"] = {} if arguments is None else arguments
+
+
+def _mark_end(message: Message) -> None:
+    """Puts a mark, and a space to see whether the template trims, behind the message's text."""
+    content = message["content"]
+    if not content:
+        raise RequestError(
+            "continue_final_message needs a last message with text.", "continue_final_message"
+        )
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE_MARK + " "
+    else:
+        content[-1]["text"] += _CONTINUE_MARK + " "
+
+
+def _cut_at_mark(rendered: str) -> str:
+    end = rendered.rfind(_CONTINUE_MARK)
+    if end < 0:
+        raise RequestError(
+            "continue_final_message does not work here: the model's chat template leaves the last "
+            "message out.",
+            "continue_final_message",
+        )
+    text = rendered[:end]
+    trimmed = not rendered.startswith(" ", end + len(_CONTINUE_MARK))
+    return text.rstrip() if trimmed else text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,648 @@
+"""Text to tokens and back, on the `tokenizers` library.
+
+A tokenizer is read from a Hugging Face folder: `tokenizer.json` holds the whole thing;
+`tokenizer_config.json` and `special_tokens_map.json` name the special tokens and the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from octavo.errors import (
+    ContextLengthError,
+    ModelError,
+    RequestError,
+    UnsupportedError,
+    reason_of,
+)
+from octavo.models.model_files import refuse_lfs_pointer
+
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+REPLACEMENT = "\ufffd"
+MAX_CHARS_PER_TOKEN = 16
+"""More characters for each token than any long text has: four are usual."""
+MAX_TOKENS = 2**17
+"""Most tokens of a text that need not fit a context: making a list of them is one call, too."""
+# In characters: what is tokenised at once, and what is tokenised to know its length.
+_SHORT_TEXT = 1_000
+_SMALL_TEXT = 2**16
+
+
+class BatchEncoding(dict[str, Any]):
+    """What calling a `Tokenizer` returns: "input_ids" and "attention_mask", as attributes, too."""
+
+    @property
+    def input_ids(self) -> Any:
+        """Token ids: a list, or a list for each text."""
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        """Ones, as many as there are ids."""
+        return self["attention_mask"]
+
+
+def _batch_encoding(
+    ids: list[list[int]], several: bool, return_tensors: str | None
+) -> BatchEncoding:
+    """Token ids with their mask: of one text or of several, as lists or as tensors."""
+    masks = [[1] * len(one) for one in ids]
+    if return_tensors is None:
+        if several:
+            return BatchEncoding(input_ids=ids, attention_mask=masks)
+        return BatchEncoding(input_ids=ids[0], attention_mask=masks[0])
+    if return_tensors != "pt":
+        raise RequestError(
+            f"return_tensors={return_tensors!r} is not supported; use 'pt'.", "return_tensors"
+        )
+    if len(set(map(len, ids))) > 1:
+        raise RequestError(
+            "return_tensors='pt' takes texts of one length, as nothing is padded here; give one at "
+            "a time.",
+            "return_tensors",
+        )
+    import torch  # which most tokenizers never need
+
+    return BatchEncoding(input_ids=torch.tensor(ids), attention_mask=torch.tensor(masks))
+
+
+class Tokenizer:
+    """An immutable tokenizer; every method may be called from several threads at once.
+
+    What transformers' tokenizers have besides is named alike: calling it, `apply_chat_template`,
+    `get_vocab` ...
+
+    Attributes:
+        config: what tokenizer_config.json and special_tokens_map.json say, as it stands there.
+        chat_templates: jinja sources by name ("default", "tool_use" ...); empty if there are none.
+        special_tokens: the named special tokens ("bos_token" -> "<s>" ...).
+        bos_token_id: id of the beginning-of-sequence token, None if there is none.
+        eos_token_id: id of the end-of-sequence token, None if there is none.
+        all_special_ids: ids that `skip_special_tokens` leaves out.
+        strips_leading_space: whether decoding drops one space at the very beginning of a text.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any] | None = None,
+        chat_templates: dict[str, str] | None = None,
+    ) -> None:
+        config = config or {}
+        self.config = config
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.chat_templates = chat_templates or {}
+        self.special_tokens = {
+            name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name)))
+        }
+        self._add_missing_tokens(config)
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self.all_special_ids = frozenset(
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        probe = backend.encode("a").ids
+        # The post-processor of tokenizer.json decides; the flags only add what it lacks.
+        self._prefix: list[int] = []
+        self._suffix: list[int] = []
+        if (
+            config.get("add_bos_token") is True
+            and self.bos_token_id is not None
+            and probe[:1] != [self.bos_token_id]
+        ):
+            self._prefix = [self.bos_token_id]
+        if (
+            config.get("add_eos_token") is True
+            and self.eos_token_id is not None
+            and probe[-1:] != [self.eos_token_id]
+        ):
+            self._suffix = [self.eos_token_id]
+        self._bytes_kind, self.strips_leading_space = _bytes_kind(backend)
+        self._replacements = _replacements(backend)
+        self._context = _context_token(backend) if self._bytes_kind is None else ([], "")
+        self.pieces = _Pieces(self, skip_special_tokens=False)
+        self.pieces_without_special = _Pieces(self, skip_special_tokens=True)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Reads the tokenizer of a model folder.
+
+        Raises:
+            ModelError: there is no usable tokenizer.json; the message names the file and the fix.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(_missing_message(folder))
+        refuse_lfs_pointer(file)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{file} is damaged or of an unknown kind: {error}") from error
+        config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            config |= {k: v for k, v in _read_json(folder / name).items() if v is not None}
+        return cls(backend, config, _read_chat_templates(folder, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens without the added ones."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the beginning-of-sequence token."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the end-of-sequence token."""
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        """Text of the padding token."""
+        return self.special_tokens.get("pad_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Id of the padding token, None if there is none."""
+        return self._named_id("pad_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """Id of the token for unknown texts, None if there is none."""
+        return self._named_id("unk_token")
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Texts of the tokens that `skip_special_tokens` leaves out."""
+        return self.convert_ids_to_tokens(sorted(self.all_special_ids))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source of the model's chat template."""
+        return self.chat_templates.get("default")
+
+    def get_vocab(self) -> dict[str, int]:
+        """All tokens as the vocabulary writes them, added ones included, and their ids."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """The added tokens, and their ids."""
+        return {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+    ) -> BatchEncoding:
+        """Turns a text or several into token ids, as transformers' tokenizers do; never pads.
+
+        Args:
+            text: one text or several.
+            add_special_tokens: as the tokenizer's files say.
+            truncation: keep `max_length` ids at most: special ones, and the first of the others.
+            max_length: see there.
+            return_tensors: "pt": tensors of int64, [texts, tokens], instead of lists.
+
+        Raises:
+            RequestError: a text is not valid Unicode, or tensors are wanted of texts of several
+                lengths.
+        """
+        keep = max_length if truncation else None
+        texts = [text] if isinstance(text, str) else text
+        ids = [self._encode_at_most(one, add_special_tokens, keep) for one in texts]
+        return _batch_encoding(ids, not isinstance(text, str), return_tensors)
+
+    def _encode_at_most(self, text: str, special: bool, keep: int | None) -> list[int]:
+        ids = self.encode(text, special)
+        if keep is None or len(ids) <= keep:
+            return ids
+        if not special:
+            return ids[:keep]
+        (encoding,) = self._encode([text], False)
+        num_special = len(self._prefix) + len(self._suffix)
+        num_special += self._backend.num_special_tokens_to_add(False)
+        encoding.truncate(max(keep - num_special, 0))
+        shorter: list[int] = self._backend.post_process(encoding).ids
+        return self._prefix + shorter + self._suffix
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        *,
+        return_tensors: str | None = None,
+        return_dict: bool = False,
+        **template_kwargs: Any,
+    ) -> Any:
+        """The prompt of a conversation, or of several, as transformers' tokenizers make it.
+
+        Args:
+            conversation: OpenAI's messages, or a list of such lists.
+            tools: definitions of tools, for templates that know them.
+            documents: texts for retrieval, likewise.
+            chat_template: a template, or its file, instead of the model's own.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: end inside the last message.
+            tokenize: return token ids instead of a text.
+            return_tensors: "pt": a tensor of int64, [conversations, tokens], instead of lists.
+            return_dict: return what calling the tokenizer returns.
+            template_kwargs: further variables for the template.
+
+        Returns:
+            A text or a list of ids; of several conversations, a list of these.
+
+        Raises:
+            RequestError: the messages are malformed, or the template refuses them; or tensors are
+                wanted of conversations of several lengths.
+            UnsupportedError: they are to be padded or cut.
+        """
+        for name in ("padding", "truncation", "max_length", "return_assistant_tokens_mask"):
+            if template_kwargs.pop(name, None):
+                raise UnsupportedError(f"{name} is not supported in apply_chat_template.", name)
+        from octavo.text.chat_template import ChatTemplate  # which most tokenizers never need
+
+        template = ChatTemplate.from_tokenizer(self, chat_template)
+        several = bool(conversation) and not isinstance(conversation[0], Mapping)
+        conversations: Any = conversation if several else [conversation]
+        made: list[Any] = []
+        for messages in conversations:
+            text = template.render(
+                messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=template_kwargs or None,
+            )
+            # The template writes the special tokens itself.
+            made.append(self.encode(text, add_special_tokens=False) if tokenize else text)
+        if tokenize and (return_dict or return_tensors is not None):
+            encoding = _batch_encoding(made, several, return_tensors)
+            return encoding if return_dict else encoding.input_ids
+        return made if several else made[0]
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Turns text into token ids; special tokens written out in the text are recognised.
+
+        Long texts are tokenised without the interpreter's lock: other threads go on meanwhile.
+
+        Args:
+            text: any text.
+            add_special_tokens: as the tokenizer's files say.
+            max_tokens: refuse a text of more tokens (before special ones are added); one for which
+                `is_longer` says so is not even tokenised.
+
+        Raises:
+            ContextLengthError: the text is longer than `max_tokens`.
+            RequestError: the text is not valid Unicode (it holds lone surrogates).
+        """
+        if max_tokens is not None and is_longer(text, max_tokens):
+            raise ContextLengthError(
+                f"The text has {len(text)} characters; at most {max_tokens} tokens are taken here. "
+                "Shorten it.",
+                "prompt",
+            )
+        (encoding,) = self._encode([text], add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise ContextLengthError(
+                f"The text has {len(encoding)} tokens; at most {max_tokens} are taken here. "
+                "Shorten it.",
+                "prompt",
+            )
+        ids: list[int] = encoding.ids
+        return self._prefix + ids + self._suffix if add_special_tokens else ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Turns texts into token ids in one call, without special tokens of its own.
+
+        Raises:
+            RequestError: a text is not valid Unicode.
+        """
+        return [encoding.ids for encoding in self._encode(texts, False)]
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        backend = self._backend
+        try:
+            if sum(map(len, texts)) > _SHORT_TEXT:
+                # Of the library's calls only those for batches let go of the lock.
+                return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [backend.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        except TypeError:
+            raise RequestError(
+                "The text is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
+                "prompt",
+                "invalid_unicode",
+            ) from None
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Turns token ids, or one, into text; ids outside the vocabulary have none.
+
+        Of many ids, as of a long text, without the interpreter's lock.
+
+        Raises:
+            RequestError: an id is negative or does not fit 32 bits.
+        """
+        backend = self._backend
+        ids = [ids] if isinstance(ids, int) else ids
+        try:
+            if len(ids) > _SHORT_TEXT:
+                (text,) = backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            else:
+                text = backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise RequestError(
+                "Token ids must be integers in the range of the vocabulary.", "tokens"
+            ) from None
+        return str(text)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a token as the vocabulary writes it, None if it is not in there."""
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it ("Ġworld", "▁world"), None for an unknown id."""
+        try:
+            return self._backend.id_to_token(token_id)
+        except OverflowError:
+            return None
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them; "" for unknown ids."""
+        return [self.id_to_token(i) or "" for i in ids]
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int]:
+        """Ids of tokens as the vocabulary writes them.
+
+        Raises:
+            RequestError: a token is not in the vocabulary.
+        """
+        ids = [self.token_to_id(token) for token in tokens]
+        known = [i for i in ids if i is not None]
+        if len(known) < len(ids):
+            unknown = tokens[ids.index(None)]
+            raise RequestError(f"{unknown!r} is not a token of this model.", "tokens")
+        return known
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether each token stands for fixed bytes, whatever its neighbours are."""
+        return self._bytes_kind is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to the text; may be part of a character.
+
+        For tokenizers without `has_bytes`, the text of the token after another one.
+        """
+        piece = self.pieces[token_id]
+        return piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece
+
+    def token_text(self, token_id: int) -> str:
+        """The text a token adds in the middle of a text; U+FFFD for parts of characters."""
+        piece = self.pieces[token_id]
+        return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
+
+    def make_piece(self, token_id: int) -> str | bytes:
+        """See `_Pieces`."""
+        token = self.id_to_token(token_id)
+        if token is None:
+            return ""
+        if self._bytes_kind is None:
+            context, context_text = self._context
+            return self._backend.decode([*context, token_id], skip_special_tokens=False)[
+                len(context_text) :
+            ]
+        if self._bytes_kind == "byte_level":
+            codes = [_BYTE_OF_CHAR.get(char, -1) for char in token]
+            data = token.encode() if -1 in codes else bytes(codes)
+        else:
+            for pattern, content in self._replacements:
+                token = token.replace(pattern, content)
+            data = _fallback_byte(token) if self._bytes_kind == "byte_fallback" else b""
+            data = data or token.encode()
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _add_missing_tokens(self, config: dict[str, Any]) -> None:
+        """Adds tokens that only tokenizer_config.json knows, as transformers does."""
+        backend = self._backend
+        listed = config.get("added_tokens_decoder") or {}
+        for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+            text = _token_text(entry)
+            if text and backend.token_to_id(text) is None:
+                flags = {
+                    name: bool(entry[name])
+                    for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+                    if isinstance(entry, dict) and name in entry
+                }
+                backend.add_tokens([tokenizers.AddedToken(text, **flags)])
+                if backend.token_to_id(text) != int(key):
+                    raise ModelError(
+                        f"tokenizer_config.json gives the token {text!r} the id {key}, which does "
+                        "not follow on from tokenizer.json; the two files do not belong together."
+                    )
+        for text in self.special_tokens.values():
+            if backend.token_to_id(text) is None:
+                backend.add_special_tokens([text])
+
+
+def is_longer(text: str, max_tokens: int) -> bool:
+    """Whether a text is so long that it need not be tokenised to refuse it.
+
+    That is, longer than 64 Ki characters and than `MAX_CHARS_PER_TOKEN` for each token.
+    """
+    return len(text) > max(_SMALL_TEXT, MAX_CHARS_PER_TOKEN * max_tokens)
+
+
+class _Pieces(dict[int, str | bytes]):
+    """What each token adds to a text, worked out at first use.
+
+    `str` if the token is whole characters by itself, `bytes` if it holds part of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        tokenizer = self._tokenizer
+        skip = self._skip_special_tokens and token_id in tokenizer.all_special_ids
+        piece = self[token_id] = "" if skip else tokenizer.make_piece(token_id)
+        return piece
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable character for each byte, the other way round.
+
+    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's parts, as tokenizer.json writes them."""
+    if backend.decoder is None:
+        return []
+    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _bytes_kind(backend: tokenizers.Tokenizer) -> tuple[str | None, bool]:
+    """How a token's bytes are found, if they do not depend on its neighbours.
+
+    Returns:
+        "byte_level" (GPT-2's characters), "byte_fallback" (sentencepiece's "▁" and "<0x0A>"), or
+        None; and whether one leading space of a text is dropped.
+    """
+    steps = _decoder_steps(backend)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return "byte_level", False
+    plain = all(
+        "String" in step["pattern"] if step["type"] == "Replace" else True for step in steps
+    )
+    if plain and kinds in (
+        ["Replace", "ByteFallback", "Fuse"],
+        ["Replace", "ByteFallback", "Fuse", "Strip"],
+    ):
+        strip = steps[3] if len(steps) == 4 else None
+        if strip is None:
+            return "byte_fallback", False
+        if strip["content"] == " " and strip["start"] == 1 and strip["stop"] == 0:
+            return "byte_fallback", True
+    return None, False
+
+
+def _replacements(backend: tokenizers.Tokenizer) -> list[tuple[str, str]]:
+    return [
+        (step["pattern"]["String"], step["content"])
+        for step in _decoder_steps(backend)
+        if step["type"] == "Replace" and "String" in step["pattern"]
+    ]
+
+
+def _fallback_byte(token: str) -> bytes:
+    """The byte of a token such as "<0x0A>", nothing for other tokens."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            return b""
+    return b""
+
+
+def _context_token(backend: tokenizers.Tokenizer) -> tuple[list[int], str]:
+    """A plain token to put before another one, and its text."""
+    for text in ("a", "the", "0", "."):
+        ids = backend.encode(text, add_special_tokens=False).ids[-1:]
+        decoded = backend.decode(ids, skip_special_tokens=True)
+        if decoded and REPLACEMENT not in decoded:
+            return ids, decoded
+    return [], ""
+
+
+def _token_text(value: Any) -> str | None:
+    """Text of a token, which config files write as a string or as a dict."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        refuse_lfs_pointer(file)
+        value = json.loads(file.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} does not hold a JSON object.")
+    return value
+
+
+def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """All templates of the folder by name; files of their own come before the config's entry."""
+    templates: dict[str, str] = {}
+    entry = config.get("chat_template")
+    if entry is None:
+        entry = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(entry, str):
+        templates["default"] = entry
+    elif isinstance(entry, dict):
+        templates |= {str(name): source for name, source in entry.items()}
+    elif isinstance(entry, list):
+        for named in entry:
+            if not isinstance(named, dict) or not {"name", "template"} <= named.keys():
+                raise ModelError(
+                    f"{folder / 'tokenizer_config.json'}: each entry of chat_template needs a name "
+                    "and a template."
+                )
+            templates[str(named["name"])] = named["template"]
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {f.stem: f for f in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    for name, file in files.items():
+        if file.is_file():
+            refuse_lfs_pointer(file)
+            templates[name] = file.read_text("utf-8")
+    return templates
+
+
+def _missing_message(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"There is no folder {folder} to read a tokenizer from."
+    message = f"{folder} has no tokenizer.json"
+    if any(folder.glob("*.model")):
+        return (
+            message + ", only a sentencepiece model. Convert it once with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+    if (folder / "vocab.json").is_file() or (folder / "vocab.txt").is_file():
+        return (
+            message + ", only a vocabulary of the old form. Convert it once with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+    return message + "; name a folder that has one with --tokenizer, or give --skip-tokenizer-init."

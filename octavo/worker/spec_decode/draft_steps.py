@@ -1,0 +1,221 @@
+"""Steps of a model that drafts, over the target's requests and block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo import _native
+from octavo.attention.base import KV_CACHE_DTYPES
+from octavo.kernels.reference import sampling_weights
+from octavo.kv_cache.groups import find_full_attention
+from octavo.models.base import Model
+from octavo.models.cache import AttentionCache
+from octavo.models.eagle import LMHead
+from octavo.models.heads import LMHeadSpec
+from octavo.models.loader import load_model
+from octavo.models.spec import ModelSpec
+from octavo.models.weight_cache import WeightCache
+from octavo.plan.setup import WorkerSetup
+from octavo.plan.step_table import StepLayout, StepSize
+from octavo.sampling.acceptance import DRAFT
+from octavo.sampling.sizes import rows_per_chunk
+from octavo.worker.graphs import EagerSteps, StepResult
+from octavo.worker.input_batch import StepBuffers, StepInputs
+from octavo.worker.spec_decode.base import LongArray, Proposal, Target
+
+
+def load_draft(target: Target) -> Model:
+    """Loads the model that drafts, as the target was.
+
+    Raises:
+        ModelError: see `load_model`.
+    """
+    setup = target.setup.draft
+    assert setup is not None
+    return _load(target, setup, setup.spec)
+
+
+def load_lm_head(target: Target, spec: LMHeadSpec) -> LMHead:
+    """Loads the target's whole LM head.
+
+    Raises:
+        ModelError: see `load_model`.
+    """
+    model = _load(target, target.setup, spec)
+    assert isinstance(model, LMHead)
+    return model
+
+
+def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
+    config = setup.config
+    return load_model(
+        spec,
+        setup.model_path,
+        dtype=getattr(torch, setup.dtype),
+        device=target.model.device,
+        load_format=config.load.load_format,
+        seed=config.model.seed,
+        max_model_len=setup.max_model_len,
+        quantization=config.model.quantization,
+        ops=target.ops,
+        cache=WeightCache.from_config(config),
+        keep=target.weights,
+    )
+
+
+class DraftSteps:
+    """Runs a model on tokens of the target's rows.
+
+    What its layers keep of a token lies in a block of the same number as what the target's keep, so
+    all that befalls these blocks befalls its own.
+
+    Args:
+        target: whose rows, and the tables of whose first group with full attention.
+        model: the model.
+        shift: how many tokens behind its position the token of a position is.
+    """
+
+    def __init__(self, target: Target, model: Model, shift: int = 0) -> None:
+        setup, batch, kv = target.setup.draft, target.batch, target.kv
+        group = find_full_attention(kv.groups)
+        assert setup is not None
+        assert group is not None
+        self.setup: WorkerSetup = setup
+        self.group = group
+        """Whose block tables it uses."""
+        self._target = target
+        dtype = KV_CACHE_DTYPES.get(setup.config.cache.kv_cache_dtype, model.dtype)
+        self._caches = []
+        for cache in setup.spec.caches:
+            assert isinstance(cache, AttentionCache)
+            shape = target.backend.kv_cache_shape(
+                *(kv.num_blocks, kv.block_size, cache.num_kv_heads, cache.head_size, dtype)
+            )
+            self._caches.append(target.platform.allocate_cache(shape, dtype, model.device))
+        target.caches.extend(self._caches)
+        layout = StepLayout(setup.largest_step, batch.blocks, 1)
+        eager = EagerSteps(
+            *(model, target.backend, self._caches, [0] * len(self._caches), StepBuffers(layout)),
+            setup.kept_layers,
+        )
+        self._steps = target.platform.make_steps(setup, target.ops, eager, batch, capture=True)
+        max_num_seqs, max_model_len = batch.token_ids.shape
+        # By row: where a step's tokens begin, and where the logits are wanted.
+        self._starts, self._ends = np.zeros((2, max_num_seqs), np.int64)
+        self._rows, self._counts, self._no_drafts, self._num_samples = np.zeros(
+            (4, max_num_seqs), np.int64
+        )
+        addresses: dict[str, NDArray[Any]] = {
+            "num_tokens": self._ends,
+            "num_computed_tokens": self._starts,
+            "block_tables": batch.block_tables[group],
+            "rows": self._rows,
+            "counts": self._counts,
+            "num_drafts": self._no_drafts,
+            "num_samples": self._num_samples,
+        }
+        self._gatherer = _native.InputGatherer(
+            *(max_num_seqs, max_model_len, 1, batch.blocks, kv.block_size),
+            {name: array.ctypes.data for name, array in addresses.items()}
+            | {"token_ids": batch.token_ids.ctypes.data + shift * batch.token_ids.itemsize},
+        )
+
+    def gather(
+        self, rows: LongArray, starts: LongArray, counts: LongArray, wanted: NDArray[np.bool_]
+    ) -> StepInputs:
+        """Puts together the inputs of a step.
+
+        Args:
+            rows: int64 [R], none twice.
+            starts: int64 [R], positions of their first tokens.
+            counts: int64 [R], more than 0.
+            wanted: bool [R], of whose last tokens logits are wanted.
+        """
+        num_reqs = len(rows)
+        self._rows[:num_reqs] = rows
+        self._counts[:num_reqs] = counts
+        self._starts[rows] = starts
+        self._ends[rows] = np.where(wanted, starts + counts, -1)
+        buffers = self._steps.buffers(int(counts.sum()), num_reqs)
+        num_samples = self._gatherer.run(num_reqs, buffers.native)
+        return StepInputs(
+            req_ids=[],
+            rows=self._rows[:num_reqs],
+            counts=self._counts[:num_reqs],
+            num_samples=self._num_samples[:num_reqs],
+            sampling=np.flatnonzero(wanted),
+            size=StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples),
+            table=buffers.table,
+        )
+
+    def run(self, inputs: StepInputs) -> StepResult:
+        """Runs the step that was gathered last."""
+        return self._steps.run(inputs, None)
+
+    def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Proposer`."""
+        self._target.backend.copy_blocks(self._caches, src_dst_pairs)
+
+
+class DraftSampler:
+    """Draws the drafts of one proposal, place after place.
+
+    A draft that is kept only if it is what the target samples is drawn by the very same rule and
+    random numbers. For rejection sampling it needs numbers of its own, and what it was drawn from
+    is told.
+
+    Args:
+        target: the requests.
+        rows: int64 [R].
+        counts: int64 [R], drafts for each.
+    """
+
+    def __init__(self, target: Target, rows: LongArray, counts: LongArray) -> None:
+        speculative = target.setup.config.speculation.speculative_config
+        assert speculative is not None
+        self._rejection = speculative.acceptance == "rejection"
+        self._target, self._rows, self._counts = target, rows, counts
+        self._drafts: list[list[int]] = [[] for _ in rows]
+        self._probs: list[list[torch.Tensor]] = [[] for _ in rows]
+
+    def sample(self, at: LongArray, logits: torch.Tensor) -> tuple[LongArray, LongArray]:
+        """Draws a draft more for some of the requests, all of which have equally many.
+
+        Args:
+            at: int64 [A], which.
+            logits: float32 [A, V].
+
+        Returns:
+            Those of them that want one more, as indices into `at`, and their new drafts.
+        """
+        num_drafts = len(self._drafts[at[0]])
+        ops, rows = self._target.ops, self._rows[at]
+        sampling, ahead = self._target.sampling, np.full(len(rows), num_drafts)
+        params = sampling.params(rows, ahead)
+        if self._rejection:
+            params["stream"] = DRAFT
+        tokens: LongArray = ops.sample(logits, params).numpy()
+        good = tokens >= 0  # else the logits are not finite: drafts end there
+        for i in np.flatnonzero(good).tolist():
+            self._drafts[at[i]].append(int(tokens[i]))
+        if self._rejection:
+            step = rows_per_chunk(logits.shape[1])
+            for begin in range(0, len(at), step):
+                weights = sampling_weights(
+                    ops, logits[begin : begin + step], params[begin : begin + step]
+                ).to(torch.float32)
+                probs = weights / weights.sum(-1, keepdim=True)
+                for i in np.flatnonzero(good[begin : begin + step]).tolist():
+                    self._probs[at[begin + i]].append(probs[i])
+        more = np.flatnonzero(good & (self._counts[at] > num_drafts + 1))
+        return more, tokens[more]
+
+    def proposal(self) -> Proposal:
+        """All that were drawn."""
+        probs = [row for rows in self._probs for row in rows]
+        return Proposal(self._drafts, torch.stack(probs) if probs else None)

@@ -1,0 +1,174 @@
+"""Drafts from a head that guesses the target's next hidden states: EAGLE and EAGLE-3.
+
+The head's one layer attends to all tokens before, so it computes every token that the target has
+computed, from the target's hidden state and the embedding of the token behind; what it keeps of a
+position depends on that token, too. Drafts go on from its own guesses.
+
+While nobody asks for drafts, hidden states are only kept, those of each request's last few tokens;
+they are computed when drafts are asked for again. What lies further back has a gap then, which
+costs some drafts and no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.errors import ConfigError
+from octavo.messages import NewRequestData
+from octavo.models.decoder import DecoderModel
+from octavo.models.eagle import Eagle3Model, EagleModel
+from octavo.models.heads import MOST_LATE, read_lm_head
+from octavo.models.loader import read_tensor
+from octavo.worker.graphs import StepResult
+from octavo.worker.input_batch import StepInputs
+from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
+from octavo.worker.spec_decode.draft_steps import DraftSampler, DraftSteps, load_draft, load_lm_head
+
+_NONE = -1
+# Sampled steps without drafts after which it computes nothing more.
+_IDLE_AFTER = 8
+
+
+class EagleProposer(Proposer):
+    """See the module."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        model, main = load_draft(target), target.model
+        assert isinstance(model, EagleModel)
+        if not isinstance(main, DecoderModel):
+            raise ConfigError(
+                f"speculative_config: {main.spec.architecture} does not show its embedding, which "
+                "EAGLE needs; take another method."
+            )
+        if isinstance(model, Eagle3Model):
+            draft = target.setup.draft
+            assert draft is not None
+            model.set_offsets(read_tensor(draft.model_path, "d2t"))
+        self._model, self._main = model, main
+        setup, num_rows = target.setup, len(target.batch.token_ids)
+        lm_head = read_lm_head(setup.spec, model.spec, setup.rank)
+        self._guesser = main if lm_head is None else load_lm_head(target, lm_head)
+        """Whose LM head guesses."""
+        shape = model.input_shape(setup.max_num_batched_tokens)
+        model.inputs = torch.zeros(shape, dtype=main.dtype)
+        # The token of a position is the one behind it.
+        self._steps = DraftSteps(target, model, shift=1)
+        self._max_model_len = self._steps.setup.max_model_len
+        self._guess = torch.zeros(num_rows, main.spec.hidden_size, dtype=main.dtype)
+        """By row: the hidden state of the last token, guessed."""
+        self._of: LongArray = np.zeros(num_rows, np.int64)
+        """By row: how many tokens that is."""
+        self._seen: LongArray = np.zeros(num_rows, np.int64)
+        """By row: the first position that is not computed; `_NONE`: nothing has been observed."""
+        self._late = torch.zeros(num_rows, MOST_LATE, main.spec.hidden_size, dtype=main.dtype)
+        """By row and position modulo their number: hidden states that are not computed yet."""
+        self._idle_steps = 0
+
+    def add_row(self, row: int, data: NewRequestData) -> None:
+        """See `Proposer`."""
+        self._of[row], self._seen[row] = 0, _NONE
+
+    def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Proposer`."""
+        self._steps.copy_blocks(src_dst_pairs)
+
+    def observe(self, inputs: StepInputs, result: StepResult) -> None:
+        """See `Proposer`: computes the tokens that the target did, but wrong drafts."""
+        batch, rows = self.target.batch, inputs.rows
+        positions = inputs.table.positions[: inputs.size.tokens]
+        starts = positions[inputs.table.query_start_loc[: len(rows)]]
+        ends = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows] - 1)
+        ends = np.minimum(ends, self._max_model_len)
+        some = ends > starts
+        if not some.any():
+            return
+        right = np.flatnonzero(positions < np.repeat(ends, inputs.counts))
+        whole = len(right) == len(positions)
+        picked = slice(len(right)) if whole else torch.from_numpy(right)
+        kept = [result.kept[layer][picked] for layer in self._model.kept_layers]
+        hidden = self._model.combine(result.hidden[picked], kept)
+        rows, starts, ends = rows[some], starts[some], ends[some]
+        self._seen[rows] = np.where(self._seen[rows] == _NONE, starts, self._seen[rows])
+        self._idle_steps += inputs.size.samples > 0
+        if self._idle_steps <= _IDLE_AFTER:
+            behind = self._seen[rows] < starts
+            self._catch_up(rows[behind], starts[behind])
+            self._compute(rows, starts, ends, hidden)
+            return
+        at, of = positions[right], np.repeat(rows, ends - starts)
+        late = at >= np.repeat(ends, ends - starts) - MOST_LATE
+        places = torch.from_numpy(of[late]), torch.from_numpy(at[late] % MOST_LATE)
+        self._late[places] = hidden[torch.from_numpy(np.flatnonzero(late))]
+
+    def _compute(
+        self, rows: LongArray, starts: LongArray, ends: LongArray, hidden: torch.Tensor
+    ) -> None:
+        """Computes tokens that the target has, from their hidden states [T, hidden_size]."""
+        num_tokens = self.target.batch.num_tokens[rows]
+        last = ends == num_tokens - 1
+        guesses = self._run(rows, starts, ends - starts, last, hidden)
+        self._guess[torch.from_numpy(rows[last])] = guesses
+        self._of[rows[last]] = num_tokens[last]
+        self._seen[rows] = ends
+
+    def _catch_up(self, rows: LongArray, ends: LongArray) -> None:
+        """Computes what was kept of some requests up to `ends`, as far as a largest step goes."""
+        starts = np.maximum(self._seen[rows], ends - MOST_LATE)
+        counts = np.where(self._seen[rows] == _NONE, 0, ends - starts)
+        some = (counts > 0) & (np.cumsum(counts) <= self._steps.setup.max_num_batched_tokens)
+        if not some.any():
+            return
+        rows, starts, ends, counts = rows[some], starts[some], ends[some], counts[some]
+        first = np.cumsum(counts) - counts
+        positions = np.arange(counts.sum()) + np.repeat(starts - first, counts)
+        of = torch.from_numpy(np.repeat(rows, counts))
+        self._compute(rows, starts, ends, self._late[of, torch.from_numpy(positions % MOST_LATE)])
+
+    def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
+        """See `Proposer`."""
+        batch = self.target.batch
+        num_tokens = batch.num_tokens[rows]
+        counts = np.minimum(counts, self._max_model_len + 2 - num_tokens)
+        self._idle_steps = 0
+        behind = (self._of[rows] != num_tokens) & (counts > 0)
+        self._catch_up(rows[behind], num_tokens[behind] - 1)
+        at = np.flatnonzero((self._of[rows] == num_tokens) & (counts > 0))
+        sampler, ahead = DraftSampler(self.target, rows, counts), 0
+        hidden = self._guess[torch.from_numpy(rows[at])]
+        while len(at):
+            logits = self._model.guess(hidden, self._guesser)
+            more, tokens = sampler.sample(at, logits)
+            at, hidden = at[more], hidden[torch.from_numpy(more)]
+            if len(at):
+                some, ends = rows[at], num_tokens[at] + ahead
+                batch.token_ids[some, ends] = tokens
+                ones = np.ones_like(at)
+                hidden = self._run(some, ends - 1, ones, ones > 0, hidden)
+                ahead += 1
+        return sampler.proposal()
+
+    def _run(
+        self,
+        rows: LongArray,
+        starts: LongArray,
+        counts: LongArray,
+        wanted: NDArray[np.bool_],
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """The guesses of the last tokens of rows; see `DraftSteps.gather`.
+
+        Args:
+            hidden: [T, hidden_size], of all their tokens.
+        """
+        inputs = self._steps.gather(rows, starts, counts, wanted)
+        ids, positions = (
+            torch.from_numpy(array[: inputs.size.tokens])
+            for array in (inputs.table.input_ids, inputs.table.positions)
+        )
+        self._model.fill(self._main.embed(ids, positions), hidden)
+        return self._steps.run(inputs).logits

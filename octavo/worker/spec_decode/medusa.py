@@ -1,0 +1,53 @@
+"""Drafts from heads on the target's last hidden state (Medusa, Cai et al., 2024).
+
+One draft for each head, in a chain: the tree of section 2.1.2 is not made.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from octavo.messages import NewRequestData
+from octavo.models.medusa import MedusaModel
+from octavo.worker.graphs import StepResult
+from octavo.worker.input_batch import StepInputs
+from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
+from octavo.worker.spec_decode.draft_steps import DraftSampler, load_draft
+
+
+class MedusaProposer(Proposer):
+    """See the module."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        model = load_draft(target)
+        assert isinstance(model, MedusaModel)
+        self._model = model
+        num_rows, dtype = len(target.batch.token_ids), target.model.dtype
+        self._hidden = torch.zeros(num_rows, target.model.spec.hidden_size, dtype=dtype)
+        """By row: of the last token that the target has computed."""
+        self._of: LongArray = np.zeros(num_rows, np.int64)
+        """By row: how many tokens that is."""
+
+    def add_row(self, row: int, data: NewRequestData) -> None:
+        """See `Proposer`."""
+        self._of[row] = 0
+
+    def observe(self, inputs: StepInputs, result: StepResult) -> None:
+        """See `Proposer`."""
+        rows, starts = inputs.rows, inputs.table.query_start_loc[: inputs.size.requests]
+        computed = self.target.batch.num_computed_tokens[rows]
+        last = starts + computed - inputs.table.positions[starts] - 1
+        self._hidden[torch.from_numpy(rows)] = result.hidden[torch.from_numpy(last)]
+        self._of[rows] = computed
+
+    def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
+        """See `Proposer`."""
+        at = np.flatnonzero(self._of[rows] == self.target.batch.num_tokens[rows] - 1)
+        sampler, head = DraftSampler(self.target, rows, counts), 0
+        hidden = self._hidden[torch.from_numpy(rows[at])]
+        while len(at):
+            more, _ = sampler.sample(at, self._model.guess(head, hidden))
+            at, hidden, head = at[more], hidden[torch.from_numpy(more)], head + 1
+        return sampler.proposal()

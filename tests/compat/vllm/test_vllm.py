@@ -1,0 +1,216 @@
+"""An unchanged script for vLLM, run by `python -m octavo.compat.vllm`."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from octavo.compat import vllm
+from octavo.frontend.llm_engine import LLMEngine
+
+SCRIPT = """
+import sys
+from importlib.util import find_spec
+
+from helper import PROMPT
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if __name__ == "__main__":
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="octavo/stories")
+    parser.add_argument("--answer-len", type=int, default=4)
+    args = vars(parser.parse_args())
+    params = SamplingParams(temperature=0, max_tokens=args.pop("answer_len"))
+    llm = LLM(**{**args, "disable_log_stats": False})
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    for output in llm.generate([PROMPT, TokensPrompt(prompt_token_ids=[5])], params):
+        print("tokens", len(output.outputs[0].token_ids))
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    print(metrics["vllm:generation_tokens"].value, "generated", len(metrics) > 20)
+    del llm
+    cleanup_dist_env_and_memory()
+    try:
+        from vllm import PoolingParams
+    except ImportError as error:
+        print(error)
+    try:
+        from vllm.model_executor.model_loader import ShardedStateLoader
+    except ImportError as error:
+        print(error)
+    # Other libraries ask so whether vLLM is there.
+    print(find_spec("vllm") is not None)
+"""
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "octavo.compat.vllm", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_script_runs_unchanged(tmp_path):
+    (tmp_path / "helper.py").write_text("PROMPT = 'Once upon a time'\n")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run(
+        str(script), "--max_model_len", "128", "--tensor-parallel-size=1", "--answer_len", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "tokens 3",
+        "tokens 3",
+        "6 generated True",
+        "vllm.PoolingParams is the parameters of pooling models (embeddings, classes, scores), "
+        "which Octavo does not have: Octavo generates text only.",
+        "vllm.model_executor.model_loader is vLLM's loaders of weights, which Octavo does not "
+        "have: Octavo reads safetensors files, and packs them once; see load_format in "
+        "docs/settings.md.",
+        "True",
+    ]
+
+
+def test_what_cannot_be_run_is_said(tmp_path, capsys, monkeypatch):
+    assert vllm.main([str(tmp_path / "absent.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+    assert vllm.main([]) == vllm.main(["--help"]) == 2
+    assert "usage" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    with pytest.raises(RuntimeError, match="imported already"):
+        vllm.install()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`vllm` is Octavo, for one test."""
+    for name in vllm._NAMES:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.setattr(LLMEngine, "metrics_prefix", "octavo")  # it is put back after the test
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    vllm.install()
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("from vllm import PoolingParams", "parameters of pooling models"),
+        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support of adapters"),
+        ("import vllm.v1.core.sched.output", "sched belongs to vllm.v1.core, vLLM's scheduler"),
+        ("from vllm.config import SamplingParams", "is in vllm and vllm.sampling_params, not in"),
+        ("from vllm.utils import get_ip", "Octavo's get_ip is in vllm.utils.network_utils"),
+        ("from vllm import LMM", "no name of vLLM .* knows; did you mean vllm.LLM?"),
+        ("import vllm.frobnicate", "no name of vLLM .* knows; check the spelling"),
+    ],
+)
+def test_an_import_of_what_is_absent_says_what_it_is(installed, statement, said):
+    with pytest.raises(ImportError, match=said) as error:
+        exec(statement)
+    assert str(error.value).count(". ") == 0
+
+
+def test_a_name_that_is_absent_is_no_attribute(installed):
+    import vllm as module
+
+    assert not hasattr(module, "PoolingParams")
+    with pytest.raises(AttributeError, match="PoolingParams is the parameters of pooling"):
+        _ = module.PoolingParams
+    assert importlib.import_module("vllm.envs").VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 5
+    with pytest.raises(AttributeError, match=r"VLLM_FROBNICATE .* is not set"):
+        _ = importlib.import_module("vllm.envs").VLLM_FROBNICATE
+
+
+SERVER = """
+import http.server, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(404)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"message": "there is nothing here."}}')
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+import httpx; httpx.get(f"http://127.0.0.1:{server.server_port}").raise_for_status()
+""".strip().replace("\n", "\n    ")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import threading; threading.Thread(target=f).start()",
+        "import multiprocessing as m; m.get_context('fork').Process(target=f).start()",
+    ],
+)
+def test_a_sentence_of_a_thread_and_of_a_process(tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(f"def f(): import vllm.lora\n{start}\n")
+    done = run(str(script))
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith(f"{script}:1: error: vllm.lora is")
+
+
+def test_a_server_that_refuses(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"if True:\n    {SERVER}")
+    done = run(str(script))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("the server answers 404: there is nothing here.")
+    assert "Traceback" not in done.stderr
+
+
+def test_flags_of_a_script_and_of_the_engine():
+    parser = vllm.FlexibleArgumentParser()
+    parser.add_argument("--enable-ssl-refresh", action="store_true")
+    vllm.EngineArgs.add_cli_args(parser)
+    parser.add_argument("--seed", default="x")
+    args = parser.parse_args([])
+    assert (args.enable_ssl_refresh, args.seed) == (False, "x")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support of adapters"),
+        ("import vllm; vllm.PoolingParams", "vllm.PoolingParams is"),
+        ("import vllm; vllm.LLM(enable_lora=True)", "merge the adapter"),
+        ("import frobnicate", "the package frobnicate is not installed"),
+    ],
+)
+def test_a_script_ends_in_one_sentence(tmp_path, line, said):
+    script = tmp_path / "script.py"
+    script.write_text(f"\n{line}\n")
+    done = run(str(script))
+    assert done.returncode == 1
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith(f"{script}:2: error: ")
+    assert said in sentence
+
+
+def test_modules_are_where_the_document_says():
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    rows = re.findall(r"^\| `(vllm\.[\w.]+)` \| `(octavo[\w.]*)` \|$", text, re.M)
+    assert len(rows) == 9
+    for theirs, ours in rows:
+        module = importlib.import_module(ours)
+        for name, value in vllm._MODULES[theirs].items():
+            if name != "PromptType":  # for annotations only
+                assert getattr(module, name) is value
+
+
+def test_every_name_is_there(installed):
+    vllm.install()
+    for name, attributes in vllm._MODULES.items():
+        module = importlib.import_module(name)
+        for attribute in attributes:
+            assert getattr(module, attribute) is attributes[attribute]

@@ -1,0 +1,152 @@
+"""Engine processes that cannot be started, or end in unusual ways."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine.wire import CoreProcessSetup
+from octavo.fleet import core_launcher
+from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
+from octavo.fleet.mp_client import AsyncMPClient
+
+
+def setup() -> CoreProcessSetup:
+    return CoreProcessSetup(EngineConfig.from_kwargs(), "/nowhere", 64, None, False, "info", "text")
+
+
+def launcher(**kwargs) -> CoreLauncher:
+    return CoreLauncher(
+        EngineConfig.from_kwargs(),
+        Path("/nowhere"),
+        default_batched_tokens=64,
+        request_memory=None,
+        warm_spare=None,
+        log_level="info",
+        log_format="text",
+        **kwargs,
+    )
+
+
+def has_ended(process: CoreProcess) -> None:
+    """Waits for the end, without taking note of it."""
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL (out of memory?)"),
+        (signal.SIGRTMIN + 6, f"killed by signal {signal.SIGRTMIN + 6}"),
+    ],
+)
+def test_a_signal_that_ended_it_is_named(number, words):
+    process = CoreProcess()
+    os.kill(process.pid, number)
+    has_ended(process)
+    assert process.describe_exit() == f"the engine process was {words}"
+    process.shutdown()
+
+
+def test_one_that_ends_before_it_has_its_setup():
+    process = CoreProcess()
+    process._process.kill()
+    has_ended(process)
+    process.start(setup())
+    assert "SIGKILL" in process.describe_exit()
+    process.shutdown()
+    process.shutdown()
+
+
+def refuse(*args, **kwargs):
+    raise OSError(11, "Resource temporarily unavailable")
+
+
+def test_there_is_no_room_for_a_spare(monkeypatch, caplog):
+    made = launcher()
+    monkeypatch.setattr(core_launcher, "CoreProcess", refuse)
+    made.make_spare()
+    assert "there is no warm spare: Resource temporarily unavailable" in caplog.text
+    made.shutdown()
+
+
+def test_there_is_one_spare_at_most_and_it_lives():
+    made = launcher()
+    made.make_spare()
+    spare = made._spare
+    made.make_spare()
+    assert made._spare is spare
+    spare._process.kill()
+    has_ended(spare)
+    made.make_spare()
+    assert made._spare.pid != spare.pid
+    assert made._spare.describe_exit() is None
+    assert spare._process.returncode is not None  # nothing is left of it
+    made.shutdown()
+
+
+def test_a_spare_has_imported_what_an_engine_needs():
+    made = launcher()
+    made.make_spare()
+    maps = Path(f"/proc/{made._spare.pid}/maps")
+    wanted = {"libtorch_cpu"}
+    end = time.monotonic() + 60
+    while missing := {name for name in wanted if name not in maps.read_text()}:
+        assert time.monotonic() < end, missing
+        time.sleep(0.05)
+    made.shutdown()
+
+
+def test_a_spare_that_is_stopped_is_not_used():
+    made = launcher()
+    made.make_spare()
+    spare = made._spare
+    os.kill(spare.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, spare.pid, os.WSTOPPED | os.WNOWAIT)
+    process = made.launch(None)
+    assert process.pid != spare.pid
+    assert spare._process.returncode == -signal.SIGKILL
+    process.shutdown(0.0)
+    made.shutdown()
+
+
+def test_one_that_stays_stopped_is_killed():
+    process = CoreProcess()
+    process.kill_if_stopped(5.0, 1.0)  # it runs
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    process.kill_if_stopped(0.5, 1.0)
+    os.kill(process.pid, signal.SIGCONT)
+    os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+    process.kill_if_stopped(0.5, 1.0)  # it goes on, and what was is forgotten
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    process.kill_if_stopped(0.5, 1.0)
+    assert process.describe_exit() is None
+    assert not process.was_stopped
+    process.kill_if_stopped(0.5, 1.0)
+    process.shutdown()
+    assert process.was_stopped
+    assert process.describe_exit() == (
+        "the engine process was stopped by a signal for 1.0 s and was killed"
+    )
+
+
+def test_there_is_no_room_for_sockets(monkeypatch):
+    process = CoreProcess()
+    made = launcher(process=process)
+    monkeypatch.setattr(core_launcher.tempfile, "mkdtemp", refuse)
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        made.launch(None)
+    assert process.describe_exit() is not None  # nobody has it any more
+
+
+def test_an_address_that_cannot_be_had(tmp_path):
+    process = CoreProcess()
+    process.input_address = process.output_address = f"ipc://{tmp_path}/no/such/folder"
+    with pytest.raises(OSError, match="No such file"):
+        AsyncMPClient(process)
+    process.shutdown()

@@ -1,0 +1,99 @@
+"""What is taken in of a process' messages, and when."""
+
+import asyncio
+from collections import deque
+
+import msgspec
+import pytest
+
+from octavo.engine import wire
+from octavo.errors import EngineDeadError, EngineStoppedError
+from octavo.fleet.mp_client import AsyncMPClient
+from octavo.messages import EngineCoreOutput, EngineCoreOutputs
+
+
+class Process:
+    """An engine process that has said some things, and its channel."""
+
+    def __init__(self, *messages):
+        self.messages = deque(messages)
+        self.closed, self.killed, self.was_stopped = False, None, False
+
+    def open_channel(self):
+        return self
+
+    async def receive(self, seconds):
+        return self.receive_nowait()
+
+    def receive_nowait(self):
+        return self.messages.popleft() if self.messages else None
+
+    def describe_exit(self):
+        return "it ended"
+
+    def kill(self, reason):
+        self.killed = reason
+
+    def close(self):
+        self.closed = True
+
+
+def outputs(token):
+    made = EngineCoreOutputs([EngineCoreOutput("r", [token])])
+    return wire.OUTPUTS, msgspec.msgpack.encode(made)
+
+
+def tokens(taken):
+    return [output.new_token_ids for output in taken.outputs]
+
+
+def test_what_is_there_can_be_had_at_once():
+    async def main():
+        client = AsyncMPClient(Process(outputs(1), outputs(2), outputs(3)))
+        assert tokens(await client.get_output()) == [[1]]
+        assert tokens(client.get_output_nowait()) == [[2]]
+        assert tokens(await client.get_output()) == [[3]]
+        assert client.get_output_nowait() is None
+        with pytest.raises(EngineDeadError, match="it ended"):
+            await client.get_output()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ((wire.DEAD, msgspec.msgpack.encode(wire.CoreDead("no memory"))), "no memory"),
+        ((wire.OUTPUTS, b"\xc1"), "cannot be understood"),
+    ],
+)
+def test_the_rest_is_left_to_who_waits(message, error):
+    async def main():
+        process = Process(outputs(1), message, outputs(2))
+        client = AsyncMPClient(process)
+        await client.get_output()
+        for _ in range(2):
+            assert client.get_output_nowait() is None
+        with pytest.raises(EngineDeadError, match=error):
+            await client.get_output()
+        assert (process.killed is not None) == (message[0] == wire.OUTPUTS)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_that_a_signal_held_the_engine_is_known(said):
+    async def main():
+        dead = wire.CoreDead("a worker is stopped", stopped=True)
+        process = Process(*([(wire.DEAD, msgspec.msgpack.encode(dead))] if said else []))
+        process.was_stopped = not said
+        with pytest.raises(EngineStoppedError):
+            await AsyncMPClient(process).get_output()
+
+    asyncio.run(main())
+
+
+def test_a_closed_one_has_nothing():
+    client = AsyncMPClient(process := Process(outputs(1)))
+    process.close()
+    assert client.get_output_nowait() is None

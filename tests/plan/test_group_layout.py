@@ -1,0 +1,37 @@
+"""Where ranks find what they share: nothing is in the place of something else."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.plan.group_layout import HANDED_SLOTS, GroupLayout
+from octavo.plan.step_table import StepSize
+from octavo.system.distributed import COUNTER_NBYTES, Rank
+
+
+@given(
+    st.builds(StepSize, *(st.integers(1, 50) for _ in range(3))),
+    st.integers(0, 40),
+    st.integers(2, 5),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 500), min_size=1, max_size=4),
+    st.integers(1, 300),
+)
+def test_places_are_apart(size, drafts, slots, ranks, buffers, handed):
+    stages = len(buffers)
+    layout = GroupLayout(size, drafts, slots, Rank(0, ranks, 0, stages), handed, buffers)
+    places = [
+        (layout.tokens, COUNTER_NBYTES + 8 * slots * layout.token_numbers),
+        (layout.drafts, COUNTER_NBYTES + 8 * slots * layout.draft_numbers),
+    ]
+    assert layout.slot_nbytes >= size.tokens * handed
+    for stage in range(stages - 1):
+        for index in range(ranks):
+            nbytes = 2 * COUNTER_NBYTES + HANDED_SLOTS * layout.slot_nbytes
+            places.append((layout.handed(stage, index), nbytes))
+    places += [(layout.buffers_of(stage), buffers[stage]) for stage in range(stages)]
+    assert all(begin % 64 == 0 for begin, _ in places)
+    end = 0
+    for begin, nbytes in places:
+        assert begin >= end
+        end = begin + nbytes
+    assert end <= layout.nbytes
