@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from octavo import __version__
+from octavo.compat.settings import translate
 from octavo.config import (
     BUILTIN_MODEL,
     ConfigField,
@@ -465,7 +466,7 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
     fields = section_fields(ServerConfig)
     server |= {f.name: environment.pop(f.name) for f in fields if f.name in environment}
     server |= given_settings(args, section_fields(ServerConfig))
-    engine = environment | engine_kwargs(args, args.model_arg)
+    engine = translate(environment) | engine_kwargs(args, args.model_arg)
     return build_section(ServerConfig, server), EngineConfig.from_kwargs(**engine)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.legend import Legend
     from matplotlib.transforms import Bbox
 
-    from octavo.simulation.simulation import Timeline
+    from octavo.bench.timeline import Timeline
 
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, "#CC79A7", _RED, "#56B4E9", "#000000")

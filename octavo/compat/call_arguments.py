@@ -1,38 +1,14 @@
-"""What vLLM's variables and arguments of calls ask for, or why it cannot be had."""
+"""vLLM's arguments of calls, translated, or refused with a reason."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from octavo.config import settings_from_environment, unknown_variables
 from octavo.errors import UnsupportedError
 from octavo.sampling_params import SamplingParams
-from octavo.system.logs import setup_default_logging
-from octavo.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
-_warned: set[str] = set()
-
-
-def heed_environment() -> str | None:
-    """Sets up logging, and names vLLM's variables without meaning here, each once.
-
-    Returns:
-        The minimum level to log that the environment asks for.
-
-    Raises:
-        ConfigError: a variable's value is wrong.
-    """
-    level: str | None = settings_from_environment().get("log_level")
-    setup_default_logging(level or "info")
-    if names := [name for name in unknown_variables() if name not in _warned]:
-        _warned.update(names)
-        logger.warning("ignored environment variables (see docs/vllm.md): %s", ", ".join(names))
-    return level
 
 
 class StatLogger:
@@ -96,16 +72,3 @@ def apply_tokenization(
                 "tokenization_kwargs",
             )
     return params, special
-
-
-def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of an engine.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    if tokenizer is None:
-        raise UnsupportedError(
-            "There is no tokenizer: the engine was made with skip_tokenizer_init=True."
-        )
-    return tokenizer

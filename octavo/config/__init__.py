@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from octavo.compat.settings import translate
 from octavo.errors import ConfigError
 
 BUILTIN_MODEL = "octavo/stories"
@@ -1032,12 +1031,10 @@ class EngineConfig(Section, frozen=True):
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Builds the config from flat names, as `LLM(...)` and the command line give them.
 
-        Settings that only vLLM has are dropped if they ask for nothing (`octavo.compat.settings`).
-
         Raises:
             ConfigError: for an unknown name, a wrong value, or settings that contradict.
         """
-        settings = translate(kwargs)
+        settings = dict(kwargs)
         if isinstance(settings.get("model"), str):
             model, revision = read_hub_address(settings["model"])
             if revision is not None and settings.get("revision") not in (None, revision):

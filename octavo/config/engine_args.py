@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
 from typing import Any, Self
 
-from octavo.compat.settings import FOREIGN, OFFLOADING, SECTIONS, SPECULATIVE
+from octavo.compat.settings import FOREIGN, OFFLOADING, SECTIONS, SPECULATIVE, translate
 from octavo.config import EngineConfig, config_fields, settings_from_environment
 from octavo.config.arguments import GIVEN_FLAGS, add_engine_settings
 from octavo.errors import ConfigError
@@ -27,15 +27,15 @@ _IGNORED = {
 
 
 def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `EngineConfig.from_kwargs` takes, out of what vLLM's `LLM` takes.
+    """Return the arguments of `EngineConfig.from_kwargs` for arguments of vLLM's `LLM`.
 
     Args:
-        given: by their names. Defaults are left out, as which None counts, too; so they contradict
-            no other setting. Unknown names are passed on. What is not given, the environment says.
+        given: arguments by name. Defaults, and None, are left out, so that they contradict no
+            other setting. Unknown names are passed on. The environment gives the rest.
 
     Raises:
-        ConfigError: the model is to do something else than generate, or a variable of the
-            environment has a wrong value.
+        ConfigError: the task is not generation, a setting of vLLM's is not supported, or a
+            variable of the environment has a wrong value.
     """
     environment = settings_from_environment()
     settings: dict[str, Any] = {k: v for k, v in environment.items() if k in _OWN}
@@ -49,7 +49,7 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
             settings[name] = value
     if "dtype" in settings:  # torch's own are named "torch.float16"
         settings["dtype"] = str(settings["dtype"]).removeprefix("torch.")
-    return settings
+    return translate(settings)
 
 
 def _class_name(kind: Any) -> Any:

@@ -26,6 +26,7 @@ import zmq
 
 from octavo.engine.assemble import import_executor, make_engine_core
 from octavo.engine.core import EngineCore
+from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.wire import (
     ABORT,
     ADD,
@@ -40,7 +41,6 @@ from octavo.engine.wire import (
     CoreReady,
 )
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
-from octavo.fleet.cluster import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
 from octavo.observability.profiler import span

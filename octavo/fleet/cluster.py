@@ -29,6 +29,7 @@ import zmq.utils.monitor
 from zmq.utils import z85
 
 from octavo import __version__
+from octavo.engine.head import ENGINE_IN, HELLO, set_limits
 from octavo.engine.wire import CoreProcessSetup, CoreReady, ReachedBy
 from octavo.errors import ConfigError, NodeMissingError
 from octavo.fleet.core_launcher import CoreLauncher
@@ -38,18 +39,14 @@ logger = logging.getLogger(__name__)
 # Kinds of message between a node and its head, beside those of `wire.py` with engines.
 JOIN, ALIVE, EXITED, LEAVE = b"j", b"a", b"e", b"l"
 WELCOME, REFUSED, FORGOTTEN, LAUNCH, KILL, STOP, SPARE = (b"w", b"r", b"f", b"s", b"k", b"x", b"p")
-HELLO = b"h"
-"""An engine's process can be sent to now."""
-# What the names of sockets begin with, of nodes and of the two that an engine has.
-NODE, ENGINE_IN, ENGINE_OUT = b"N", b"I", b"O"
+NODE = b"N"
+"""The name of a node's socket begins with it."""
 
 ALIVE_SECONDS = 0.5
 """Between two signs of life. One that cannot be sent, since the connection is closed, tells that
 the other side is gone; so does an engine's message."""
 GONE_SECONDS = 8.0
 """Without one, after which the other side is gone."""
-# No message is as large: requests are bounded long before they come here.
-_MAX_MESSAGE = 2**30
 _MIN_KEY_CHARS = 32
 # What a node may take to tell how an engine has ended.
 _EXIT_SECONDS = 0.3
@@ -128,30 +125,6 @@ class ClusterKey:
         return cls(zmq.curve_public(secret), secret)
 
 
-def connect(context: zmq.Context[Any], reached: ReachedBy, name: bytes) -> zmq.Socket[bytes]:
-    """A socket of a node or an engine, connected to the head; the connection comes by itself.
-
-    Args:
-        context: where it belongs.
-        reached: the head.
-        name: its identity.
-    """
-    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, name)
-    socket.curve_secretkey, socket.curve_publickey = reached.secret, reached.public
-    socket.curve_serverkey = reached.public
-    _set_limits(socket)
-    socket.connect(reached.address)
-    return socket
-
-
-def _set_limits(socket: zmq.Socket[Any]) -> None:
-    socket.set_hwm(0)  # a router would drop what is too much; a peer that is stuck is found
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
-    socket.setsockopt(zmq.LINGER, 500)
-    socket.setsockopt(zmq.IPV6, 1)
-
-
 def tcp_address(host: str, port: int) -> str:
     """As ZMQ writes it."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -212,7 +185,7 @@ class Hub:
         socket.curve_secretkey = key.secret
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes back is not kept out by its ghost
-        _set_limits(socket)
+        set_limits(socket)
         try:
             # ZMQ itself listens on numbers only.
             found = getaddrinfo(host, port, type=SOCK_STREAM, flags=AI_PASSIVE)

@@ -21,6 +21,7 @@ import zmq.utils.monitor
 
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.head import connect
 from octavo.engine.wire import ReachedBy
 from octavo.errors import ConfigError, EngineDeadError, reason_of
 from octavo.fleet import cluster
@@ -115,7 +116,7 @@ class _Node:
         """The settings of the engine that was started last."""
         self._stopped = False
         self._name = cluster.NODE + os.urandom(16)
-        self._socket = cluster.connect(self._context, reached, self._name)
+        self._socket = connect(self._context, reached, self._name)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )

@@ -18,9 +18,7 @@ import msgspec
 
 from octavo.compat.call_arguments import (
     check_stat_loggers,
-    heed_environment,
     refuse_adapter,
-    require_tokenizer,
 )
 from octavo.config import EngineConfig
 from octavo.config.engine_args import AsyncEngineArgs
@@ -47,6 +45,7 @@ from octavo.frontend.beam_search import (
     prompt_params,
     run_beam_search,
 )
+from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
@@ -64,7 +63,7 @@ from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.system import clock
 from octavo.system.device import num_cpus, trim_memory
 from octavo.system.offload import offload
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, require_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +349,7 @@ class AsyncLLM:
             UnsupportedError: a logger of statistics is not one of vLLM's own two.
         """
         check_stat_loggers(stat_loggers)
-        level = heed_environment()
+        level = apply_environment()
         config = engine_args.create_engine_config()
         folders = resolve_folders(config)
         processes = EngineProcesses(log_level=level or "warning")

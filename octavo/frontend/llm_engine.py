@@ -12,15 +12,14 @@ import msgspec
 
 from octavo.compat.call_arguments import (
     apply_tokenization,
-    heed_environment,
     refuse_adapter,
-    require_tokenizer,
 )
 from octavo.config import EngineConfig, ModelConfig
 from octavo.config.engine_args import EngineArgs
 from octavo.engine.assemble import make_engine_core
 from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.fleet.core_client import InprocClient
+from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
@@ -33,7 +32,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.plan.memory_plan import resolve_max_model_len
 from octavo.sampling_params import SamplingParams
 from octavo.system import clock
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, require_tokenizer
 
 if TYPE_CHECKING:
     from octavo.fleet.isolated import IsolatedClient  # brings ZMQ, likewise
@@ -75,7 +74,7 @@ class LLMEngine:
         isolate: bool = False,
         record: Callable[[Arrival | Outputs | End], None] | None = None,
     ) -> None:
-        heed_environment()
+        apply_environment()
         self.config = config
         _check_parallel(config)
         settings = config.model

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.bench.datasets import BenchRequest
 from octavo.bench.metrics import RequestRecord
+from octavo.bench.timeline import Timeline
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.executor.base import Executor
@@ -26,7 +27,6 @@ from octavo.messages import (
     GrammarOutput,
     ModelRunnerOutput,
     SchedulerOutput,
-    SchedulerStats,
 )
 from octavo.plan.memory import MemoryBudget
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -34,7 +34,6 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.simulation.step_times import BatchReader, StepDraws, StepTimes
 from octavo.system import clock
 
-_MOST_POINTS = 4000
 _PARAMS = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
@@ -55,37 +54,6 @@ class SimulatedEngine:
     max_model_len: int
     max_num_batched_tokens: int
     step_times: StepTimes
-
-
-@dataclass
-class Timeline:
-    """What an engine looked like over time; points in the order of time.
-
-    Attributes:
-        times: seconds since the start.
-        waiting: requests that wait.
-        running: requests that run.
-        kv_usage: share of KV blocks in use.
-    """
-
-    times: list[float] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    running: list[int] = field(default_factory=list)
-    kv_usage: list[float] = field(default_factory=list)
-    _gap: float = 0.0
-
-    def note(self, now: float, stats: SchedulerStats) -> None:
-        """Takes a point, unless it is close to the one before; of too many every other goes."""
-        if self.times and now < self.times[-1] + self._gap:
-            return
-        self.times.append(now)
-        self.waiting.append(stats.num_waiting_reqs)
-        self.running.append(stats.num_running_reqs)
-        self.kv_usage.append(stats.kv_cache_usage)
-        if len(self.times) >= _MOST_POINTS:
-            self._gap = 2 * (self.times[-1] - self.times[0]) / _MOST_POINTS
-            for values in (self.times, self.waiting, self.running, self.kv_usage):
-                del values[1::2]
 
 
 @dataclass

@@ -646,3 +646,16 @@ def _missing_message(folder: Path) -> str:
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
     return message + "; name a folder that has one with --tokenizer, or give --skip-tokenizer-init."
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer of an engine.
+
+    Raises:
+        UnsupportedError: the engine has no tokenizer.
+    """
+    if tokenizer is None:
+        raise UnsupportedError(
+            "There is no tokenizer: the engine was made with skip_tokenizer_init=True."
+        )
+    return tokenizer

@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from octavo.compat.call_arguments import heed_environment
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields, optional_type
 from octavo.config.engine_args import AsyncEngineArgs, EngineArgs, engine_settings
 from octavo.errors import ConfigError
+from octavo.frontend.environment import apply_environment
 
 
 def test_defaults_are_those_of_the_config():
@@ -87,7 +87,7 @@ def test_variables_without_meaning_are_named_once(monkeypatch, caplog):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     with caplog.at_level("WARNING", logger="octavo"):
-        assert [heed_environment(), heed_environment()] == ["error", "error"]
+        assert [apply_environment(), apply_environment()] == ["error", "error"]
     # A record may be seen twice, where an earlier test has left a handler.
     records = {id(record): record.message for record in caplog.records}
     assert list(records.values()) == [

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from octavo import __version__
 from octavo.config import EngineConfig
-from octavo.engine import wire
+from octavo.engine import head, wire
 from octavo.engine.wire import CoreProcessSetup, ReachedBy
 from octavo.errors import ConfigError, EngineDeadError, NodeMissingError
 from octavo.fleet import cluster
@@ -61,7 +61,7 @@ class Peer:
     def __init__(self, hub, key, name):
         self.made.append(self)  # its end must not come before that of its context
         reached = ReachedBy(hub.address, key.public, key.secret, b"")
-        self.socket = cluster.connect(zmq.asyncio.Context.instance(), reached, name)
+        self.socket = head.connect(zmq.asyncio.Context.instance(), reached, name)
 
     async def send(self, kind, message=None, number=None):
         numbers = [] if number is None else [number.to_bytes(8, "little")]
@@ -220,7 +220,7 @@ def test_an_engine_is_talked_to_in_order(key):
         channel = process.open_channel()
         await channel.send(wire.ADD, b"first")  # it is not there yet
         inputs, outputs = (Peer(hub, key, kind + launch_id) for kind in (b"I", b"O"))
-        await inputs.socket.send(cluster.HELLO)
+        await inputs.socket.send(head.HELLO)
         assert await inputs.receive() == (wire.ADD, b"first")
         await channel.send(wire.ABORT, b"second")
         assert await inputs.receive() == (wire.ABORT, b"second")
@@ -303,7 +303,7 @@ def test_a_connection_that_is_closed_is_found_by_the_next_message(key):
     async def test(hub, joined):
         node, process, launch_id = await make_engine(hub, key)
         inputs = Peer(hub, key, b"I" + launch_id)
-        await inputs.socket.send(cluster.HELLO)
+        await inputs.socket.send(head.HELLO)
         await process.open_channel().send(wire.ADD, b"1")
         assert (await inputs.receive())[0] == wire.ADD
         inputs.socket.close(linger=0)

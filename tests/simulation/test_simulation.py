@@ -8,10 +8,11 @@ import pytest
 
 from octavo.bench.datasets import BenchRequest
 from octavo.bench.metrics import summarize
+from octavo.bench.timeline import Timeline
 from octavo.config import EngineConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import SchedulerStats
-from octavo.simulation.simulation import SimulatedEngine, Timeline, simulate
+from octavo.simulation.simulation import SimulatedEngine, simulate
 from octavo.simulation.step_times import MeasuredStep, Spread, StepBatch, StepTimes
 from tests.fakes import pages
 

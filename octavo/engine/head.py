@@ -1,0 +1,41 @@
+"""The head node as an engine process on another machine sees it: one port, under CurveZMQ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+
+from octavo.engine.wire import ReachedBy
+
+HELLO = b"h"
+"""The first message of an engine process: it is ready to receive."""
+ENGINE_IN, ENGINE_OUT = b"I", b"O"
+"""First letters of the names of an engine's two sockets."""
+# Requests are bounded to much less before they come here.
+_MAX_MESSAGE_NBYTES = 2**30
+
+
+def connect(context: zmq.Context[Any], reached: ReachedBy, name: bytes) -> zmq.Socket[bytes]:
+    """Return a socket of a node or an engine that connects to the head in the background.
+
+    Args:
+        context: the socket's.
+        reached: the head's address and keys.
+        name: the socket's identity.
+    """
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, name)
+    socket.curve_secretkey, socket.curve_publickey = reached.secret, reached.public
+    socket.curve_serverkey = reached.public
+    set_limits(socket)
+    socket.connect(reached.address)
+    return socket
+
+
+def set_limits(socket: zmq.Socket[Any]) -> None:
+    """Bound a message's size, and let no message be dropped: a stuck peer is found otherwise."""
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_NBYTES)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.IPV6, 1)
