@@ -13,7 +13,7 @@ def main() -> int:
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # not where it is ignored: behind nohup, or in a script
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from octavo.config.hidden_keys import hide_keys
+    from octavo.system.hidden_keys import hide_keys
 
     hide_keys()
     from octavo.cli import main as run

@@ -27,6 +27,7 @@ from octavo.messages import (
     GrammarOutput,
     ModelRunnerOutput,
     SchedulerOutput,
+    SchedulerStats,
 )
 from octavo.plan.memory import MemoryBudget
 from octavo.sampling_params import RequestOutputKind, SamplingParams

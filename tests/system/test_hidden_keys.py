@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.config.hidden_keys import _find_keys
+from octavo.system.hidden_keys import _find_keys
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""All settings of an engine."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from octavo.config.cache import CacheConfig
+from octavo.config.device import DeviceConfig
+from octavo.config.model import LoadConfig, ModelConfig, read_hub_address
+from octavo.config.observability import ObservabilityConfig
+from octavo.config.parallel import ParallelConfig
+from octavo.config.scheduler import SchedulerConfig
+from octavo.config.section import ConfigField, Section, _unknown, build_section, section_fields
+from octavo.config.speculation import SpeculationConfig
+from octavo.errors import ConfigError
+
+
+class EngineConfig(Section, frozen=True):
+    """All that an engine needs to know; the same for offline use and for a server's engine."""
+
+    model: ModelConfig = ModelConfig()
+    load: LoadConfig = LoadConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: DeviceConfig = DeviceConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Workers of an engine, which compute together."""
+        return self.device.tensor_parallel_size * self.device.pipeline_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """Where they compute: the setting, or what it is by default."""
+        if (backend := self.parallel.distributed_executor_backend) is not None:
+            return backend
+        return "uni" if self.world_size == 1 else "mp"
+
+    @property
+    def num_worker_processes(self) -> int:
+        """Processes that the workers have beside the engine's."""
+        return 0 if self.executor_backend == "uni" else self.world_size
+
+    @property
+    def num_spare_workers(self) -> int:
+        """Worker processes that can be started before their setup is known."""
+        return self.world_size if self.executor_backend == "mp" else 0
+
+    def __repr__(self) -> str:
+        """Shows the sections that differ from their defaults."""
+        default = EngineConfig()
+        shown = (
+            f"{name}={getattr(self, name)!r}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(default, name)
+        )
+        return f"EngineConfig({', '.join(shown)})"
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Builds the config from flat names, as `LLM(...)` and the command line give them.
+
+        Raises:
+            ConfigError: for an unknown name, a wrong value, or settings that contradict.
+        """
+        settings = dict(kwargs)
+        if isinstance(settings.get("model"), str):
+            model, revision = read_hub_address(settings["model"])
+            if revision is not None and settings.get("revision") not in (None, revision):
+                raise ConfigError(
+                    f"model={settings['model']!r} and revision={settings['revision']!r} name two "
+                    "revisions; give one."
+                )
+            settings["model"] = model
+            settings |= {} if revision is None else {"revision": revision}
+        sections = build_sections(cls, settings)
+        config = cls(**sections)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Refuses settings that contradict one another."""
+        sched, model = self.scheduler, self.model
+        budget = sched.max_num_batched_tokens
+        if model.max_model_len == 0:
+            raise ConfigError("max_model_len=0 leaves no room; give -1 or more than 0.")
+        if budget is not None and budget < sched.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than max_num_seqs={sched.max_num_seqs}: "
+                "a step could not serve every running request. Raise the first or lower the second."
+            )
+        if (
+            budget is not None
+            and not sched.enable_chunked_prefill
+            and model.max_model_len is not None
+            and budget < model.max_model_len
+        ):
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than max_model_len="
+                f"{model.max_model_len}, so a long prompt would never be scheduled. Raise it, "
+                "lower max_model_len, or leave enable_chunked_prefill on."
+            )
+        if self.cache.kv_cache_memory_bytes and self.cache.num_gpu_blocks_override:
+            raise ConfigError(
+                "kv_cache_memory_bytes and num_gpu_blocks_override both set the size of the KV "
+                "cache; give one of them."
+            )
+        if model.skip_tokenizer_init and model.tokenizer is not None:
+            raise ConfigError(
+                "skip_tokenizer_init and tokenizer contradict each other; give one of them."
+            )
+        if self.speculation.speculative_config is not None:
+            self.speculation.speculative_config.check()
+        self._check_executor()
+
+    def _check_executor(self) -> None:
+        backend = self.executor_backend
+        if backend == "uni" and self.world_size > 1:
+            raise ConfigError(
+                "distributed_executor_backend=uni has one worker, and tensor_parallel_size times "
+                f"pipeline_parallel_size is {self.world_size}; set "
+                "distributed_executor_backend=mp."
+            )
+        if self.device.enable_sequence_parallel and self.device.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_sequence_parallel divides norms among the processes of "
+                "tensor_parallel_size, and that is 1; set it to 2 or more, or leave the other out."
+            )
+        layers, stages = self.device.pipeline_layers, self.device.pipeline_parallel_size
+        if layers is not None and layers.count(",") + 1 != stages:
+            raise ConfigError(
+                f"pipeline_layers={layers!r} is for {layers.count(',') + 1} stages, and "
+                f"pipeline_parallel_size={stages}; give a number of layers for each."
+            )
+        if backend not in ("uni", "mp", "ray") and "." not in backend.strip("."):
+            raise ConfigError(
+                f"distributed_executor_backend={backend!r} is unknown; choose uni, mp or ray, or "
+                "give module and name, with a dot between, of an Executor of your own."
+            )
+        directory = self.observability.profiler_dir
+        if backend in ("mp", "ray") and directory is not None:
+            raise ConfigError(
+                f"profiler_dir={directory!r} records one process, and with "
+                f"distributed_executor_backend={backend} the workers are in others; leave one of "
+                "them out."
+            )
+
+
+def section_doc(section: str) -> str:
+    """The first line of what a section of `EngineConfig` is for."""
+    doc = typing.get_type_hints(EngineConfig)[section].__doc__
+    return str(doc).partition("\n")[0]
+
+
+def config_fields(config: type[EngineConfig] = EngineConfig) -> list[ConfigField]:
+    """Lists the settings of all sections of `config`."""
+    hints = typing.get_type_hints(config)
+    return [f for name, section in hints.items() for f in section_fields(section, name)]
+
+
+def build_sections(config: type[EngineConfig], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Sorts flat settings into the sections of `config` and checks each."""
+    fields = {f.name: f for f in config_fields(config)}
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in kwargs.items():
+        if name not in fields:
+            raise ConfigError(_unknown(name, list(fields)))
+        by_section.setdefault(fields[name].section, {})[name] = value
+    hints = typing.get_type_hints(config)
+    return {name: build_section(hints[name], values) for name, values in by_section.items()}

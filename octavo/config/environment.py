@@ -1,0 +1,145 @@
+"""Environment variables: the only place that reads those with settings and keys."""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo.errors import ConfigError
+
+# Where API keys are looked for beside the flag: ours, and vLLM's for those who come from there.
+API_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
+
+
+ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
+
+
+# The key that a router sends to its servers.
+SERVER_API_KEY_VARIABLE = "OCTAVO_SERVER_API_KEY"
+
+
+_SECRET_VARIABLES = frozenset([*API_KEY_VARIABLES, ADMIN_KEY_VARIABLE, SERVER_API_KEY_VARIABLE])
+
+
+# Variables of vLLM's that may be there: nothing here does what they turn off or choose.
+_NO_MEANING = (
+    "DISABLE_LOG_LOGO",
+    "DO_NOT_TRACK",
+    "ENABLE_V1_MULTIPROCESSING",
+    "NO_USAGE_STATS",
+    "USAGE_SOURCE",
+    "USE_V1",
+    "WORKER_MULTIPROC_METHOD",
+)
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _read_switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _read_gib(text: str) -> int | None:
+    """Bytes of a number of GiB; None for 0, which says nothing."""
+    number = float(text)
+    if not 0 <= number < 2**30:  # more would be no number of bytes that a setting may hold
+        raise ValueError(text)
+    return int(number * 2**30) or None
+
+
+def _read_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
+def _read_log_level(text: str) -> str:
+    """A level of `log_level`; Python's other names for them are vLLM's, too."""
+    level = text.lower()
+    level = {"critical": "error", "fatal": "error", "warn": "warning"}.get(level, level)
+    if level not in typing.get_args(LogLevel):
+        raise ValueError(text)
+    return level
+
+
+ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "BATCH_INVARIANT": ("batch_invariant", _read_switch, "0 or 1"),
+    "CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _read_gib, "GiB; 0 says nothing"),
+    "SERVER_DEV_MODE": ("enable_admin", _read_switch, "0 or 1"),
+    "LOG_STATS_INTERVAL": ("log_stats_interval", _read_seconds, "seconds, more than 0"),
+    "LOGGING_LEVEL": ("log_level", _read_log_level, "debug, info, warning or error"),
+}
+"""Variables after OCTAVO_ or VLLM_: the setting, how it is read, and what may stand there."""
+
+
+def hub_offline() -> bool:
+    """Whether the hub must not be asked (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def cache_folder() -> Path | None:
+    """Octavo's folder in the user's cache folder (XDG_CACHE_HOME); None if the user has none."""
+    # As the XDG specification wants it, a relative path counts as none.
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(folder):
+            return Path(folder) / "octavo"
+    return None
+
+
+def api_keys_from_environment() -> dict[str, str]:
+    """The API keys of the environment by their variable, the one that clients use first."""
+    return {name: key for name in API_KEY_VARIABLES if (key := os.environ.get(name))}
+
+
+def admin_keys_from_environment() -> list[str]:
+    """The admin key of the environment, if there is one."""
+    key = os.environ.get(ADMIN_KEY_VARIABLE)
+    return [key] if key else []
+
+
+def server_api_key_from_environment() -> dict[str, str]:
+    """The router's setting `server_api_key`, if the environment has it."""
+    key = os.environ.get(SERVER_API_KEY_VARIABLE)
+    return {"server_api_key": key} if key else {}
+
+
+def environment_without_keys() -> dict[str, str]:
+    """The environment for a server that is not to accept this process' keys."""
+    return {name: text for name, text in os.environ.items() if name not in _SECRET_VARIABLES}
+
+
+def settings_from_environment() -> dict[str, Any]:
+    """The settings that variables of the environment say, by name; flags win over them.
+
+    OCTAVO_CPU_KVCACHE_SPACE and the others of `ENVIRONMENT`; if there is none, the same of vLLM's.
+
+    Raises:
+        ConfigError: a variable's value is wrong; the message names it.
+    """
+    settings: dict[str, Any] = {}
+    for name, (setting, read, allowed) in ENVIRONMENT.items():
+        for variable in (f"OCTAVO_{name}", f"VLLM_{name}"):
+            text = os.environ.get(variable, "").strip()
+            if not text:
+                continue
+            try:
+                value = read(text)
+            except ValueError:
+                raise ConfigError(f"{variable}={text!r} is not allowed; give {allowed}.") from None
+            if value is not None:
+                settings[setting] = value
+            break
+    return settings
+
+
+def unknown_variables() -> list[str]:
+    """Variables of the environment that vLLM would read and Octavo does not."""
+    known = {f"VLLM_{name}" for name in (*ENVIRONMENT, *_NO_MEANING)} | {*API_KEY_VARIABLES}
+    return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in known)

@@ -1,0 +1,164 @@
+"""Settings of the model and of how its weights are read."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from octavo.config.section import PositiveInt, Section
+from octavo.errors import ConfigError
+
+BUILTIN_MODEL = "octavo/stories"
+
+
+BUILTIN_DRAFT_MODEL = "octavo/stories-draft"
+
+
+BUILTIN_EAGLE_HEAD = "octavo/stories-eagle"
+
+
+BUILTIN_MEDUSA_HEADS = "octavo/stories-medusa"
+
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+class ModelConfig(Section, frozen=True):
+    """Which model, and how it is read."""
+
+    model: Annotated[
+        str, Meta(description="Model folder, hub id, or octavo/stories (built in).", min_length=1)
+    ] = BUILTIN_MODEL
+    tokenizer: Annotated[
+        str | None, Meta(description="Folder or hub id of the tokenizer; default: the model's.")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool,
+        Meta(
+            description="Do not load a tokenizer: prompts must be token ids, answers have no text."
+        ),
+    ] = False
+    trust_remote_code: Annotated[
+        bool, Meta(description="Accept models that come with their own code (it is never run).")
+    ] = False
+    dtype: Annotated[
+        Dtype, Meta(description="Data type of weights and activations; auto: the checkpoint's.")
+    ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Meta(description="Quantize the linear layers while loading; default: keep the dtype."),
+    ] = None
+    seed: Annotated[int, Meta(description="Random seed.", ge=0)] = 0
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=-1)] | None,
+        Meta(
+            description="Longest prompt plus answer, in tokens; default: the model's limit; -1: as"
+            " long as fits in memory."
+        ),
+    ] = None
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
+    served_model_name: Annotated[
+        list[str], Meta(description="Names under which the model is served.")
+    ] = []
+    max_logprobs: Annotated[
+        int,
+        Meta(description="Maximum number of logprobs a request may ask for; -1: no limit.", ge=-1),
+    ] = 20
+    hf_overrides: Annotated[
+        dict[str, Any],
+        Meta(description="Fields that count instead of those in the model's config.json."),
+    ] = {}
+    logits_processors: Annotated[
+        list[str],
+        Meta(
+            description="Classes of logits processors, each as module:Class, of Octavo's interface"
+            " or of vLLM's (vllm.v1.sample.logits_processor)."
+        ),
+    ] = []
+    guided_decoding_backend: Annotated[
+        Literal["auto", "xgrammar", "llguidance"],
+        Meta(
+            description="Backend of structured outputs, unless a request names one; auto: the "
+            "first that supports the request."
+        ),
+    ] = "auto"
+    allow_additional_properties: Annotated[
+        bool,
+        Meta(
+            description="Let JSON have properties and items that its schema neither names nor"
+            " forbids, as JSON schema allows; default: as in vLLM, only those it names."
+        ),
+    ] = False
+    enable_prompt_embeds: Annotated[
+        bool, Meta(description="Accept embeddings as prompts (prompt_embeds).")
+    ] = False
+    enable_sleep_mode: Annotated[
+        bool,
+        Meta(
+            description="Allow sleep and wake_up, and their routes: while the engine sleeps, the"
+            " memory of weights and KV cache is the system's. On device=cpu."
+        ),
+    ] = False
+    enforce_eager: Annotated[
+        bool,
+        Meta(description="Run steps operation by operation instead of replaying a captured plan."),
+    ] = False
+
+
+class LoadConfig(Section, frozen=True):
+    """Where weights come from."""
+
+    load_format: Annotated[
+        Literal["auto", "safetensors", "pt", "sharded_state", "dummy"],
+        Meta(
+            description="auto and safetensors read safetensors; pt allows PyTorch .bin files"
+            " (pickle); sharded_state: what vLLM saved of each rank; dummy: random weights."
+        ),
+    ] = "auto"
+    download_dir: Annotated[
+        str | None, Meta(description="Folder for downloads; default: the hub client's cache.")
+    ] = None
+    weight_cache: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Folder for packed weights, which make the next start faster; default:"
+            " octavo/weights in the user's cache folder; off: keep none."
+        ),
+    ] = None
+    weight_cache_bytes: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="Maximum size of that folder (16G ...); default: a quarter of the free"
+            " disk space."
+        ),
+    ] = None
+
+
+def read_hub_address(model: str) -> tuple[str, str | None]:
+    """Return the hub id and the revision that the address (URL) of a model's page names.
+
+    Any other name of a model comes back as it is, with no revision.
+
+    Raises:
+        ConfigError: it is a URL, but not that of a model on the hub.
+    """
+    _, separator, rest = model.rpartition("://")
+    if not separator and not re.match(r"[\w-]+(\.[\w-]+)+(:\d+)?/[^/]+/", rest):
+        return model, None
+    from huggingface_hub import constants  # knows where the hub is
+
+    hub = constants.ENDPOINT.rpartition("://")[2].rstrip("/")
+    page = re.fullmatch(
+        rf"{re.escape(hub)}/([\w.-]+/[\w.-]+?)(?:/(?:tree|blob|resolve)/([^/?#]+).*)?/?([?#].*)?",
+        rest,
+    )
+    if page is not None and page[1].partition("/")[0] not in ("datasets", "spaces"):
+        return page[1], page[2]
+    if separator:
+        raise ConfigError(
+            f"model={model!r} is not the address of a model on the hub; give a hub id (org/name) "
+            "or a folder."
+        )
+    return model, None
