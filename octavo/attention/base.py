@@ -76,7 +76,7 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class LargestStep:
+class LargestAttention:
     """What bounds the memory that attention takes.
 
     Attributes:
@@ -156,7 +156,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def scratch_nbytes(self, largest: LargestStep) -> int:
+    def scratch_nbytes(self, largest: LargestAttention) -> int:
         """Most bytes that a step takes on the host beside the arguments of `forward`."""
         ...
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo import _native
 from octavo.attention.base import (
     AttentionMetadata,
-    LargestStep,
+    LargestAttention,
     Rotary,
     cached_head_size,
     copy_blocks,
@@ -70,7 +70,7 @@ class CPUAttention:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
-    def scratch_nbytes(self, largest: LargestStep) -> int:
+    def scratch_nbytes(self, largest: LargestAttention) -> int:
         """What each thread's task takes, and the segments of long contexts: see csrc/attention.h.
 
         Few rows are shared out by segments.

@@ -12,7 +12,7 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, LargestStep, Rotary, copy_blocks
+from octavo.attention.base import AttentionMetadata, LargestAttention, Rotary, copy_blocks
 from octavo.attention.triton import write_rotated_kv
 from octavo.errors import ConfigError
 
@@ -50,7 +50,7 @@ class FlashInferAttention:
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
-    def scratch_nbytes(self, largest: LargestStep) -> int:
+    def scratch_nbytes(self, largest: LargestAttention) -> int:
         """None: what it takes is on the device, where it is measured."""
         return 0
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.attention.base import (
     AttentionMetadata,
-    LargestStep,
+    LargestAttention,
     Rotary,
     cached_head_size,
     copy_blocks,
@@ -67,7 +67,7 @@ class ReferenceAttention:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
-    def scratch_nbytes(self, largest: LargestStep) -> int:
+    def scratch_nbytes(self, largest: LargestAttention) -> int:
         """One request's logits, some copies of them, and its keys and values for each head."""
         length = largest.max_model_len
         rows = min(largest.num_tokens, length)

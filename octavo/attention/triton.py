@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, LargestStep, Rotary, copy_blocks
+from octavo.attention.base import AttentionMetadata, LargestAttention, Rotary, copy_blocks
 from octavo.errors import ConfigError
 from octavo.kernels.memory import is_host
 from octavo.kernels.triton.attention import attention, splits_floats
@@ -102,7 +102,7 @@ class TritonAttention:
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
-    def scratch_nbytes(self, largest: LargestStep) -> int:
+    def scratch_nbytes(self, largest: LargestAttention) -> int:
         """None: what it takes is on the device, where it is measured."""
         return 0
 

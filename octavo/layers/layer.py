@@ -1,7 +1,8 @@
-"""Layers: a mixer and a feed-forward part around the residual stream."""
+"""Layers: blocks around the residual stream."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,20 +13,25 @@ from octavo.layers.norm import Norm
 from octavo.layers.step import StepContext
 
 
-class Mixer(Protocol):
-    """The part of a layer that lets a token see others."""
+class Block(Protocol):
+    """A live block."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size], a new one."""
+        """Compute [T, hidden_size] from [T, hidden_size]; the result is a new tensor."""
         ...
 
 
-class FeedForward(Protocol):
-    """The part of a layer in which each token is by itself."""
+@dataclass(slots=True)
+class LiveSublayer:
+    """A live block with the norms around it."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size], a new one."""
-        ...
+    block: Block
+    norm: Norm
+    """Norm of the block's input; in a post layer, of the sum of input and output."""
+    out_norm: Norm
+    """Norm of the block's output."""
+    has_norm: bool
+    """False: `norm` changes nothing."""
 
 
 class Layer(Protocol):
@@ -34,24 +40,25 @@ class Layer(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """(x, residual), whose sum is the residual stream, to the same behind the layer.
+        """Compute the layer.
 
-        All are [T, hidden_size]. With None for a residual x alone is the stream.
+        Args:
+            x: [T, hidden_size].
+            residual: [T, hidden_size]; x + residual is the residual stream. None: x alone is.
+            step: the step.
+
+        Returns:
+            (x, residual) after the layer.
         """
         ...
 
 
 @dataclass(slots=True)
 class SequentialLayer:
-    """The mixer, then the feed-forward part; norms before and behind each."""
+    """A layer of which each block reads the stream that the one before has added to."""
 
     ops: Ops
-    input_norm: Norm
-    mixer: Mixer
-    mixer_out_norm: Norm
-    feed_forward_norm: Norm
-    feed_forward: FeedForward
-    feed_forward_out_norm: Norm
+    sublayers: Sequence[LiveSublayer]
     multiplier: float | None
     """Factor on what is added to the residual stream."""
 
@@ -59,59 +66,52 @@ class SequentialLayer:
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
         """See `Layer`."""
-        if residual is None:
-            x, residual = self.input_norm(x), x
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.mixer_out_norm(self.mixer(x, step))
-        if self.multiplier is not None:
-            x = self.ops.scale(x, self.multiplier)  # other ranks may have x, too
-        x, residual = self.feed_forward_norm.add(x, residual)
-        x = self.feed_forward_out_norm(self.feed_forward(x))
-        if self.multiplier is not None:
-            x = self.ops.scale(x, self.multiplier)
+        for part in self.sublayers:
+            if residual is None:
+                x, residual = part.norm(x), x
+            else:
+                x, residual = part.norm.add(x, residual)
+            x = part.out_norm(part.block(x, step))
+            if self.multiplier is not None:
+                x = self.ops.scale(x, self.multiplier)  # other ranks may have x, too
         return x, residual
 
 
 @dataclass(slots=True)
 class ParallelLayer:
-    """Both parts beside each other: x + mixer(norm(x)) + feed_forward(norm(x))."""
+    """A layer of which all blocks read the input: x + a(norm(x)) + b(norm(x))."""
 
     ops: Ops
-    input_norm: Norm
-    mixer: Mixer
-    feed_forward_norm: Norm | None
-    """None: the feed-forward part reads what the mixer does."""
-    feed_forward: FeedForward
+    sublayers: Sequence[LiveSublayer]
+    """One without a norm reads what the first one reads."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
         """See `Layer`."""
+        first, *others = self.sublayers
         if residual is None:
-            x, residual = self.input_norm(x), x
+            x, residual = first.norm(x), x
         else:
-            x, residual = self.input_norm.add(x, residual)
-        mixed = self.mixer(x, step)
-        if self.feed_forward_norm is not None:
-            x = self.feed_forward_norm(residual)
-        return self.ops.add(mixed, self.feed_forward(x)), residual
+            x, residual = first.norm.add(x, residual)
+        total = first.block(x, step)
+        for part in others:
+            normed = part.norm(residual) if part.has_norm else x
+            total = self.ops.add(total, part.block(normed, step))
+        return total, residual
 
 
 @dataclass(slots=True)
 class PostNormLayer:
-    """A layer that norms the sum of each part's input and result (OPT-350m)."""
+    """A layer that norms the sum of each block's input and output (OPT-350m)."""
 
-    mixer: Mixer
-    mixer_norm: Norm
-    feed_forward: FeedForward
-    feed_forward_norm: Norm
+    sublayers: Sequence[LiveSublayer]
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`; there is never a residual apart from x."""
+        """See `Layer`; the residual stream is x alone."""
         assert residual is None
-        x, _ = self.mixer_norm.add(self.mixer(x, step), x)
-        x, _ = self.feed_forward_norm.add(self.feed_forward(x), x)
+        for part in self.sublayers:
+            x, _ = part.norm.add(part.block(x, step), x)
         return x, None

@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.kernels.base import Gate, Ops
 from octavo.layers.linear import Linear
 from octavo.layers.shared import Columns
+from octavo.layers.step import StepContext
 
 ActivatedLinear = Callable[[Linear, Tensor, Tensor | None], Tensor]
 """A linear layer and what follows it: the layer and its input [T, K] to [T, I], which goes where
@@ -30,8 +31,8 @@ class MLP:
     columns: Columns | None = None
     """Which of the inner columns `up` computes, where other ranks compute the others."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]."""
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """Compute [T, hidden_size] from [T, hidden_size]."""
         if self.columns is None:
             return self.down(self.activation(self.up, x, None))
         whole, own = self.columns.empty(x.shape[0], x.dtype)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from octavo.kernels.memory import placeholder
 from octavo.system.distributed import GroupMemory, Rank
 
 _ALIGNMENT = 64  # a cache line
+
+BufferRows = Literal["tokens", "samples", "prompt_logprobs"]
+"""The numbers of a step that bound the rows of a buffer."""
 
 
 @dataclass(slots=True)
@@ -69,22 +73,32 @@ class SharedBuffers:
 
     Args:
         rank: of this process.
-        most_rows: of each buffer, by name.
+        most_rows: rows of the largest step, by kind.
         dtype: of activations.
     """
 
-    def __init__(self, rank: Rank, most_rows: Mapping[str, int], dtype: torch.dtype) -> None:
+    def __init__(self, rank: Rank, most_rows: Mapping[BufferRows, int], dtype: torch.dtype) -> None:
         self.rank = rank
         self.dtype = dtype
-        self._most_rows = most_rows
-        self._row_nbytes = dict.fromkeys(most_rows, 0)
+        self._rows_of_kind = most_rows
+        self._most_rows: dict[str, int] = {}
+        self._row_nbytes: dict[str, int] = {}
         self._memory: GroupMemory | None = None
         self._begin = 0
 
-    def columns(self, name: str, size: int, part: tuple[int, int], dtype: torch.dtype) -> Columns:
-        """Reserves rows of `size` columns, of which this rank fills those from ... to ..."""
+    def columns(
+        self,
+        name: str,
+        size: int,
+        part: tuple[int, int],
+        dtype: torch.dtype,
+        rows: BufferRows = "tokens",
+    ) -> Columns:
+        """Reserve a buffer, or make it large enough; see `Parts.columns`."""
+        assert self._memory is None, "buffers are reserved before they are attached"
+        self._most_rows[name] = self._rows_of_kind[rows]
         nbytes = size * dtype.itemsize
-        self._row_nbytes[name] = max(self._row_nbytes[name], nbytes)
+        self._row_nbytes[name] = max(self._row_nbytes.get(name, 0), nbytes)
         return Columns(self, name, size, *part)
 
     @property

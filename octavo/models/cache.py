@@ -34,6 +34,8 @@ class AttentionCache:
     """Elements of a head of keys or values."""
     sliding_window: int | None = None
     """Positions that a token sees, itself included; None: all before it."""
+    first_kv_head: int = 0
+    """The number of the first head, where other ranks cache others."""
 
     def block_nbytes(self, block_size: int, dtype: str) -> int:
         """See `CacheSpec`. In int8 each head of a token has a float32 scale."""

@@ -35,10 +35,11 @@ class DecoderModel:
             assert shared is None or isinstance(shared, PackedWeight)
             self.embed = spec.embed.build(parts.of("embed"), shared)
         self.layers: list[Layer] = []
-        cache = 0
+        first = 0
         for i, layer in enumerate(spec.layers):
-            self.layers.append(layer.build(parts.of(f"layers.{i}"), cache))
-            cache += layer.mixer.cache() is not None
+            caches = tuple(range(first, first + len(layer.caches())))
+            self.layers.append(layer.build(parts.of(f"layers.{i}"), caches))
+            first += len(caches)
         self._add = parts.ops.add
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

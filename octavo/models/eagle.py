@@ -36,7 +36,7 @@ class EagleModel:
         self.kept_layers = spec.kept_layers
         """Layers of the target whose hidden states `combine` takes."""
         self.device = parts.device
-        layer = spec.layers[0].build(parts.of("layers.0"), 0)
+        layer = spec.layers[0].build(parts.of("layers.0"), (0,))
         assert isinstance(layer, SequentialLayer)
         self._layer = layer
         self._fc = spec.fc.build(parts.of("fc"))
@@ -158,9 +158,9 @@ class Eagle3Model(EagleModel):
             (self._hidden_norm, hidden, both[:, size:]),
         ):
             ops.rms_norm(x, norm.weight, norm.eps, norm.weight_offset, out=out)
-        layer = self._layer
-        x, residual = layer.feed_forward_norm.add(layer.mixer(both, step), hidden)
-        return ops.add(layer.feed_forward(x), residual)
+        mixer, feed_forward = self._layer.sublayers
+        x, residual = feed_forward.norm.add(mixer.block(both, step), hidden)
+        return ops.add(feed_forward.block(x, step), residual)
 
     def guess(self, hidden: Tensor, target: Model | LMHead) -> Tensor:
         """See `EagleModel`; tokens that are not in its own vocabulary are never drafted."""

@@ -160,7 +160,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
         section.refuse("eagle_aux_hidden_state_layer_ids", seen, f"for this model it is {seen}")
     spec = LlamaLike(input_norm=None, qkv_bias=config.flag("attention_bias", False)).read(config)
     layer = spec.layers[0]
-    attention = layer.mixer
+    attention, mlp = layer.blocks
     assert isinstance(attention, AttentionSpec)
     qkv_proj = replace(attention.qkv_proj, inputs=2 * size)
     num_tokens = config.integer("draft_vocab_size", most=target.vocab_size)
@@ -169,7 +169,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
     return EagleSpec(
         **_fields(spec)
         | {
-            "layers": (replace(layer, mixer=replace(attention, qkv_proj=qkv_proj)),),
+            "layers": (layer.with_blocks([replace(attention, qkv_proj=qkv_proj), mlp]),),
             "layer_names": "midlayer.",
             "head": replace(spec.head, lm_head=lm_head),
             "ignored": (*ROTARY_TABLES, r"(model\.)?embed_tokens\.weight", "d2t", "t2d"),

@@ -127,9 +127,8 @@ class ModelSpec:
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        """What each layer keeps that keeps something, in the order of the layers."""
-        caches = [layer.mixer.cache() for layer in self.layers]
-        return tuple(cache for cache in caches if cache is not None)
+        """The caches of all blocks, in the order of the layers."""
+        return tuple(cache for layer in self.layers for cache in layer.caches())
 
     @property
     def distinct_layers(self) -> list[LayerSpec]:
@@ -142,7 +141,8 @@ class ModelSpec:
         return any(isinstance(table, Alibi) for table in self._tables())
 
     def _tables(self) -> set[Table]:
-        return {table for layer in self.distinct_layers for table in layer.mixer.tables()}
+        blocks = [block for layer in self.distinct_layers for block in layer.blocks]
+        return {table for block in blocks for table in block.tables()}
 
     def weights(self, *, quantized: bool = False) -> list[Weight]:
         """All weights, in the order in which the forward pass uses them.

@@ -93,8 +93,7 @@ class WorkerSetup:
     def kv_layout(self) -> KVLayout:
         """What this rank keeps of a block of the KV cache."""
         device, part = self.config.device, self.spec.split(self.rank)
-        mixers = [layer.mixer for layer in part.layers if layer.mixer.cache() is not None]
-        first_heads = {getattr(mixer, "first_kv_head", 0) for mixer in mixers}
+        first_heads = {getattr(cache, "first_kv_head", 0) for cache in part.caches}
         assert len(first_heads) == 1, "heads are divided alike in all layers"
         return KVLayout(
             model=self.model_identity,

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.layers.shared import SharedBuffers
+from octavo.layers.shared import BufferRows, SharedBuffers
 from octavo.plan.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
 from octavo.plan.setup import WorkerSetup
 from octavo.system.distributed import COUNTER_NBYTES, GroupMemory
@@ -24,9 +24,11 @@ def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
     if setup.rank.size == 1:
         return None
     tokens, samples = setup.max_num_batched_tokens, setup.largest_step.samples
-    names = "heads", "mixer", "inner", "feed_forward", "all_q", "all_k", "normed", "final"
-    most_rows = dict.fromkeys(names, tokens)
-    most_rows |= {"logits": samples, "prompt_logits": setup.prompt_logprobs_rows}
+    most_rows: dict[BufferRows, int] = {
+        "tokens": tokens,
+        "samples": samples,
+        "prompt_logprobs": setup.prompt_logprobs_rows,
+    }
     return SharedBuffers(setup.rank, most_rows, getattr(torch, setup.dtype))
 
 

@@ -16,7 +16,7 @@ from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.models.blocks.base import Parts
+from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import AttentionCache
 from octavo.models.eagle import EagleModel
 from octavo.models.loader import build_model
@@ -45,9 +45,11 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     dtype: torch.dtype = getattr(torch, setup.dtype)
     cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
     tokens, threads = setup.max_num_batched_tokens, config.device.num_threads or num_cpus()
+    largest = LargestStep(tokens, setup.max_model_len, threads)
     kernels = max(
-        layer.mixer.scratch_nbytes(asked, tokens, setup.max_model_len, threads)
+        block.scratch_nbytes(asked, largest)
         for layer in spec.distinct_layers
+        for block in layer.blocks
     )
     kv_caches = []
     for cache in spec.caches:

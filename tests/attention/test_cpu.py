@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata, LargestStep
+from octavo.attention.base import AttentionBackend, AttentionMetadata, LargestAttention
 from octavo.attention.cpu import BLOCK_SIZES, CPUAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
@@ -370,7 +370,7 @@ def test_what_each_thread_takes_is_planned() -> None:
     """One segment, so nothing is shared; each has a query and two sums for 36 rows at least."""
 
     def planned(threads: int, head_size: int) -> int:
-        largest = LargestStep(
+        largest = LargestAttention(
             num_tokens=64,
             max_model_len=512,
             num_heads=8,

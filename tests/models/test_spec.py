@@ -46,7 +46,7 @@ def read(folder: Path, config: dict[str, Any], **options: Any) -> ModelSpec:
 
 
 def rope_of(spec: ModelSpec) -> RopeSpec:
-    attention = spec.layers[0].mixer
+    attention = spec.layers[0].blocks[0]
     assert isinstance(attention, AttentionSpec)
     assert isinstance(attention.positions, RopeSpec)
     return attention.positions
@@ -140,7 +140,7 @@ def test_first_gemmas_say_gelu_and_mean_its_approximation(tmp_path: Path) -> Non
     config = LLAMA | {"architectures": ["GemmaForCausalLM"], "head_dim": 8}
     first = read(tmp_path, config | {"hidden_act": "gelu"})
     assert first == read(tmp_path, config | {"hidden_act": "gelu_pytorch_tanh"})
-    assert first.layers[0].feed_forward.activation == "gelu_tanh"  # type: ignore[attr-defined]
+    assert first.layers[0].blocks[1].activation == "gelu_tanh"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from octavo.system.distributed import GroupMemory, Rank
 from tests.models.harness import CPU, Runner, make_hf
 from tests.models.test_parity import CASES, VOCAB
 
-BUFFERS = ("heads", "mixer", "inner", "feed_forward", "all_q", "all_k", "normed", "final")
-BUFFERS += ("logits", "prompt_logits")
 TOKENS = 64
 
 
@@ -62,7 +60,9 @@ def run_ranks(
     models, nbytes = [], []
     for index in range(size):
         rank = Rank(index, size, reduces=reduces, splits_rows=splits_rows)
-        buffers = SharedBuffers(rank, dict.fromkeys(BUFFERS, TOKENS), dtype)
+        buffers = SharedBuffers(
+            rank, dict.fromkeys(("tokens", "samples", "prompt_logprobs"), TOKENS), dtype
+        )
         model = load_model(
             spec.split(rank),
             folder,
@@ -155,7 +155,7 @@ def test_heads_of_all_ranks_are_all_heads(heads: tuple[int, int], tmp_path: Path
     sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
     sizes["hidden_size"] = 4 * heads[0]
     make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
-    mixer, group = read_spec(tmp_path).layers[0].mixer, heads[0] // heads[1]
+    mixer, group = read_spec(tmp_path).layers[0].blocks[0], heads[0] // heads[1]
     for size in range(2, heads[0] + 1):
         parts = [mixer.split(Rank(index, size)) for index in range(size)]
         had = [range(it.first_head, it.first_head + it.num_heads) for it in parts]

@@ -11,7 +11,7 @@ import torch
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.blocks.attention import Alibi
+from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.plan.setup import WorkerSetup
@@ -119,8 +119,10 @@ def test_what_flashinfer_cannot_do(
     asked = setup(dtype, attention_backend="flashinfer")
     if slopes:
         layer = SPEC.layers[0]
-        mixer = replace(layer.mixer, positions=Alibi(slopes))
-        asked = replace(asked, spec=replace(SPEC, layers=(replace(layer, mixer=mixer),)))
+        attention, mlp = layer.blocks
+        assert isinstance(attention, AttentionSpec)
+        attention = replace(attention, positions=Alibi(slopes))
+        asked = replace(asked, spec=replace(SPEC, layers=(layer.with_blocks([attention, mlp]),)))
     with pytest.raises(ConfigError, match=message):
         CUDAPlatform().make_attention_backend(asked, CUDA)
 

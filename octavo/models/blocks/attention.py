@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
-from octavo.models.blocks.base import Table
+from octavo.models.blocks.base import BlockSpec, LargestStep, Table
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import HeadNormsSpec, RMSNormSpec
 from octavo.models.cache import AttentionCache
@@ -35,7 +35,7 @@ class Alibi:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(BlockSpec):
     """Attention with any number of query heads for each head of keys and values."""
 
     qkv_proj: LinearSpec
@@ -138,25 +138,29 @@ class AttentionSpec:
             yield from self.k_norm.weights(names.of("k_norm"))
         yield from self.o_proj.weights(names.of("o_proj"))
 
-    def cache(self) -> AttentionCache:
-        """Keys and values of each token."""
-        return AttentionCache(self.num_kv_heads, self.head_size, self.sliding_window)
+    def caches(self) -> tuple[AttentionCache]:
+        """Return the cache of the keys and values of each token."""
+        return (
+            AttentionCache(
+                self.num_kv_heads, self.head_size, self.sliding_window, self.first_kv_head
+            ),
+        )
 
     def tables(self) -> tuple[Table, ...]:
         """Cosines and sines, or slopes."""
         return () if self.positions is None else (self.positions,)
 
-    def scratch_nbytes(
-        self, backend: AttentionBackend, num_tokens: int, max_model_len: int, num_threads: int
-    ) -> int:
-        """What the backend keeps for itself."""
-        from octavo.attention.base import LargestStep
+    def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
+        """Return the bytes that the attention backend allocates."""
+        from octavo.attention.base import LargestAttention
 
         heads = self.num_heads, self.num_kv_heads, self.head_size
-        return backend.scratch_nbytes(LargestStep(num_tokens, max_model_len, *heads, num_threads))
+        return backend.scratch_nbytes(
+            LargestAttention(largest.num_tokens, largest.max_model_len, *heads, largest.num_threads)
+        )
 
-    def build(self, parts: Parts, cache: int) -> Attention:
-        """The live block."""
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> Attention:
+        """See `BlockSpec`."""
         import torch
 
         from octavo.layers.attention import Attention
@@ -171,7 +175,7 @@ class AttentionSpec:
             columns = parts.columns("heads", self.o_proj.inputs, part)
         return Attention(
             ops=parts.ops,
-            cache=cache,
+            cache=caches[0],
             qkv_proj=self.qkv_proj.build(parts.of("qkv_proj")),
             o_proj=self.o_proj.build(parts.of("o_proj"), "mixer"),
             num_heads=self.num_heads,

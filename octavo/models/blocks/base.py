@@ -1,11 +1,14 @@
-"""What every block of a model offers, and what it is built from."""
+"""The contract of every block of a model, and the parts that a live block is built from."""
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+from octavo.errors import ConfigError
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
@@ -16,70 +19,78 @@ if TYPE_CHECKING:
 
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
-    from octavo.layers.layer import FeedForward, Mixer
-    from octavo.layers.shared import Columns, SharedBuffers
+    from octavo.layers.layer import Block
+    from octavo.layers.shared import BufferRows, Columns, SharedBuffers
 
 
 class Table(Protocol):
-    """A tensor that is computed, not loaded, and shared by the blocks that have equal ones.
+    """A tensor that is computed, not loaded; blocks with equal tables share it.
 
     Hashable.
     """
 
     def nbytes(self, max_model_len: int) -> int:
-        """Bytes, for a context of so many tokens."""
+        """Return the bytes of the table for a context of `max_model_len` tokens."""
         ...
 
 
-class Block(Protocol):
-    """A part of a layer; a frozen dataclass."""
+@dataclass(frozen=True, slots=True)
+class LargestStep:
+    """Bounds of the memory that a block's kernels use in a step.
 
+    Attributes:
+        num_tokens: tokens of the step.
+        max_model_len: longest context, in tokens.
+        num_threads: threads that compute.
+    """
+
+    num_tokens: int
+    max_model_len: int
+    num_threads: int
+
+
+class BlockSpec(ABC):
+    """A block: a part of a layer, as planned. Subclasses are frozen dataclasses.
+
+    A block says all that the engine needs to know of it before it is loaded. Only `weights` and
+    `build` have no default.
+    """
+
+    @abstractmethod
     def weights(self, names: Names) -> Iterator[Weight]:
-        """What is to be loaded, in the order in which the forward pass uses it."""
-        ...
+        """Yield the weights to load, in the order in which the forward pass uses them."""
 
+    @abstractmethod
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> Block:
+        """Return the live block.
 
-@runtime_checkable
-class Split(Protocol):
-    """A block that several ranks may have parts of."""
-
-    def split(self, rank: Rank) -> Any:
-        """What a rank has of it: a block of the same kind.
-
-        Raises:
-            ConfigError: not among so many.
+        Args:
+            parts: the block's weights, and all else that it is built from.
+            caches: indices of the block's caches in `StepContext.caches`.
         """
-        ...
 
-
-class FeedForwardSpec(Block, Protocol):
-    """What a layer does with each token by itself."""
-
-    def build(self, parts: Parts) -> FeedForward:
-        """The live block."""
-        ...
-
-
-class MixerSpec(Block, Protocol):
-    """What a layer does with a token and those before it."""
-
-    def cache(self) -> CacheSpec | None:
-        """What it keeps; None: nothing."""
-        ...
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches in which the block keeps the tokens it has seen."""
+        return ()
 
     def tables(self) -> tuple[Table, ...]:
-        """What it computes with beside its weights."""
-        ...
+        """Return the tables that the block uses in addition to its weights."""
+        return ()
 
-    def scratch_nbytes(
-        self, backend: AttentionBackend, num_tokens: int, max_model_len: int, num_threads: int
-    ) -> int:
-        """Most bytes that kernels keep for themselves in a step of so many tokens."""
-        ...
+    def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
+        """Return an upper bound of the bytes that the block's kernels allocate in a step."""
+        return 0
 
-    def build(self, parts: Parts, cache: int) -> Mixer:
-        """The live block, whose cache has that index in `StepContext.caches`."""
-        ...
+    def split(self, rank: Rank) -> BlockSpec:
+        """Return the part of the block that a rank computes: a block of the same kind.
+
+        Raises:
+            ConfigError: the block cannot be split, or not among `rank.size` ranks.
+        """
+        raise ConfigError(
+            f"tensor_parallel_size={rank.size} is not supported with models that have "
+            f"{type(self).__name__}; leave it out."
+        )
 
 
 class Parts:
@@ -138,14 +149,24 @@ class Parts:
         return weight
 
     def columns(
-        self, name: str, size: int, part: tuple[int, int], dtype: torch.dtype | None = None
+        self,
+        name: str,
+        size: int,
+        part: tuple[int, int],
+        dtype: torch.dtype | None = None,
+        rows: BufferRows = "tokens",
     ) -> Columns:
-        """Columns from ... to ... of rows that ranks fill together: see `SharedBuffers`.
+        """Reserve a buffer that ranks fill together, each some columns; see `SharedBuffers`.
 
-        `dtype`: default: the model's.
+        Args:
+            name: the buffer; blocks that never use it at the same time may share it.
+            size: columns of all ranks.
+            part: this rank's columns, as (begin, end).
+            dtype: default: the model's.
+            rows: the number of a step that bounds the rows.
         """
         assert self._shared is not None, "a rank's part needs the others"
-        return self._shared.columns(name, size, part, dtype or self._shared.dtype)
+        return self._shared.columns(name, size, part, dtype or self._shared.dtype, rows)
 
     @property
     def splits_rows(self) -> bool:

@@ -13,6 +13,7 @@ from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.layers.head import Head
+    from octavo.layers.shared import BufferRows
     from octavo.models.blocks.base import Parts
 
 
@@ -51,9 +52,9 @@ class HeadSpec:
         lm_head, columns, prompt = self.lm_head.build(parts.of("lm_head")), None, None
         if self.lm_head.parts is not None:
             size, part = self.lm_head.whole_outputs, self.lm_head.parts[0]
+            rows: tuple[BufferRows, BufferRows] = "samples", "prompt_logprobs"
             columns, prompt = (
-                parts.columns(name, size, part, torch.float32)
-                for name in ("logits", "prompt_logits")
+                parts.columns(f"{kind}.logits", size, part, torch.float32, kind) for kind in rows
             )
             lm_head = replace(lm_head, columns=columns)
 

@@ -1,4 +1,4 @@
-"""A layer: a mixer and a feed-forward part, with their norms and how they are arranged."""
+"""A layer: blocks with norms around them, and how they read the residual stream and add to it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from octavo.errors import ConfigError
-from octavo.models.blocks.base import FeedForwardSpec, MixerSpec, Split
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
+from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
@@ -16,90 +16,125 @@ if TYPE_CHECKING:
     from octavo.layers.layer import Layer
     from octavo.models.blocks.base import Parts
 
+Arrangement = Literal["sequential", "parallel", "post"]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A block with the norms around it."""
+
+    name: str
+    """Prefix of the names of the norms' weights."""
+    block: BlockSpec
+    norm: NormSpec | None = None
+    """Norm of the block's input. In a parallel layer without one, the block reads the first
+    block's input."""
+    out_norm: NormSpec | None = None
+    """Norm of the block's output, in a sequential layer (Gemma 2, OLMo 2)."""
+
+    @property
+    def norms(self) -> dict[str, NormSpec | None]:
+        """The norms by the names of their weights."""
+        # The mixer's has the name of what it reads: the layer's input.
+        name = "input_norm" if self.name == "mixer" else f"{self.name}_norm"
+        return {name: self.norm, f"{self.name}_out_norm": self.out_norm}
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weights of the norm, the block, and the norm of its output."""
+        (name, norm), (out_name, out_norm) = self.norms.items()
+        if norm is not None:
+            yield from norm.weights(names.of(name))
+        yield from self.block.weights(names)
+        if out_norm is not None:
+            yield from out_norm.weights(names.of(out_name))
+
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How the two parts read the residual stream and add to it."""
+    """A list of sublayers, and their arrangement around the residual stream."""
 
-    mixer: MixerSpec
-    feed_forward: FeedForwardSpec
-    input_norm: NormSpec | None
-    """Of what the mixer reads."""
-    feed_forward_norm: NormSpec | None
-    """Of what the feed-forward part reads. In a parallel layer without one that part reads what
-    the mixer does."""
-    mixer_out_norm: NormSpec | None = None
-    """Of what the mixer of a sequential layer returns (Gemma 2, OLMo 2)."""
-    feed_forward_out_norm: NormSpec | None = None
-    """Likewise of what the feed-forward part returns."""
-    arrangement: Literal["sequential", "parallel", "post"] = "sequential"
-    """parallel: both parts read the layer's input (Phi-2, Falcon, Cohere). post: the norms are of
-    the sums of each part's input and result (OPT-350m)."""
+    sublayers: tuple[Sublayer, ...]
+    arrangement: Arrangement = "sequential"
+    """sequential: each block reads the stream that the one before has added to. parallel: all
+    blocks read the layer's input (Phi-2, Falcon, Cohere). post: a norm is of the sum of a block's
+    input and output (OPT-350m)."""
     residual_multiplier: float | None = None
-    """Factor on what both parts of a sequential layer return (Granite)."""
+    """Factor on the output of each block of a sequential layer (Granite)."""
+
+    @classmethod
+    def of(
+        cls,
+        mixer: BlockSpec,
+        feed_forward: BlockSpec,
+        input_norm: NormSpec | None,
+        feed_forward_norm: NormSpec | None,
+        mixer_out_norm: NormSpec | None = None,
+        feed_forward_out_norm: NormSpec | None = None,
+        arrangement: Arrangement = "sequential",
+        residual_multiplier: float | None = None,
+    ) -> LayerSpec:
+        """Return the common layer of a decoder: a mixer, and a feed-forward block."""
+        return cls(
+            (
+                Sublayer("mixer", mixer, input_norm, mixer_out_norm),
+                Sublayer("feed_forward", feed_forward, feed_forward_norm, feed_forward_out_norm),
+            ),
+            arrangement,
+            residual_multiplier,
+        )
+
+    @property
+    def blocks(self) -> list[BlockSpec]:
+        """The blocks of the sublayers."""
+        return [sublayer.block for sublayer in self.sublayers]
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """Return the caches of all blocks, in order."""
+        return tuple(cache for block in self.blocks for cache in block.caches())
+
+    def with_blocks(self, blocks: list[BlockSpec]) -> LayerSpec:
+        """Return the layer with other blocks in place of its own, one for each."""
+        pairs = zip(self.sublayers, blocks, strict=True)
+        return replace(self, sublayers=tuple(replace(s, block=block) for s, block in pairs))
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """All, in the order of a sequential layer."""
-        yield from _norm("input_norm", self.input_norm, names)
-        yield from self.mixer.weights(names)
-        yield from _norm("mixer_out_norm", self.mixer_out_norm, names)
-        yield from _norm("feed_forward_norm", self.feed_forward_norm, names)
-        yield from self.feed_forward.weights(names)
-        yield from _norm("feed_forward_out_norm", self.feed_forward_out_norm, names)
+        """Yield all weights, in the order of a sequential layer."""
+        for sublayer in self.sublayers:
+            yield from sublayer.weights(names)
 
     def split(self, rank: Rank) -> LayerSpec:
-        """What a rank has of it; norms are whole.
+        """Return the part of the layer that a rank computes; norms are whole.
 
         Raises:
-            ConfigError: it cannot be split, or not among so many.
+            ConfigError: a block cannot be split, or not among `rank.size` ranks.
         """
-        whole = [part for part in (self.mixer, self.feed_forward) if not isinstance(part, Split)]
-        if whole:
-            raise ConfigError(
-                f"tensor_parallel_size={rank.size} is not supported with models that have "
-                f"{type(whole[0]).__name__}; leave it out."
+        return self.with_blocks([block.split(rank) for block in self.blocks])
+
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> Layer:
+        """Return the live layer.
+
+        Args:
+            parts: all that it is built from.
+            caches: indices of the layer's caches in `StepContext.caches`.
+        """
+        from octavo.layers.layer import LiveSublayer, ParallelLayer, PostNormLayer, SequentialLayer
+
+        norms = [norm for s in self.sublayers for norm in s.norms.values() if norm is not None]
+        size, live, first = norms[0].size, [], 0
+        for sublayer in self.sublayers:
+            count = len(sublayer.block.caches())
+            (name, norm), (out_name, out_norm) = sublayer.norms.items()
+            live.append(
+                LiveSublayer(
+                    sublayer.block.build(parts, caches[first : first + count]),
+                    build_norm(norm, parts.of(name), size=size),
+                    build_norm(out_norm, parts.of(out_name), size=size, joins=False),
+                    has_norm=norm is not None,
+                )
             )
-        assert isinstance(self.mixer, Split)
-        assert isinstance(self.feed_forward, Split)
-        return replace(
-            self, mixer=self.mixer.split(rank), feed_forward=self.feed_forward.split(rank)
-        )
-
-    def build(self, parts: Parts, cache: int) -> Layer:
-        """The live block, whose mixer's cache has that index."""
-        from octavo.layers.layer import ParallelLayer, PostNormLayer, SequentialLayer
-
-        mixer, feed_forward = self.mixer.build(parts, cache), self.feed_forward.build(parts)
-        size = next(
-            norm.size
-            for norm in (self.input_norm, self.feed_forward_norm, self.mixer_out_norm)
-            if norm is not None
-        )
-        before = build_norm(self.input_norm, parts.of("input_norm"), size=size)
-        between = build_norm(self.feed_forward_norm, parts.of("feed_forward_norm"), size=size)
+            first += count
         if self.arrangement == "post":
-            return PostNormLayer(mixer, before, feed_forward, between)
+            return PostNormLayer(live)
         if self.arrangement == "parallel":
-            shared = self.feed_forward_norm is None
-            return ParallelLayer(
-                parts.ops, before, mixer, None if shared else between, feed_forward
-            )
-        return SequentialLayer(
-            parts.ops,
-            before,
-            mixer,
-            build_norm(self.mixer_out_norm, parts.of("mixer_out_norm"), size=size, joins=False),
-            between,
-            feed_forward,
-            build_norm(
-                self.feed_forward_out_norm,
-                parts.of("feed_forward_out_norm"),
-                size=size,
-                joins=False,
-            ),
-            self.residual_multiplier,
-        )
-
-
-def _norm(name: str, norm: NormSpec | None, names: Names) -> Iterator[Weight]:
-    return iter(()) if norm is None else norm.weights(names.of(name))
+            return ParallelLayer(parts.ops, live)
+        return SequentialLayer(parts.ops, live, self.residual_multiplier)

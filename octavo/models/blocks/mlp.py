@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
@@ -18,7 +19,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
-class MLPSpec:
+class MLPSpec(BlockSpec):
     """down(act(up(x))), or down(act(gate(x)) * up(x))."""
 
     up: LinearSpec
@@ -48,8 +49,8 @@ class MLPSpec:
             else down.split(rank.share(down.outputs)),
         )
 
-    def build(self, parts: Parts) -> MLP:
-        """The live block."""
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> MLP:
+        """See `BlockSpec`."""
         from octavo.layers.mlp import MLP, get_activation
 
         columns = None

@@ -33,7 +33,7 @@ def read(config: ConfigJson) -> ModelSpec:
     def norm(module: str) -> LayerNormSpec:
         return LayerNormSpec(module, hidden, eps)
 
-    layer = LayerSpec(
+    layer = LayerSpec.of(
         AttentionSpec(
             heads.qkv_proj("self_attention.query_key_value", bias=True, layout="by_group"),
             heads.o_proj("self_attention.dense", bias=True),

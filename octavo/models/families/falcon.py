@@ -61,7 +61,7 @@ def read(config: ConfigJson) -> ModelSpec:
         input_norm, feed_forward_norm = norm("ln_attn"), norm("ln_mlp")
     else:
         input_norm, feed_forward_norm = norm("input_layernorm"), norm("post_attention_layernorm")
-    layer = LayerSpec(
+    layer = LayerSpec.of(
         AttentionSpec(
             heads.qkv_proj("self_attention.query_key_value", bias=bias, layout="by_group"),
             heads.o_proj("self_attention.dense", bias=bias),

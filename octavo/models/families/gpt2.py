@@ -51,7 +51,7 @@ def read(config: ConfigJson) -> ModelSpec:
             positions=None,
         )
         norms = LayerNormSpec("ln_1", hidden, eps), LayerNormSpec("ln_2", hidden, eps)
-        return LayerSpec(attention, mlp, *norms)
+        return LayerSpec.of(attention, mlp, *norms)
 
     embed = EmbedSpec(
         "transformer.wte",

@@ -123,7 +123,7 @@ class LlamaLike:
                 q_norm=qk_norm("q_norm", heads.num_heads),
                 k_norm=qk_norm("k_norm", heads.num_kv_heads),
             )
-            return LayerSpec(
+            return LayerSpec.of(
                 attention,
                 mlp,
                 norm(self.input_norm),

@@ -45,7 +45,7 @@ def read(config: ConfigJson) -> ModelSpec:
     def norm(module: str) -> LayerNormSpec:
         return LayerNormSpec(module, hidden, eps, bias=False)
 
-    layer = LayerSpec(
+    layer = LayerSpec.of(
         AttentionSpec(
             heads.qkv_proj("attn.Wqkv", bias=False),
             heads.o_proj("attn.out_proj", bias=False),

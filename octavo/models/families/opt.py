@@ -39,7 +39,7 @@ def read(config: ConfigJson) -> ModelSpec:
     def norm(module: str) -> LayerNormSpec:
         return LayerNormSpec(module, hidden, 1e-5)
 
-    layer = LayerSpec(
+    layer = LayerSpec.of(
         AttentionSpec(
             heads.qkv_proj("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=bias),
             heads.o_proj("self_attn.out_proj", bias=bias),

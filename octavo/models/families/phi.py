@@ -31,7 +31,7 @@ def read(config: ConfigJson) -> ModelSpec:
     hidden = heads.hidden_size
     rope = read_llama_rope(config, partial=0.5)
     eps = config.number("layer_norm_eps", default=1e-5)
-    layer = LayerSpec(
+    layer = LayerSpec.of(
         AttentionSpec(
             heads.qkv_proj("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True),
             heads.o_proj("self_attn.dense", bias=True),
