@@ -134,9 +134,9 @@ class CheckedCounters(TenantCounters):
 class CheckedQueue(WaitingQueue):
     """The waiting requests; each that is started must be the one whose turn it is.
 
-    The rules are those of docs/architecture.md, written down once more: the best priority first;
-    within it the tenant that was served least; of its requests those with deadlines, the earliest
-    first, but a fourth of the starts is for the others.
+    The rules are those of docs/design/scheduling.md, written down once more: the best priority
+    first; within it the tenant that was served least; of its requests those with deadlines, the
+    earliest first, but a fourth of the starts is for the others.
     """
 
     def __init__(self, tenants: CheckedCounters) -> None:
