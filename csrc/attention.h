@@ -1,10 +1,10 @@
 // Causal attention over a paged KV cache, for prefill chunks and decode rows alike.
 //
-// The cache is [num_blocks][2][kv_heads][block_size * head_size]. A block's values are kept as
-// [block_size][head_size]; its keys are turned, [head_size][block_size], so that one vector holds one
-// dimension of W keys and a score needs no sum across lanes. bfloat16 keys keep two dimensions side
-// by side, [head_size / 2][block_size][2], for the dot product of AVX-512; the last one of an odd number
-// lies by itself, [block_size].
+// The cache is [num_blocks][2][kv_heads][block_size * head_size]; blocks may lie further apart. A block's
+// values are kept as [block_size][head_size]; its keys are turned, [head_size][block_size], so that one
+// vector holds one dimension of W keys and a score needs no sum across lanes. bfloat16 keys keep two
+// dimensions side by side, [head_size / 2][block_size][2], for the dot product of AVX-512; the last one of
+// an odd number lies by itself, [block_size].
 //
 // A row is one query head of one token. It walks the positions that it may see in tiles of kTile, cut
 // at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867). Every
@@ -364,7 +364,7 @@ struct Attention {
         group(a.heads / a.kv_heads),
         acc_stride(ceil_div(a.head_size, 2 * W) * 2 * W),
         kv_head_size(a.block_size * (a.head_size + kScaleBytes<C>)),
-        kv_block(2 * a.kv_heads * kv_head_size),
+        kv_block(a.kv_block_stride),
         query_stride(kOnTiles<T> ? acc_stride : a.head_size),
         span(min<int64_t>(kTile, a.block_size)),
         key_stride(kBytes ? span : a.block_size) {}
@@ -903,7 +903,7 @@ INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
     const int64_t slot = a.slot_mapping[token];
     if (slot < 0) return;
     const int64_t offset = slot % a.block_size;
-    C* block = static_cast<C*>(a.kv_cache) + slot / a.block_size * 2 * a.kv_heads * head_size;
+    C* block = static_cast<C*>(a.kv_cache) + slot / a.block_size * a.kv_block_stride;
     C narrowed[kMaxHeadSize];
     // What to copy for a head's numbers; its scale, if any, is put behind those of the block.
     auto prepare = [&](const T* from, [[maybe_unused]] C* head) -> const C* {

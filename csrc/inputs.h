@@ -23,7 +23,7 @@ struct Addresses {
   Pointer operator[](const char* name) const { return {by_name.at(name)}; }
 };
 
-// Those arrays of a step that are gathered; StepTable in plan/step_table.py declares them all.
+// Those arrays of a step that are gathered; StepTable in layers/step_table.py declares them all.
 struct StepArrays {
   int64_t tokens, requests, samples;  // that there is room for
   int32_t* query_start_loc;

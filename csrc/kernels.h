@@ -317,6 +317,7 @@ struct WriteKvArgs {
   const void* value;
   int64_t value_stride, value_head_stride;
   void* kv_cache;
+  int64_t kv_block_stride;  // from a block to the next, in elements
   const int64_t* slot_mapping;  // [tokens]; negative: do not write
   int64_t tokens, kv_heads, head_size, block_size;
   DType dtype;
@@ -335,6 +336,7 @@ struct AttentionArgs {
   void* out;  // the same shape
   int64_t out_stride, out_head_stride;
   const void* kv_cache;
+  int64_t kv_block_stride;  // from a block to the next, in elements
   const int32_t* query_start_loc;  // [num_reqs + 1]
   const int32_t* seq_lens;  // [num_reqs]
   const int32_t* block_table;  // [num_reqs, *]

@@ -224,6 +224,14 @@ NB_MODULE(_native, m) {
           nb::call_guard<Release>())
       .def("__len__", &Plan::size);
 
+  m.def("record_call", [](nb::callable function) {
+    if (!recording) throw std::runtime_error("no plan records");
+    recording->call([function](const StepSizes& sizes) {
+      nb::gil_scoped_acquire lock;
+      function(sizes[int(Dim::tokens)], sizes[int(Dim::requests)]);
+    });
+  });
+
   nb::class_<StepProgress>(m, "StepProgress")
       .def(nb::init<>())
       .def("reset", &StepProgress::reset)
@@ -412,14 +420,15 @@ NB_MODULE(_native, m) {
   {
     using Args = WriteKvArgs;
     def_kernel(m, "write_kv", &KernelTable::write_kv, BY(key), BY(key_stride), BY(key_head_stride),
-               BY(value), BY(value_stride), BY(value_head_stride), BY(kv_cache), BY(slot_mapping),
+               BY(value), BY(value_stride), BY(value_head_stride), BY(kv_cache),
+               BY(kv_block_stride), BY(slot_mapping),
                BY(tokens), BY(kv_heads), BY(head_size), BY(block_size), BY(dtype), BY(cache));
   }
   {
     using Args = AttentionArgs;
     def_kernel(m, "attention", &KernelTable::attention, BY(query), BY(query_stride),
                BY(query_head_stride), BY(out), BY(out_stride), BY(out_head_stride), BY(kv_cache),
-               BY(query_start_loc), BY(seq_lens), BY(block_table), BY(block_table_stride),
+               BY(kv_block_stride), BY(query_start_loc), BY(seq_lens), BY(block_table), BY(block_table_stride),
                BY(num_reqs), BY(heads), BY(kv_heads), BY(head_size), BY(block_size), BY(window),
                BY(scale), BY(soft_cap), BY(alibi_slopes), BY(dtype), BY(cache));
   }

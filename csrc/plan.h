@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,7 +17,7 @@
 
 namespace octavo {
 
-// What the sizes of a step are called: the dimensions of plan/step_table.py that calls bind to.
+// What the sizes of a step are called: the dimensions of layers/step_table.py that calls bind to.
 enum class Dim : int { tokens, requests, samples };
 constexpr std::array<const char*, 3> kDims = {"tokens", "requests", "samples"};
 using StepSizes = std::array<int64_t, kDims.size()>;
@@ -89,6 +90,11 @@ class Plan {
     calls_.push_back(std::make_unique<Mark>(progress, layers));
   }
 
+  // A run calls `function` with the sizes of the step.
+  void call(std::function<void(const StepSizes&)> function) {
+    calls_.push_back(std::make_unique<Function>(std::move(function)));
+  }
+
   void run(const StepSizes& sizes) {
     for (auto& call : calls_) call->run(sizes);
   }
@@ -106,6 +112,12 @@ class Plan {
     int32_t layers;
     Mark(StepProgress& progress, int32_t layers) : progress(progress), layers(layers) {}
     void run(const StepSizes&) override { progress.reach(layers); }
+  };
+
+  struct Function : AnyCall {
+    std::function<void(const StepSizes&)> function;
+    explicit Function(std::function<void(const StepSizes&)> function) : function(std::move(function)) {}
+    void run(const StepSizes& sizes) override { function(sizes); }
   };
 
   template <class Args>

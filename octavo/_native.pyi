@@ -4,6 +4,8 @@ Functions of keywords only are kernels, and a `Plan` can record them, but for th
 weights: these and `philox_uniforms` raise RuntimeError while one records.
 """
 
+from collections.abc import Callable
+
 class StepArrays:
     def __init__(
         self, tokens: int, requests: int, samples: int, addresses: dict[str, int], /
@@ -56,6 +58,13 @@ class Plan:
         """Carries the calls out for a step of that size; those of no rows are left out."""
 
     def __len__(self) -> int: ...
+
+def record_call(function: Callable[[int, int], object], /) -> None:
+    """Add a call of `function(tokens, requests)` to the plan that records on this thread.
+
+    Raises:
+        RuntimeError: no plan records.
+    """
 
 class StepProgress:
     """How many layers of a step have their keys and values in the cache; see csrc/progress.h."""
@@ -393,6 +402,7 @@ def write_kv(
     value_stride: int,
     value_head_stride: int,
     kv_cache: int,
+    kv_block_stride: int,
     slot_mapping: int,
     tokens: int,
     kv_heads: int,
@@ -410,6 +420,7 @@ def attention(
     out_stride: int,
     out_head_stride: int,
     kv_cache: int,
+    kv_block_stride: int,
     query_start_loc: int,
     seq_lens: int,
     block_table: int,

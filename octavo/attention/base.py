@@ -133,6 +133,8 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    pads_blocks: bool
+    """True if the blocks of a cache may lie further apart than they are long."""
 
     def kv_cache_shape(
         self,

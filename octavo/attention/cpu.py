@@ -46,6 +46,7 @@ class CPUAttention:
     """
 
     name = "cpu"
+    pads_blocks = True
 
     def kv_cache_shape(
         self,
@@ -99,7 +100,7 @@ class CPUAttention:
         assert value.shape == key.shape
         assert slot_mapping.shape == (tokens,)
         assert key.dtype == value.dtype
-        assert kv_cache.is_contiguous()
+        assert kv_cache[0].is_contiguous()
         assert key.stride(2) == value.stride(2) == 1
         assert slot_mapping.is_contiguous()
         assert slot_mapping.dtype == torch.int64
@@ -113,6 +114,7 @@ class CPUAttention:
             value_stride=value.stride(0),
             value_head_stride=value.stride(1),
             kv_cache=kv_cache.data_ptr(),
+            kv_block_stride=kv_cache.stride(0),
             slot_mapping=slot_mapping.data_ptr(),
             tokens=tokens,
             kv_heads=kv_heads,
@@ -140,7 +142,7 @@ class CPUAttention:
         assert query.shape == out.shape
         assert query.stride(2) == out.stride(2) == 1
         assert query.dtype == out.dtype
-        assert kv_cache.is_contiguous()
+        assert kv_cache[0].is_contiguous()
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         assert heads % kv_heads == 0
         assert sliding_window is None or sliding_window > 0
@@ -158,6 +160,7 @@ class CPUAttention:
             out_stride=out.stride(0),
             out_head_stride=out.stride(1),
             kv_cache=kv_cache.data_ptr(),
+            kv_block_stride=kv_cache.stride(0),
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=block_table,

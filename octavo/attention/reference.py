@@ -50,6 +50,7 @@ class ReferenceAttention:
     """`AttentionBackend` by torch, one request at a time; see there for meaning."""
 
     name = "reference"
+    pads_blocks = True
 
     def kv_cache_shape(
         self,

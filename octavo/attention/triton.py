@@ -67,6 +67,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    pads_blocks = False
 
     def __init__(
         self, device: torch.device, max_model_len: int, *, batch_invariant: bool = False

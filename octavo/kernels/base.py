@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -284,6 +284,18 @@ class Ops(Protocol):
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """A tensor for a result, its contents undefined, of a given tensor's dtype and device."""
+        ...
+
+    def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
+        """Run Python code as a part of a step.
+
+        A captured step calls `function(tokens, requests)` each time it runs, with the sizes of the
+        step; arrays that were recorded have room for more. Such code is slow: it is for blocks that
+        have no kernels yet.
+
+        Raises:
+            ConfigError: the device replays kernels only.
+        """
         ...
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:

@@ -165,6 +165,13 @@ class NativeOps:
         """From the arena while a plan records."""
         return self._empty(*shape, dtype=like.dtype)
 
+    def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
+        """See `Ops`."""
+        if self._recording.arena is None:
+            function(tokens, requests)
+        else:
+            _native.record_call(function)
+
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         arena = self._recording.arena
         return (

@@ -5,7 +5,7 @@ Written to be read; not batch-invariant, since torch chooses its own order of su
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -162,6 +162,10 @@ class ReferenceOps:
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """Torch's own."""
         return like.new_empty(shape)
+
+    def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
+        """See `Ops`."""
+        function(tokens, requests)
 
     def pack_weight(
         self,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from octavo.errors import ModelError
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.kv_cache.kinds.full_attention import FullAttentionManager
 from octavo.kv_cache.kinds.sliding_window import SlidingWindowManager
@@ -25,6 +24,8 @@ def _attention_manager(cache: AttentionCache, block_size: int) -> SingleTypeKVCa
         return FullAttentionManager(block_size)
     return SlidingWindowManager(block_size, cache.sliding_window)
 
+
+_ALIGNMENT = 64  # a cache line
 
 # For each kind of cache spec what makes its manager, of the spec and the block size.
 MANAGERS: dict[type[Any], Callable[[Any, int], SingleTypeKVCacheManager]] = {
@@ -51,10 +52,9 @@ class KVCacheConfig:
     """Tokens in a block."""
     groups: Sequence[KVCacheGroup]
 
-    @cached_property
-    def group_size(self) -> int:
-        """Layers of the largest group: physical tensors, each with room for `num_blocks`."""
-        return _group_size(self.groups)
+    def slot_nbytes(self, dtype: str) -> list[int]:
+        """Return the bytes of a block in each physical tensor; see `slot_nbytes`."""
+        return slot_nbytes(self.groups, self.block_size, dtype)
 
     @cached_property
     def layer_to_group(self) -> list[int]:
@@ -114,25 +114,30 @@ def make_manager(cache: CacheSpec, block_size: int) -> SingleTypeKVCacheManager:
     return MANAGERS[type(cache)](cache, block_size)
 
 
-def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> int:
-    """Bytes of one block in all physical tensors together.
+def slot_nbytes(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> list[int]:
+    """Return the bytes of a block in each physical tensor.
+
+    The i-th layers of all groups share the i-th tensor, so a block is as large there as the largest
+    of theirs.
 
     Args:
-        groups: of the model.
+        groups: of the KV cache.
         block_size: tokens.
         dtype: of the cache, as `CacheSpec` names it.
-
-    Raises:
-        ModelError: if a block does not take the same bytes in all layers.
     """
-    sizes = {group.cache: group.cache.block_nbytes(block_size, dtype) for group in groups}
-    if len(set(sizes.values())) > 1:
-        kinds = ", ".join(f"{size} in {cache}" for cache, size in sizes.items())
-        raise ModelError(
-            f"A block of {block_size} tokens in {dtype} takes different numbers of bytes in "
-            f"different layers: {kinds}. Only models whose layers take the same are supported."
-        )
-    return _group_size(groups) * max(sizes.values())
+    of_group = [group.cache.block_nbytes(block_size, dtype) for group in groups]
+    if len(set(of_group)) > 1:  # each kind's numbers must be aligned in any block
+        of_group = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in of_group]
+    sizes = [0] * _group_size(groups)
+    for nbytes, group in zip(of_group, groups, strict=True):
+        for slot in range(len(group.layer_indices)):
+            sizes[slot] = max(sizes[slot], nbytes)
+    return sizes
+
+
+def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> int:
+    """Return the bytes of a block in all physical tensors together; see `slot_nbytes`."""
+    return sum(slot_nbytes(groups, block_size, dtype))
 
 
 def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:

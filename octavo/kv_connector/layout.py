@@ -9,9 +9,10 @@ from functools import cached_property
 import msgspec
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_manager
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
-from octavo.models.cache import AttentionCache
+from octavo.models.cache import Pages
 
 SUM_NBYTES = 8
 _LINE = 64
@@ -99,20 +100,37 @@ class KVLayout:
 
     @cached_property
     def page_nbytes(self) -> int:
-        """Bytes of all heads' keys, or values, of a block in a layer: as many in all groups."""
-        return self.groups[0].cache.block_nbytes(self.block_size, self.dtype) // 2
+        """Bytes of a page of a layer: the same in all groups.
+
+        Raises:
+            ConfigError: it is not the same, or a kind of cache cannot be kept.
+        """
+        sizes = {
+            group.cache.block_nbytes(self.block_size, self.dtype) // pages.count
+            for group, pages in zip(self.groups, self.pages, strict=True)
+        }
+        if len(sizes) > 1:
+            raise ConfigError(
+                "kv_transfer_config is not supported with models whose layers cache blocks of "
+                "different sizes; leave it out."
+            )
+        return sizes.pop()
+
+    @cached_property
+    def pages(self) -> list[Pages]:
+        """The pieces of a block of each group."""
+        return [group.cache.pages() for group in self.groups]
 
     @cached_property
     def num_chunks(self) -> list[int]:
-        """Of each group: chunks of a page, one for each head."""
-        caches = [group.cache for group in self.groups]
-        assert all(isinstance(cache, AttentionCache) for cache in caches)
-        return [cache.num_kv_heads for cache in caches if isinstance(cache, AttentionCache)]
+        """Of each group: chunks of a page."""
+        return [pages.chunks for pages in self.pages]
 
     @cached_property
     def num_pages(self) -> list[int]:
         """Of each group: pages of a block."""
-        return [2 * len(group.layer_indices) for group in self.groups]
+        pairs = zip(self.groups, self.pages, strict=True)
+        return [pages.count * len(group.layer_indices) for group, pages in pairs]
 
     @cached_property
     def sums_offset(self) -> int:

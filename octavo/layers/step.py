@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.attention.base import AttentionBackend
 
 
 @dataclass(slots=True)
@@ -17,8 +18,8 @@ class StepContext:
 
     Attributes:
         positions: int64 [T], each below max_model_len.
-        caches: one for each layer that keeps something, laid out as the backend wants it.
-        metadata: likewise; layers of one group share one.
+        caches: the caches of the model's blocks, as `CacheSpec.view` returns them.
+        metadata: for each of them how its tokens are found, as `CacheSpec.metadata` returns it.
         backend: computes attention.
         kept_layers: layers whose hidden states are wanted.
         kept: filled by the model: [T, hidden_size] behind each of them, the residual added.
@@ -30,8 +31,8 @@ class StepContext:
     """
 
     positions: Tensor
-    caches: Sequence[Tensor]
-    metadata: Sequence[AttentionMetadata]
+    caches: Sequence[Any]
+    metadata: Sequence[Any]
     backend: AttentionBackend
     kept_layers: tuple[int, ...] = ()
     kept: dict[int, Tensor] = field(default_factory=dict)

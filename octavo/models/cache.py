@@ -1,26 +1,84 @@
-"""What the layers of a model keep of the tokens that they have seen: kinds of cache. No torch."""
+"""Kinds of cache: what blocks keep of the tokens that they have seen. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.errors import ConfigError
 from octavo.system.dtypes import DTYPE_NBYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.attention.base import AttentionBackend, AttentionMetadata
+    from octavo.layers.step_table import StepTable
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pieces of a block of one layer, as KV connectors copy and check them.
+
+    Attributes:
+        count: pages of equal size, one after the other.
+        chunks: chunks of equal size in a page; each has its own checksum.
+    """
+
+    count: int
+    chunks: int
 
 
 class CacheSpec(Protocol):
-    """What one layer keeps: a frozen dataclass for each kind, with all that its bytes depend on.
+    """The cache of one block of a model: a frozen dataclass for each kind.
 
-    Layers with equal specs share block tables (`kv_cache/groups.py`); the kind decides which blocks
-    a request needs (`kv_cache/kinds/`).
+    Layers with equal specs share block tables (`kv_cache/groups.py`). The kind decides which blocks
+    a request needs (`kv_cache/kinds/`), and it owns the memory of these blocks.
     """
 
+    rolls_back: bool
+    """True if tokens that were computed can be dropped, as speculative decoding does."""
+
     def block_nbytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of one block of one layer.
+        """Return the bytes of one block of one layer.
 
         Args:
             block_size: tokens.
             dtype: of the cache: "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "int8".
+        """
+        ...
+
+    def view(self, memory: Tensor, block_size: int, dtype: str, backend: AttentionBackend) -> Any:
+        """Return the cache of a layer as its block uses it: an entry of `StepContext.caches`.
+
+        Args:
+            memory: uint8 [num_blocks, at least `block_nbytes`]; zeros at first.
+            block_size: tokens.
+            dtype: of the cache.
+            backend: computes attention.
+
+        Raises:
+            ConfigError: the backend does not support the cache.
+        """
+        ...
+
+    def metadata(
+        self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
+    ) -> Any:
+        """Return what a block needs to find its tokens: an entry of `StepContext.metadata`.
+
+        Args:
+            table: the arrays of the step.
+            group: the index of the cache's group in these arrays.
+            max_query_len: most tokens of a request in the step.
+            max_seq_len: longest context in the step.
+        """
+        ...
+
+    def pages(self) -> Pages:
+        """Return the pieces of a block for KV connectors.
+
+        Raises:
+            ConfigError: KV connectors cannot keep this kind of cache.
         """
         ...
 
@@ -37,8 +95,50 @@ class AttentionCache:
     first_kv_head: int = 0
     """The number of the first head, where other ranks cache others."""
 
+    rolls_back = True
+
     def block_nbytes(self, block_size: int, dtype: str) -> int:
         """See `CacheSpec`. In int8 each head of a token has a float32 scale."""
         scale = DTYPE_NBYTES["float32"] if dtype == "int8" else 0
         head = self.head_size * DTYPE_NBYTES[dtype] + scale
         return 2 * block_size * self.num_kv_heads * head
+
+    def view(
+        self, memory: Tensor, block_size: int, dtype: str, backend: AttentionBackend
+    ) -> Tensor:
+        """Return the tensor that the backend stores keys and values in: see `AttentionBackend`."""
+        import torch
+
+        from octavo.attention.base import KV_CACHE_DTYPES
+
+        nbytes = self.block_nbytes(block_size, dtype)
+        if memory.shape[1] > nbytes and not backend.pads_blocks:
+            raise ConfigError(
+                f"attention_backend={backend.name} does not support models whose layers cache "
+                "blocks of different sizes; use attention_backend=cpu or reference."
+            )
+        kind = KV_CACHE_DTYPES.get(dtype) or getattr(torch, dtype)
+        heads = self.num_kv_heads, self.head_size
+        shape = backend.kv_cache_shape(len(memory), block_size, *heads, kind)
+        return memory[:, :nbytes].view(kind).view(shape)
+
+    def metadata(
+        self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
+    ) -> AttentionMetadata:
+        """See `CacheSpec`."""
+        from octavo.attention.base import AttentionMetadata
+
+        return AttentionMetadata(
+            num_reqs=len(table.seq_lens),
+            num_tokens=len(table.input_ids),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            query_start_loc=table.query_start_loc,
+            seq_lens=table.seq_lens,
+            block_table=table.block_tables[group],
+            slot_mapping=table.slot_mappings[group],
+        )
+
+    def pages(self) -> Pages:
+        """Return a page of keys and one of values, each with a chunk for each head."""
+        return Pages(2, self.num_kv_heads)

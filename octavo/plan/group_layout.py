@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.plan.step_table import StepSize
+from octavo.layers.step_table import StepSize
 from octavo.system.distributed import COUNTER_NBYTES, Rank
 
 _ALIGNMENT = 64  # a cache line; all that is in the memory begins at one

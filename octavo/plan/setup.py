@@ -10,10 +10,10 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
 from octavo.kv_connector.layout import KVLayout
+from octavo.layers.step_table import StepSize
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.plan.group_layout import GroupLayout
 from octavo.plan.memory import Scratch
-from octavo.plan.step_table import StepSize
 from octavo.structured_output.base import MAX_FORCED
 from octavo.system.distributed import ALONE, Rank
 from octavo.system.dtypes import DTYPE_NBYTES
@@ -69,6 +69,11 @@ class WorkerSetup:
     group: int | None = None
     """The descriptor of their memory, of `group_nbytes`; inherited."""
 
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Type of the KV cache, as `CacheSpec` names it."""
+        return resolve_kv_cache_dtype(self.config, self.dtype)
+
     @cached_property
     def part(self) -> ModelSpec:
         """What of the model this rank has."""
@@ -98,7 +103,7 @@ class WorkerSetup:
         return KVLayout(
             model=self.model_identity,
             block_size=self.config.cache.block_size,
-            dtype=resolve_kv_cache_dtype(self.config, self.dtype),
+            dtype=self.kv_cache_dtype,
             groups=tuple(self.kv_cache_groups),
             first_layer=self.stage_layers[0] if self.rank.num_stages > 1 else 0,
             first_head=first_heads.pop(),

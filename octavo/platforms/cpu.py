@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import TYPE_CHECKING
 
 from octavo.config import cache_folder
 from octavo.errors import ConfigError
+from octavo.layers.step_table import StepLayout, input_batch_nbytes
 from octavo.models.heads import HeadsSpec, read_lm_head
 from octavo.plan.draft_sizes import suffix_nbytes
 from octavo.plan.memory import MemoryBudget, Scratch
 from octavo.plan.setup import WorkerSetup
-from octavo.plan.step_table import StepLayout, input_batch_nbytes
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.system.device import (
     bind_to_numa_node,
@@ -145,12 +144,12 @@ class CPUPlatform(Platform):
         )
 
     def allocate_cache(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, num_blocks: int, block_nbytes: int, device: torch.device
     ) -> torch.Tensor:
-        """See `Platform`; pages are taken from the system only when first written."""
+        """See `Platform`; the system allocates pages when they are first written."""
         from octavo.kernels.memory import map_memory
 
-        return map_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return map_memory(num_blocks * block_nbytes).view(num_blocks, block_nbytes)
 
     def make_steps(
         self,

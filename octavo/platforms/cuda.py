@@ -105,12 +105,12 @@ class CUDAPlatform(Platform):
         )
 
     def allocate_cache(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, num_blocks: int, block_nbytes: int, device: torch.device
     ) -> torch.Tensor:
         """See `Platform`."""
         import torch
 
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(num_blocks, block_nbytes, dtype=torch.uint8, device=device)
 
     def make_steps(
         self,

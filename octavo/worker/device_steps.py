@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.kernels.memory import is_host
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
-from octavo.plan.step_table import SAMPLING_ROW_WORDS, StepLayout, StepSize, StepTable
+from octavo.layers.step_table import SAMPLING_ROW_WORDS, StepLayout, StepSize, StepTable
 from octavo.worker.graphs import EagerSteps, StepResult
 from octavo.worker.input_batch import HostTable, InputBatch, StepBuffers, StepInputs
 

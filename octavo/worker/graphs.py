@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.attention.base import AttentionBackend
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
+from octavo.layers.step_table import StepTable
 from octavo.models.base import Model
+from octavo.models.cache import CacheSpec
 from octavo.models.decoder import DecoderModel
-from octavo.plan.step_table import StepTable
 from octavo.worker.input_batch import StepBuffers, StepInputs
 
 _NO_LOGITS = torch.empty(0, 0)
@@ -83,8 +84,9 @@ class EagerSteps:
     Args:
         model: what to run.
         backend: computes attention.
-        kv_caches: one for each layer that keeps something.
-        layer_groups: for each of them its KV-cache group.
+        caches: the model's caches, as its blocks use them.
+        kinds: the kind of cache of each KV-cache group.
+        groups: for each of the caches the index of its KV-cache group.
         buffers: for a step of the largest size.
         kept_layers: layers whose hidden states are returned.
         received: where the input of a stage is that is not the first one.
@@ -95,8 +97,9 @@ class EagerSteps:
         self,
         model: Model,
         backend: AttentionBackend,
-        kv_caches: Sequence[Tensor],
-        layer_groups: Sequence[int],
+        caches: Sequence[Any],
+        kinds: Sequence[CacheSpec],
+        groups: Sequence[int],
         buffers: StepBuffers,
         kept_layers: tuple[int, ...] = (),
         received: tuple[Tensor, Tensor | None] | None = None,
@@ -105,8 +108,8 @@ class EagerSteps:
         self._buffers = buffers
         self.model = model
         self.backend = backend
-        self.kv_caches = kv_caches
-        self.layer_groups = layer_groups
+        self.caches = caches
+        self._kinds, self._groups = kinds, groups
         self.kept_layers = kept_layers
         self._received, self._progress = received, progress
 
@@ -127,20 +130,9 @@ class EagerSteps:
             max_query_len: most tokens of a request in it.
             max_seq_len: longest context.
         """
-        groups = [
-            AttentionMetadata(
-                num_reqs=len(table.seq_lens),
-                num_tokens=len(table.input_ids),
-                max_query_len=max_query_len,
-                max_seq_len=max_seq_len,
-                query_start_loc=table.query_start_loc,
-                seq_lens=table.seq_lens,
-                block_table=block_table,
-                slot_mapping=slot_mapping,
-            )
-            for block_table, slot_mapping in zip(
-                table.block_tables, table.slot_mappings, strict=True
-            )
+        metadata = [
+            kind.metadata(table, group, max_query_len, max_seq_len)
+            for group, kind in enumerate(self._kinds)
         ]
         received = self._received
         if received is not None:
@@ -148,8 +140,8 @@ class EagerSteps:
             received = x[:rows], None if residual is None else residual[:rows]
         return StepContext(
             positions=table.positions,
-            caches=self.kv_caches,
-            metadata=[groups[group] for group in self.layer_groups],
+            caches=self.caches,
+            metadata=[metadata[group] for group in self._groups],
             backend=self.backend,
             kept_layers=self.kept_layers,
             received=received,

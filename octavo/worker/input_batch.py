@@ -19,8 +19,8 @@ import torch
 
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheConfig
+from octavo.layers.step_table import STEP_ARRAYS, StepLayout, StepSize, StepTable
 from octavo.messages import NewRequestData, PromptEmbeds, ScheduledRequest
-from octavo.plan.step_table import STEP_ARRAYS, StepLayout, StepSize, StepTable
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]

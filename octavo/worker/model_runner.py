@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from octavo import _native
-from octavo.attention.base import KV_CACHE_DTYPES
 from octavo.kernels.memory import is_host, release_memory, to_device
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
@@ -21,7 +20,6 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from octavo.models.cache import AttentionCache
 from octavo.models.loader import LoadedWeights, load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.observability.profiler import span
@@ -256,18 +254,14 @@ class ModelRunner:
 
     def _make_state(self, kv: KVCacheConfig, *, capture: bool) -> RunnerState:
         setup, device = self.setup, self.device
-        dtype = KV_CACHE_DTYPES.get(setup.config.cache.kv_cache_dtype, self.model.dtype)
-        shapes = []
-        for cache in setup.part.caches:
-            assert isinstance(cache, AttentionCache)
-            heads = cache.num_kv_heads, cache.head_size
-            shapes.append(self.backend.kv_cache_shape(kv.num_blocks, kv.block_size, *heads, dtype))
+        dtype = setup.kv_cache_dtype
         kv_tensors = [
-            self.platform.allocate_cache(shapes[0], dtype, device) for _ in range(kv.group_size)
+            self.platform.allocate_cache(kv.num_blocks, nbytes, device)
+            for nbytes in kv.slot_nbytes(dtype)
         ]
         kv_caches = [
-            kv_tensors[tensor].view(shape)
-            for tensor, shape in zip(kv.layer_to_tensor, shapes, strict=True)
+            cache.view(kv_tensors[slot], kv.block_size, dtype, self.backend)
+            for slot, cache in zip(kv.layer_to_tensor, setup.part.caches, strict=True)
         ]
         max_num_seqs = setup.largest_step.requests
         batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
@@ -276,6 +270,7 @@ class ModelRunner:
             self.model,
             self.backend,
             kv_caches,
+            [group.cache for group in kv.groups],
             kv.layer_to_group,
             StepBuffers(batch.layout(setup.largest_step)),
             setup.kept_layers,

@@ -96,9 +96,9 @@ class Platform(ABC):
 
     @abstractmethod
     def allocate_cache(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, num_blocks: int, block_nbytes: int, device: torch.device
     ) -> torch.Tensor:
-        """Zeroed memory for the KV cache of a layer."""
+        """Return zeros for blocks of a cache: uint8 [num_blocks, block_nbytes]."""
 
     @abstractmethod
     def make_steps(

@@ -6,24 +6,26 @@ puts buffers where recording the loaded model will put them: what comes out is w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.attention.base import KV_CACHE_DTYPES, AttentionBackend
+from octavo.attention.base import AttentionBackend
 from octavo.attention.cpu import CPUAttention
 from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig
+from octavo.layers.step_table import StepLayout
 from octavo.models.blocks.base import LargestStep, Parts
-from octavo.models.cache import AttentionCache
+from octavo.models.cache import CacheSpec
 from octavo.models.eagle import EagleModel
 from octavo.models.loader import build_model
 from octavo.models.weights import Weight
 from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
-from octavo.plan.step_table import StepLayout
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.system.device import num_cpus
 from octavo.worker.graphs import CapturedSteps, EagerSteps
@@ -43,7 +45,6 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     """
     config, spec, device = setup.config, setup.part, torch.device("cpu")
     dtype: torch.dtype = getattr(torch, setup.dtype)
-    cache_dtype = KV_CACHE_DTYPES.get(config.cache.kv_cache_dtype, dtype)
     tokens, threads = setup.max_num_batched_tokens, config.device.num_threads or num_cpus()
     largest = LargestStep(tokens, setup.max_model_len, threads)
     kernels = max(
@@ -51,14 +52,10 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         for layer in spec.distinct_layers
         for block in layer.blocks
     )
-    kv_caches = []
-    for cache in spec.caches:
-        assert isinstance(cache, AttentionCache)
-        heads = cache.num_kv_heads, cache.head_size
-        asked.kv_cache_shape(1, config.cache.block_size, *heads, cache_dtype)  # or refuses it
-        kv_caches.append(placeholder(1, 2, heads[0], 16, heads[1], dtype=dtype))
-
     ops, backend = NativeOps(), CPUAttention()  # others compute in the same buffers
+    for cache in spec.caches:  # the backend of the settings refuses what it does not support
+        _view(cache, config.cache.block_size, setup.kv_cache_dtype, asked)
+    caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]
     weights = spec.weights(quantized=config.model.quantization is not None)
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
@@ -78,7 +75,8 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
             EagerSteps(
                 model,
                 backend,
-                kv_caches,
+                caches,
+                [group.cache for group in kv.groups],
                 kv.layer_to_group,
                 StepBuffers(layout, placeholder(layout.nbytes, dtype=torch.uint8).numpy()),
                 setup.kept_layers,
@@ -96,6 +94,12 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     kernels += _native.linear_scratch(rows, inputs, threads)
     shared = 0 if buffers is None else buffers.nbytes
     return Scratch(activations.peak, logits.peak, kernels, shared)
+
+
+def _view(cache: CacheSpec, block_size: int, dtype: str, backend: AttentionBackend) -> Any:
+    """Return a cache of one block without memory."""
+    memory = placeholder(1, cache.block_nbytes(block_size, dtype), dtype=torch.uint8)
+    return cache.view(memory, block_size, dtype, backend)
 
 
 def _received(setup: WorkerSetup, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -17,8 +17,8 @@ from octavo.config import BUILTIN_MODEL
 from octavo.errors import EngineDeadError
 from octavo.executor import relay as of_relay
 from octavo.executor.relay import Relay, RelayKey, Stream, find_streams
+from octavo.layers.step_table import StepSize
 from octavo.plan.group_layout import GroupLayout
-from octavo.plan.step_table import StepSize
 from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.group import _Channel
 from octavo.worker.news import News

@@ -66,6 +66,9 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "scale_": lambda x: changed(x, lambda x: ops.scale_(x, 3.0)),
     "clamp_": lambda x: changed(x, lambda x: ops.clamp_(x, 0.5)),
     "soft_cap_": lambda x: changed(x, lambda x: ops.soft_cap_(x, 0.5)),
+    "call": lambda x: changed(
+        x, lambda x: ops.call(lambda tokens, requests: x[:tokens].mul_(2), len(x), 0)
+    ),
     "exp": ops.exp,
     "log": lambda x: ops.log(ops.exp(x)),
     "rotary_embedding": rotated,

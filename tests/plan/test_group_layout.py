@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.layers.step_table import StepSize
 from octavo.plan.group_layout import HANDED_SLOTS, GroupLayout
-from octavo.plan.step_table import StepSize
 from octavo.system.distributed import COUNTER_NBYTES, Rank
 
 

@@ -7,6 +7,7 @@ import pytest
 from octavo.attention.base import KV_CACHE_DTYPES
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
+from octavo.layers.step_table import StepSize
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.plan.memory import MemoryBudget, Scratch
@@ -19,7 +20,6 @@ from octavo.plan.memory_plan import (
     resolve_max_num_batched_tokens,
 )
 from octavo.plan.setup import WorkerSetup
-from octavo.plan.step_table import StepSize
 from octavo.platforms import cpu
 from octavo.sampling.sizes import state_nbytes
 from octavo.structured_output.base import MAX_FORCED

@@ -13,10 +13,10 @@ import torch
 from octavo.attention.triton import TritonAttention
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.layers.step_table import StepSize
 from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
-from octavo.plan.step_table import StepSize
 from octavo.worker.graphs import EagerSteps, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
 from tests.models.harness import CPU, make_hf

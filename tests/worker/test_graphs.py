@@ -13,6 +13,7 @@ from octavo.config import EngineConfig
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.layers.step_table import StepSize
 from octavo.messages import (
     CoreSamplingParams,
     NewRequestData,
@@ -23,7 +24,6 @@ from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.plan.setup import WorkerSetup
-from octavo.plan.step_table import StepSize
 from octavo.structured_output.base import MAX_FORCED
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers

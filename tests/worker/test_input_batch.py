@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.layers.step_table import StepSize, input_batch_nbytes
 from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.models.cache import AttentionCache
-from octavo.plan.step_table import StepSize, input_batch_nbytes
 from octavo.worker.input_batch import UNKNOWN, HostTable, InputBatch, StepBuffers, StepInputs
 
 KV = KVCacheConfig(

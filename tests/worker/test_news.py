@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
+from octavo.layers.step_table import StepSize
 from octavo.plan.group_layout import GroupLayout
-from octavo.plan.step_table import StepSize
 from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.news import News
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.errors import ConfigError
 from octavo.kernels.base import Gate, Gelu, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import to_device
 from octavo.kernels.reference import ReferenceOps, into
@@ -31,6 +34,13 @@ class TritonOps(ReferenceOps):
         # Parts of a sum are added in float32, too, where cuBLAS splits one.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
+        """See `Ops`: captured graphs replay kernels only."""
+        raise ConfigError(
+            "the model has blocks that run Python code, which graphs on a GPU cannot repeat; use "
+            "device=cpu with attention_backend=cpu."
+        )
 
     def linear(
         self,

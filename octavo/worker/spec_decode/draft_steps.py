@@ -10,18 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.attention.base import KV_CACHE_DTYPES
 from octavo.kernels.reference import sampling_weights
 from octavo.kv_cache.groups import find_full_attention
+from octavo.layers.step_table import StepLayout, StepSize
 from octavo.models.base import Model
-from octavo.models.cache import AttentionCache
 from octavo.models.eagle import LMHead
 from octavo.models.heads import LMHeadSpec
 from octavo.models.loader import load_model
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import WeightCache
 from octavo.plan.setup import WorkerSetup
-from octavo.plan.step_table import StepLayout, StepSize
 from octavo.sampling.acceptance import DRAFT
 from octavo.sampling.sizes import rows_per_chunk
 from octavo.worker.graphs import EagerSteps, StepResult
@@ -89,18 +87,22 @@ class DraftSteps:
         self.group = group
         """Whose block tables it uses."""
         self._target = target
-        dtype = KV_CACHE_DTYPES.get(setup.config.cache.kv_cache_dtype, model.dtype)
-        self._caches = []
-        for cache in setup.spec.caches:
-            assert isinstance(cache, AttentionCache)
-            shape = target.backend.kv_cache_shape(
-                *(kv.num_blocks, kv.block_size, cache.num_kv_heads, cache.head_size, dtype)
+        dtype, caches = setup.kv_cache_dtype, setup.spec.caches
+        memory = [
+            target.platform.allocate_cache(
+                kv.num_blocks, cache.block_nbytes(kv.block_size, dtype), model.device
             )
-            self._caches.append(target.platform.allocate_cache(shape, dtype, model.device))
-        target.caches.extend(self._caches)
+            for cache in caches
+        ]
+        target.caches.extend(memory)
+        self._caches = [
+            cache.view(tensor, kv.block_size, dtype, target.backend)
+            for cache, tensor in zip(caches, memory, strict=True)
+        ]
         layout = StepLayout(setup.largest_step, batch.blocks, 1)
         eager = EagerSteps(
-            *(model, target.backend, self._caches, [0] * len(self._caches), StepBuffers(layout)),
+            *(model, target.backend, self._caches, caches, [0] * len(caches)),
+            StepBuffers(layout),
             setup.kept_layers,
         )
         self._steps = target.platform.make_steps(setup, target.ops, eager, batch, capture=True)

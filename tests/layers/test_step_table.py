@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from octavo.plan.step_table import STEP_ARRAYS, StepLayout, StepSize
+from octavo.layers.step_table import STEP_ARRAYS, StepLayout, StepSize
 
 
 @pytest.mark.parametrize("size", [StepSize(7, 3, 5), StepSize(0, 0, 0), StepSize(1, 1, 1)])
