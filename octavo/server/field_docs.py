@@ -79,6 +79,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "chat_template_kwargs": "Variables for the chat template.",
         "reasoning_effort": "A variable for the chat template; it also sets enable_thinking there, "
         "unless chat_template_kwargs does.",
+        "documents": "Texts for retrieval, for templates that know them: objects of strings, such "
+        "as title and text. Other templates leave them out.",
         "tools": "Definitions of tools, for templates that know them; with tool_choice none.",
         "tool_choice": "none: the answer calls no tool. Needed with tools; other values are "
         "refused.",
@@ -171,6 +173,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
         "continue_final_message": "Leave the last message open, to be continued.",
         "chat_template_kwargs": "Variables for the chat template.",
+        "documents": "Texts for retrieval, for templates that know them: objects of strings, such "
+        "as title and text. Other templates leave them out.",
         "tools": "Definitions of tools, for templates that know them.",
         "return_token_strs": "Return the text of each token, too.",
     },

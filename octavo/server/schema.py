@@ -30,6 +30,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096
 MAX_ENGINES = 1024
 MAX_ROLE_LENGTH = 64
+MAX_DOCUMENTS = 4096
 
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
@@ -328,6 +329,9 @@ Messages: TypeAlias = Annotated[
     list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
 ]
 Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)] | None
+Documents: TypeAlias = (
+    Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None
+)
 
 
 def _check_tool_choice(value: object) -> object:
@@ -636,6 +640,7 @@ class ChatFields(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    documents: Documents = None
     tools: Tools = None
     tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_check_tool_choice)] = None
 
@@ -751,6 +756,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents = None
     tools: Tools = None
     return_token_strs: bool | None = None
 
