@@ -212,6 +212,7 @@ BAD_SERVER = {
     "ssl_certfile": [5],
     "chat_template": [5],
     "response_role": [None],
+    "exclude_tools_when_tool_choice_none": ["yes", 1],
     "max_num_queued_reqs": [-1, 1.5],
     "request_memory_bytes": ["1", 0],
     "api_server_count": [0, 257],

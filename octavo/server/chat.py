@@ -164,6 +164,9 @@ class ChatCompletion(Generation[ChatFields]):
             else None,
         )
         template = await self.state.chat_template(tokenizer)
+        without_tools = (
+            body.tool_choice == "none" and self.state.config.exclude_tools_when_tool_choice_none
+        )
         prompts = [
             await render_messages(
                 template,
@@ -171,7 +174,7 @@ class ChatCompletion(Generation[ChatFields]):
                 body.add_generation_prompt,
                 body.continue_final_message,
                 self.state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
-                body.tools,
+                None if without_tools else body.tools,
                 body.documents,
             )
             for messages in body.conversations

@@ -265,6 +265,16 @@ def test_tools_and_their_calls_go_to_the_template():
     with_server(scenario, chat_template=SHOWS)
 
 
+def test_tools_are_left_out_of_the_template_if_the_server_says_so():
+    async def scenario(served):
+        response = await served.chat(tools=[TOOL], tool_choice="none")
+        assert response.status_code == 200, response.text
+        assert rendered(served) == "null"
+
+    template = "{{ tools | tojson }}"
+    with_server(scenario, chat_template=template, exclude_tools_when_tool_choice_none=True)
+
+
 def test_documents_go_to_the_template():
     documents = [{"title": "Weather", "text": "sunny"}, {"text": "é"}]
 
