@@ -259,6 +259,13 @@ def test_every_server_setting_is_tested():
     assert {f.name for f in section_fields(ServerConfig)} == set(BAD_SERVER)
 
 
+def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch):
+    EngineConfig.from_kwargs(guided_decoding_backend="xgrammar")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = refused(guided_decoding_backend="guidance")
+    assert "guided_decoding_backend='llguidance' needs the package llguidance" in message
+
+
 def test_choices_are_named():
     assert "float32, float16, bfloat16" in refused(dtype="float64")
     assert "8, 16, 32, 64, 128" in refused(block_size=17)

@@ -138,7 +138,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
     structured_outputs.JsonSchema: {
         "name": "A name for the schema; it has no effect.",
         "description": "What it is for; it has no effect.",
-        "strict": "It has no effect: the answer always follows the schema.",
+        "strict": "Refuse a format that cannot be enforced, instead of leaving it out; the answer "
+        "follows the rest of the schema either way.",
         "schema": "The JSON schema.",
     },
     structured_outputs.StructuredOutputs: {
