@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.models.cache import AttentionCache
 from octavo.models.loader import LoadFormat, open_checkpoint
 from octavo.models.sharded_state import FUSED
 from octavo.models.spec import ModelSpec
@@ -55,7 +56,7 @@ def save_sharded_state(
     """
     if weight_files(target, "sharded_state"):
         raise ConfigError(f"path={str(target)!r} holds a sharded state already; give another one.")
-    plan = _plan(spec, size)
+    plan, heads = _plan(spec), _num_kv_heads(spec, size)
     checkpoint = open_checkpoint(spec, folder, load_format, seed, torch.device("cpu"))
     checkpoint.check([weight for parts in plan.values() for weight, _ in parts])
 
@@ -64,7 +65,7 @@ def save_sharded_state(
             mine = []
             for weight, source in parts:
                 tensor = checkpoint.read(source, weight)
-                mine.append(_share(spec, source, tensor, rank, size).to(getattr(torch, dtype)))
+                mine.append(_share(source, tensor, rank, size, heads).to(getattr(torch, dtype)))
             yield name, torch.cat(mine)  # which copies, so that no file keeps another one open
 
     try:
@@ -77,7 +78,7 @@ def save_sharded_state(
         raise ConfigError(f"path={str(target)!r} cannot be written to: {reason}.") from None
 
 
-def _plan(spec: ModelSpec, size: int) -> dict[str, list[tuple[Weight, Source]]]:
+def _plan(spec: ModelSpec) -> dict[str, list[tuple[Weight, Source]]]:
     """Return the tensors of the model that make each stored one, in their order."""
     plan: dict[str, list[tuple[Weight, Source]]] = {}
     seen: set[str] = set()
@@ -96,19 +97,26 @@ def _plan(spec: ModelSpec, size: int) -> dict[str, list[tuple[Weight, Source]]]:
                 )
             fused = f"{parent}.{FUSED[last]}.{kind}" if last in FUSED else source.name
             plan.setdefault(fused, []).append((weight, source))
-    heads = {cache.num_kv_heads for cache in spec.caches}
-    if any(size % count and count % size for count in heads):
-        raise UnsupportedError(
-            f"tensor_parallel_size={size} cannot be saved: vLLM gives each rank equally many of "
-            f"the {max(heads)} heads of keys and values."
-        )
     return plan
 
 
-def _share(
-    spec: ModelSpec, source: Source, tensor: torch.Tensor, rank: int, size: int
-) -> torch.Tensor:
-    """Return what a rank has of a tensor."""
+def _num_kv_heads(spec: ModelSpec, size: int) -> int:
+    """Return the heads of keys and values of each layer, which ranks divide or share.
+
+    Raises:
+        UnsupportedError: layers differ, or ranks would not have equally many.
+    """
+    heads = {cache.num_kv_heads for cache in spec.caches if isinstance(cache, AttentionCache)}
+    if len(heads) != 1 or any(size % count and count % size for count in heads):
+        raise UnsupportedError(
+            f"tensor_parallel_size={size} cannot be saved: vLLM gives each rank equally many "
+            f"heads of keys and values, and {spec.architecture} has {sorted(heads)} in its layers."
+        )
+    return heads.pop()
+
+
+def _share(source: Source, tensor: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
+    """Return what a rank has of a tensor; `heads` are those of keys and values."""
     module, _, kind = source.name.rpartition(".")
     last = module.rpartition(".")[2]
     dim, count = 0, size
@@ -116,7 +124,7 @@ def _share(
         padding = -len(tensor) % _VOCABULARY_MULTIPLE
         tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
     elif last in ("k_proj", "v_proj"):  # ranks may share heads
-        count = min(size, spec.caches[0].num_kv_heads)
+        count = min(size, heads)
     elif last in _COLUMNS and kind == "weight":
         dim = 1
     elif last not in _ROWS:

@@ -160,9 +160,9 @@ class StructuredOutputsBody(Body):
         names = {kind: field, "backend": "guided_decoding_backend"}
         if self.guided_decoding_backend is not None:
             options["backend"] = self.guided_decoding_backend
-        of_format = self.response_format and self.response_format.json_schema
-        if of_format is not None and of_format.strict:
-            options["strict"] = True
+        if kind == "json" and self.response_format is not None:
+            schema = self.response_format.json_schema
+            options["strict"] = schema is not None and bool(schema.strict)
         wanted = self.structured_outputs
         if wanted is not None:
             options["disable_any_whitespace"] = bool(wanted.disable_any_whitespace)

@@ -138,7 +138,7 @@ def test_what_is_saved_is_what_vllm_keeps_and_is_read_again(model, expected, tmp
     ("change", "size", "said"),
     [
         ({"architectures": ["GPT2LMHeadModel"], "n_embd": 48, "n_head": 2}, 1, "GPT2LMHeadModel"),
-        ({"num_key_value_heads": 2}, 3, "tensor_parallel_size=3 .* 2 heads of keys and values"),
+        ({"num_key_value_heads": 2}, 3, r"tensor_parallel_size=3 .* has \[2\] in its layers"),
         ({"intermediate_size": 71}, 2, "the 71 rows of model.layers.0.mlp.gate_proj.weight"),
     ],
 )
