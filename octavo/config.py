@@ -8,6 +8,7 @@ has the thing. Environment variables are read here and nowhere else.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import re
 import types
@@ -719,6 +720,12 @@ class ServerConfig(Section, frozen=True):
         str | None, Meta(description="Chat template: a file, or the template itself.")
     ] = None
     response_role: Annotated[str, Meta(description="Role of the answers in a chat.")] = "assistant"
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool,
+        Meta(
+            description="Leave tools out of the chat template when a request's tool_choice is none."
+        ),
+    ] = False
     max_num_queued_reqs: Annotated[
         int,
         Meta(
@@ -1058,6 +1065,13 @@ class EngineConfig(Section, frozen=True):
         budget = sched.max_num_batched_tokens
         if model.max_model_len == 0:
             raise ConfigError("max_model_len=0 leaves no room; give -1 or more than 0.")
+        backend = model.guided_decoding_backend
+        if backend != "auto" and importlib.util.find_spec(backend) is None:
+            raise ConfigError(
+                f"guided_decoding_backend={backend!r} needs the package {backend}, which is not "
+                f"installed: install it (`pip install {backend}`), or leave "
+                "guided_decoding_backend out."
+            )
         if budget is not None and budget < sched.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={budget} is less than max_num_seqs={sched.max_num_seqs}: "

@@ -63,6 +63,8 @@ class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
     """Whether JSON may have white space between its parts."""
     additional_properties: bool = False
     """Whether JSON may have properties and items that its schema neither names nor forbids."""
+    strict: bool = False
+    """Refuse a schema with a `format` that cannot be enforced, instead of leaving it out."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -912,12 +912,13 @@ class AsyncLLM:
         processed = self._output_processor.process_outputs(
             outputs.outputs, outputs.timestamp, index
         )
-        await self._client.abort_requests(processed.reqs_to_abort)
+        # Count the step first: requests read their outputs while the abort waits.
         if outputs.stats is not None:
             self.stats = outputs.stats
             if index < len(self._forecasts):  # one that is ended gets no more
                 self._forecasts[index].record(outputs.stats, outputs.timestamp)
             self._show(outputs.stats, index)
+        await self._client.abort_requests(processed.reqs_to_abort)
 
     async def render_metrics(self) -> bytes:
         """All metrics in Prometheus' text format, with those of other front ends."""

@@ -16,7 +16,7 @@ from octavo.engine.assemble import make_engine_core
 from octavo.engine.core_client import InprocClient
 from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.interrupts import late_interrupts
-from octavo.engine.memory_plan import resolve_max_model_len
+from octavo.engine.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.vllm_arguments import (
     apply_tokenization,
@@ -29,6 +29,7 @@ from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestErro
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
+from octavo.models.weights import SHARDED_PATTERN
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.profiler import span
 from octavo.recording import Arrival, End, Outputs
@@ -78,6 +79,7 @@ class LLMEngine:
         _check_parallel(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
+        self._path = path
         self.spec = read_spec(
             path, trust_remote_code=settings.trust_remote_code, overrides=settings.hf_overrides
         )
@@ -287,6 +289,53 @@ class LLMEngine:
     def apply_model(self, func: Callable[[Any], T]) -> list[T]:
         """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
         return self.collective_rpc(lambda worker: func(worker.runner.model))
+
+    @property
+    def engine_core(self) -> LLMEngine:
+        """Where scripts for vLLM find `save_sharded_state`."""
+        return self
+
+    def save_sharded_state(
+        self, path: str | Path, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """Save the weights in vLLM's sharded form, which `load_format=sharded_state` reads.
+
+        There are files for each of `tensor_parallel_size` ranks, as vLLM divides the model among
+        them. Config and tokenizer are not copied.
+
+        Args:
+            path: the folder to write to.
+            pattern: must be None, or vLLM's own: model-rank-{rank}-part-{part}.safetensors.
+            max_size: most bytes of a file; None: no limit.
+
+        Raises:
+            ConfigError: the folder holds such files already, or cannot be written to.
+            UnsupportedError: settings or the model do not allow it.
+        """
+        from octavo.models.sharded_save import save_sharded_state  # brings torch
+
+        config = self.config
+        if pattern not in (None, SHARDED_PATTERN):
+            raise UnsupportedError(
+                f"pattern={pattern!r} is not supported: files are named {SHARDED_PATTERN}; leave "
+                "it out.",
+                "pattern",
+            )
+        if config.device.pipeline_parallel_size > 1 or config.model.quantization is not None:
+            raise UnsupportedError(
+                "save_sharded_state is not supported with pipeline_parallel_size or quantization; "
+                "leave them out, and give them when the saved weights are loaded."
+            )
+        save_sharded_state(
+            self.spec,
+            self._path,
+            Path(path),
+            dtype=resolve_dtype(config, self.spec),
+            load_format=config.load.load_format,
+            seed=config.model.seed,
+            size=config.device.tensor_parallel_size,
+            max_size=max_size,
+        )
 
     def stats(self) -> SchedulerStats:
         """State and counters of the scheduler and the KV cache."""
