@@ -215,7 +215,9 @@ class Site:
         self._temporary.mkdir()
         self._files = self._all_files()
         common = [*([model] if model else []), *LAYOUTS[layout]]
-        common += ["--progress-timeout", str(PROGRESS_TIMEOUT), *flags]
+        if "--progress-timeout" not in flags:
+            common += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
+        common += flags
         if layout.startswith("nodes"):
             key = folder / "key"
             key.write_bytes(os.urandom(32).hex().encode())

@@ -589,7 +589,7 @@ async def main():
     engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))
     await engine.wait_ready()
     client = engine._client
-    print(client.pid, client._launcher._spare.pid, client._client.process._folder, flush=True)
+    print(client.pid, client._launcher._spare.pid, client._client.process._folder.path, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """
