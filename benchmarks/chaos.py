@@ -55,6 +55,7 @@ LAYOUTS = {
     "nodes-tp2": ["-tp", "2", "-dp", "2", "--data-parallel-size-local", "1"],
     "front-ends": ["-asc", "2", "-dp", "2"],
     "front-ends-tp2": ["-asc", "2", "-tp", "2"],
+    "elastic": ["-dp", "2", "--enable-elastic-ep", "--enable-admin"],
     "ray-tp2": ["-tp", "2", "--distributed-executor-backend", "ray", "--num-threads", "1"],
     "router": ["--replicas", "2", "--health-check-interval", "0.2"],
     "router-ray": ["--replicas", "2", "--backend", "ray", "--num-threads", "1"],
@@ -68,6 +69,8 @@ _MODULES = {
 }
 # What the titles of Ray's actors begin with.
 _ACTORS = {"ray::WorkerActor": "worker", "ray::ServerActor": "actor"}
+# Numbers of engines in the layout "elastic", in turn; it ends with the last one.
+_SIZES = (3, 1, 2)
 # In the environment of all processes of a run.
 _MARK = "OCTAVO_CHAOS_RUN"
 # Longer than this no stream is silent, and nothing that was stopped is left alone.
@@ -193,6 +196,12 @@ class Load:
             self.heard.pop(number, None)
         return answer
 
+    async def scale(self, size: int) -> str:
+        """Has the server run so many engines; returns what it says to that."""
+        body = {"new_data_parallel_size": size}
+        answer = await self._client.post("/scale_elastic_ep", json=body)
+        return f"{answer.status_code} {answer.text}"
+
     async def ask_all(self, asked: list[tuple[str, dict[str, Any]]]) -> list[Answer]:
         """The answers to all, asked at once."""
         return await asyncio.gather(*(self.ask(path, body) for path, body in asked))
@@ -231,6 +240,7 @@ class Site:
         self._head_flags += ["--max-engine-restarts", "1000000"]
         self._head_flags += ["--no-enable-prompt-tokens-details"]
         self._has_node = layout.startswith("nodes")
+        self.is_elastic = layout == "elastic"
         self._command = "router" if layout.startswith("router") else "serve"
         self._node: subprocess.Popen[bytes] | None = None
         self._of_node: list[psutil.Process] = []
@@ -451,7 +461,7 @@ class Killer(threading.Thread):
         for role, kind, _ in struck:
             self.done[role, kind] += 1
         names = ", ".join(f"{kind} of {role} {process.pid}" for role, kind, process in struck)
-        self._tell(f"{names or 'none there to kill'}; {len(in_flight)} streams")
+        self.tell(f"{names or 'none there to kill'}; {len(in_flight)} streams")
         node = next((kind for role, kind, _ in struck if role == "node"), None)
         if node is None:  # else its engines end with it
             self._wait_for_ends(struck)
@@ -469,7 +479,7 @@ class Killer(threading.Thread):
         _wait(lambda: any(t > gone for t in load.heard.copy().values()), what)
         first = time.monotonic()
         _wait(lambda: not silent(), what)
-        self._tell(f"all go on after {time.monotonic() - killed:.1f} s")
+        self.tell(f"all go on after {time.monotonic() - killed:.1f} s")
         if len(struck) == 1:
             key = struck[0][:2]
             times = first - killed, time.monotonic() - killed
@@ -478,7 +488,7 @@ class Killer(threading.Thread):
             self._site.start_node()
         self._wait_for_ends(struck)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Print progress, also into a pipe at once."""
         seconds = time.monotonic() - self._begun
         print(f"{seconds:4.0f} s, kill {self.done.total()} of {self._kills}: {text}", flush=True)
@@ -539,9 +549,17 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
             if answer != wanted[number]:
                 wrong.append(f"{path} {body}\n  is      {answer}\n  was     {wanted[number]}")
 
+    async def scale() -> None:
+        while killer.is_alive():
+            for size in _SIZES:
+                killer.tell(f"{size} engines: {await load.scale(size)}")
+
+    scaling = asyncio.create_task(scale()) if site.is_elastic else None
     tasks = [asyncio.create_task(repeat(number)) for number in range(len(asked))]
     while killer.is_alive():
         await asyncio.sleep(0.05)
+    if scaling is not None:
+        await scaling
     _, hanging = await asyncio.wait(tasks, timeout=_SILENT_SECONDS)
     for task in hanging:
         task.cancel()
