@@ -553,6 +553,8 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
         while killer.is_alive():
             for size in _SIZES:
                 killer.tell(f"{size} engines: {await load.scale(size)}")
+        # A kill may have hit the engine that was to come.
+        killer.tell(f"{_SIZES[-1]} engines: {await load.scale(_SIZES[-1])}")
 
     scaling = asyncio.create_task(scale()) if site.is_elastic else None
     tasks = [asyncio.create_task(repeat(number)) for number in range(len(asked))]
