@@ -448,14 +448,7 @@ class Killer(threading.Thread):
         begun, load, rng = time.monotonic(), self._load, self._rng
         _wait(lambda: any(t > begun for t in load.heard.copy().values()), lambda: "no token came")
         time.sleep(rng.uniform(0.0, 0.3))
-        there = [it for it in self._site.processes() if it[0] in self._roles]
-        rng.shuffle(there)
-        # By turns: otherwise a role of few processes may be left out.
-        turns = Counter(role for role, _ in self.done.elements())
-        there.sort(key=lambda it: turns[it[0]])
-        most = min(self._at_once, self._kills - self.done.total(), len(there))
-        count = rng.randint(1, most) if there else 0
-        victims = [*there[:1], *rng.sample(there[1:], max(0, count - 1))]
+        victims = self._draw()
         killed, in_flight = time.monotonic(), set(load.heard.copy())
         struck = [(role, self._kill(role, process), process) for role, process in victims]
         for role, kind, _ in struck:
@@ -487,6 +480,20 @@ class Killer(threading.Thread):
         if node == "SIGSTOP":  # only somebody on its machine can end it
             self._site.start_node()
         self._wait_for_ends(struck)
+
+    def _draw(self) -> list[tuple[str, psutil.Process]]:
+        """Processes that are to die together: one of the role with the fewest deaths, and others.
+
+        By chance alone, a role of few processes may be left out.
+        """
+        there = [it for it in self._site.processes() if it[0] in self._roles]
+        if not there:
+            return []
+        self._rng.shuffle(there)
+        turns = Counter(role for role, _ in self.done.elements())
+        there.sort(key=lambda it: turns[it[0]])
+        most = min(self._at_once, self._kills - self.done.total(), len(there))
+        return [there[0], *self._rng.sample(there[1:], self._rng.randint(1, most) - 1)]
 
     def tell(self, text: str) -> None:
         """Print progress, also into a pipe at once."""
