@@ -452,6 +452,7 @@ class AsyncLLM:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
         lora_request: None = None,
@@ -468,6 +469,7 @@ class AsyncLLM:
             deadline: second of `time.monotonic` after which the request fails.
             first_token_deadline: that after which it fails if it has no token yet.
             tenant: who asks: tokens and memory are shared fairly between tenants.
+            flow: class of the client's address: without tenants, tokens are shared between flows.
             add_special_tokens: whether the tokenizer adds its special tokens to a text.
             turn: how many prompts came before it in the same call: those behind let others pass.
             lora_request: adapters are not supported.
@@ -497,6 +499,7 @@ class AsyncLLM:
             deadline=deadline,
             first_token_deadline=first_token_deadline,
             tenant=tenant,
+            flow=flow,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
@@ -516,6 +519,7 @@ class AsyncLLM:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
     ) -> RequestOutput:
@@ -537,6 +541,7 @@ class AsyncLLM:
             deadline=deadline,
             first_token_deadline=first_token_deadline,
             tenant=tenant,
+            flow=flow,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
@@ -787,6 +792,7 @@ class AsyncLLM:
         deadline: float | None,
         first_token_deadline: float | None,
         tenant: str | None,
+        flow: int | None,
         add_special_tokens: bool,
         turn: int,
     ) -> tuple[EngineCoreRequest, str | None]:
@@ -806,6 +812,7 @@ class AsyncLLM:
             deadline=_from_monotonic(deadline),
             first_token_deadline=_from_monotonic(first_token_deadline),
             tenant=tenant,
+            flow=flow,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
