@@ -2,15 +2,17 @@
 
     python benchmarks/chaos.py --kills 1000 [--layout nodes-tp2] [--model FOLDER] [--seed 0]
 
-A server is started; each of some mixed requests (greedy and sampled, n = 4, logprobs, prompt
-logprobs, penalties, stop texts, bad words, grammars, chats, beams) is answered once undisturbed.
-Then they are asked together, over and over, while processes of the layout die at random moments,
-any but those that hold clients' connections, and what starts them: engine cores, workers, warm
-spares, the headless node, the coordinator of several front ends. SIGKILL, SIGSEGV, SIGSTOP (found
+A server is started, or a router with two servers; each of some mixed requests (greedy and sampled,
+n = 4, logprobs, prompt logprobs, penalties, stop texts, bad words, grammars, chats, beams) is
+answered once undisturbed. Then they are asked together, over and over, while processes of the
+layout die at random moments, any but those that hold clients' connections, and what starts them:
+engine cores, workers, warm spares, the headless node, the coordinator of several front ends, a
+router's servers, and actors of Ray. Kinds of processes take turns. SIGKILL, SIGSEGV, SIGSTOP (found
 by `--progress-timeout`, or sooner; nobody continues what was stopped) and a limit on the memory.
-A node that died is started again, as an init system would. Every answer is held
-against the undisturbed one, byte for byte; and when all is over no process, descriptor or file of
-the server may be left. Exit status 1: something was lost, changed or left.
+A node that died is started again, as an init system would. Every answer is held against the
+undisturbed one, byte for byte; and when all is over no process, descriptor or file of the server
+may be left. Each kill prints a line when it happens, and one when all streams have gone on. Exit
+status 1: something was lost, changed or left.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ import httpx
 import psutil
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ROLES = ("core", "worker", "spare", "node", "coordinator")
+ROLES = ("core", "worker", "spare", "node", "coordinator", "server", "actor")
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "memory")
 PROGRESS_TIMEOUT = 1.0
 LAYOUTS = {
@@ -53,13 +55,22 @@ LAYOUTS = {
     "nodes-tp2": ["-tp", "2", "-dp", "2", "--data-parallel-size-local", "1"],
     "front-ends": ["-asc", "2", "-dp", "2"],
     "front-ends-tp2": ["-asc", "2", "-tp", "2"],
+    "elastic": ["-dp", "2", "--enable-elastic-ep", "--enable-admin"],
+    "ray-tp2": ["-tp", "2", "--distributed-executor-backend", "ray", "--num-threads", "1"],
+    "router": ["--replicas", "2", "--health-check-interval", "0.2"],
+    "router-ray": ["--replicas", "2", "--backend", "ray", "--num-threads", "1"],
 }
 """Flags of each; with engines on nodes there is one, with the second engine."""
 _MODULES = {
     "octavo.engine.core_process": "core",
     "octavo.executor.worker_process": "worker",
     "octavo.server.coordinator_process": "coordinator",
+    "serve": "server",
 }
+# What the titles of Ray's actors begin with.
+_ACTORS = {"ray::WorkerActor": "worker", "ray::ServerActor": "actor"}
+# Numbers of engines in the layout "elastic", in turn; it ends with the last one.
+_SIZES = (3, 1, 2)
 # In the environment of all processes of a run.
 _MARK = "OCTAVO_CHAOS_RUN"
 # Longer than this no stream is silent, and nothing that was stopped is left alone.
@@ -185,6 +196,12 @@ class Load:
             self.heard.pop(number, None)
         return answer
 
+    async def scale(self, size: int) -> str:
+        """Has the server run so many engines; returns what it says to that."""
+        body = {"new_data_parallel_size": size}
+        answer = await self._client.post("/scale_elastic_ep", json=body)
+        return f"{answer.status_code} {answer.text}"
+
     async def ask_all(self, asked: list[tuple[str, dict[str, Any]]]) -> list[Answer]:
         """The answers to all, asked at once."""
         return await asyncio.gather(*(self.ask(path, body) for path, body in asked))
@@ -206,8 +223,10 @@ class Site:
         self._temporary = folder / "tmp"
         self._temporary.mkdir()
         self._files = self._all_files()
-        common = [*([model] if model else []), *LAYOUTS[layout], *flags]
-        common += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
+        common = [*([model] if model else []), *LAYOUTS[layout]]
+        if "--progress-timeout" not in flags:
+            common += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
+        common += flags
         if layout.startswith("nodes"):
             key = folder / "key"
             key.write_bytes(os.urandom(32).hex().encode())
@@ -221,6 +240,8 @@ class Site:
         self._head_flags += ["--max-engine-restarts", "1000000"]
         self._head_flags += ["--no-enable-prompt-tokens-details"]
         self._has_node = layout.startswith("nodes")
+        self.is_elastic = layout == "elastic"
+        self._command = "router" if layout.startswith("router") else "serve"
         self._node: subprocess.Popen[bytes] | None = None
         self._of_node: list[psutil.Process] = []
         self.log, self._node_log = folder / "server.log", folder / "node.log"
@@ -232,27 +253,28 @@ class Site:
         try:
             if self._has_node:
                 self.start_node()
-            found, text = None, ""
-            while found is None or " ready: " not in text:
+            found = None
+            while found is None:
                 if self.server.poll() is not None:
                     raise RuntimeError(f"the server did not start: {self.log.read_text()}")
                 time.sleep(0.01)
-                text = self.log.read_text()
-                found = re.search(r"listening on (\S+)", text)
+                found = re.search(r"listening on (\S+)", self.log.read_text())
+            self.url = found[1]
+            """The server's address."""
+            self.settle()
         except BaseException:
             self._end()
             raise
-        self.url = found[1]
-        """The server's address."""
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end()
 
     def _start(self, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "octavo", "serve", *flags]
+        command = [sys.executable, "-m", "octavo", self._command, *flags]
         environment = {**os.environ, "NO_COLOR": "1", _MARK: self._mark}
-        environment["TMPDIR"] = str(self._temporary)
+        environment["TMPDIR"] = environment["RAY_TMPDIR"] = str(self._temporary)
+        environment.pop("RAY_ADDRESS", None)  # another's cluster
         with log.open("ab") as out:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
@@ -272,7 +294,7 @@ class Site:
         self._node = self._start(self._node_flags, self._node_log)
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
-        """All but the front end, and what they are: core, worker, spare, node."""
+        """All but the front end or the router, with their roles (`ROLES`)."""
         found: list[tuple[str, psutil.Process]] = []
         if self._node is not None and self._node.poll() is None:
             node = psutil.Process(self._node.pid)
@@ -282,7 +304,7 @@ class Site:
             spares: set[int] = set()
             for child in root.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
-                    role = next((_MODULES[w] for w in child.cmdline() if w in _MODULES), None)
+                    role = _role(child.cmdline())
                     if role is None or child.status() == psutil.STATUS_ZOMBIE:
                         continue
                     if (role == "core" and not _talks(child)) or child.ppid() in spares:
@@ -299,7 +321,12 @@ class Site:
         """
 
         def settled() -> bool:
-            return _get(self.url, "/ready") == "ready" and _get(self.url, "/health") == "ok"
+            if _get(self.url, "/ready") != "ready" or _get(self.url, "/health") != "ok":
+                return False
+            if self._command == "serve":
+                return True
+            servers = httpx.get(self.url, timeout=60).json()["servers"]
+            return all(server["ready"] for server in servers)
 
         _wait(settled, lambda: f"the engines: {_get(self.url, '/health')}")
         return Counter(role for role, _ in self.processes())
@@ -344,6 +371,12 @@ class Site:
         for process in filter(None, (self.server, self._node)):
             process.kill()
             process.wait()
+
+
+def _role(words: list[str]) -> str | None:
+    """What a process is by its command line; None: nothing that is to die."""
+    by_title = (role for title, role in _ACTORS.items() if words and words[0].startswith(title))
+    return next(by_title, next((_MODULES[word] for word in words if word in _MODULES), None))
 
 
 def _talks(core: psutil.Process) -> bool:
@@ -398,6 +431,7 @@ class Killer(threading.Thread):
         self._site, self._load, self._rng = site, load, random.Random(seed)
         self._kills, self._roles, self._kinds = kills, roles, kinds
         self._at_once, self._pause = at_once, pause
+        self._begun = time.monotonic()
 
     def run(self) -> None:
         """Kills until all is done."""
@@ -414,13 +448,13 @@ class Killer(threading.Thread):
         begun, load, rng = time.monotonic(), self._load, self._rng
         _wait(lambda: any(t > begun for t in load.heard.copy().values()), lambda: "no token came")
         time.sleep(rng.uniform(0.0, 0.3))
-        there = [it for it in self._site.processes() if it[0] in self._roles]
-        most = min(self._at_once, self._kills - self.done.total(), len(there))
-        victims = rng.sample(there, rng.randint(1, most)) if there else []
+        victims = self._draw()
         killed, in_flight = time.monotonic(), set(load.heard.copy())
         struck = [(role, self._kill(role, process), process) for role, process in victims]
         for role, kind, _ in struck:
             self.done[role, kind] += 1
+        names = ", ".join(f"{kind} of {role} {process.pid}" for role, kind, process in struck)
+        self.tell(f"{names or 'none there to kill'}; {len(in_flight)} streams")
         node = next((kind for role, kind, _ in struck if role == "node"), None)
         if node is None:  # else its engines end with it
             self._wait_for_ends(struck)
@@ -438,6 +472,7 @@ class Killer(threading.Thread):
         _wait(lambda: any(t > gone for t in load.heard.copy().values()), what)
         first = time.monotonic()
         _wait(lambda: not silent(), what)
+        self.tell(f"all go on after {time.monotonic() - killed:.1f} s")
         if len(struck) == 1:
             key = struck[0][:2]
             times = first - killed, time.monotonic() - killed
@@ -445,6 +480,25 @@ class Killer(threading.Thread):
         if node == "SIGSTOP":  # only somebody on its machine can end it
             self._site.start_node()
         self._wait_for_ends(struck)
+
+    def _draw(self) -> list[tuple[str, psutil.Process]]:
+        """Processes that are to die together: one of the role with the fewest deaths, and others.
+
+        By chance alone, a role of few processes may be left out.
+        """
+        there = [it for it in self._site.processes() if it[0] in self._roles]
+        if not there:
+            return []
+        self._rng.shuffle(there)
+        turns = Counter(role for role, _ in self.done.elements())
+        there.sort(key=lambda it: turns[it[0]])
+        most = min(self._at_once, self._kills - self.done.total(), len(there))
+        return [there[0], *self._rng.sample(there[1:], self._rng.randint(1, most) - 1)]
+
+    def tell(self, text: str) -> None:
+        """Print progress, also into a pipe at once."""
+        seconds = time.monotonic() - self._begun
+        print(f"{seconds:4.0f} s, kill {self.done.total()} of {self._kills}: {text}", flush=True)
 
     def _wait_for_ends(self, struck: list[tuple[str, str, psutil.Process]]) -> None:
         """What was stopped is found and ended; but spares only when they are needed."""
@@ -502,9 +556,19 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
             if answer != wanted[number]:
                 wrong.append(f"{path} {body}\n  is      {answer}\n  was     {wanted[number]}")
 
+    async def scale() -> None:
+        while killer.is_alive():
+            for size in _SIZES:
+                killer.tell(f"{size} engines: {await load.scale(size)}")
+        # A kill may have hit the engine that was to come.
+        killer.tell(f"{_SIZES[-1]} engines: {await load.scale(_SIZES[-1])}")
+
+    scaling = asyncio.create_task(scale()) if site.is_elastic else None
     tasks = [asyncio.create_task(repeat(number)) for number in range(len(asked))]
     while killer.is_alive():
         await asyncio.sleep(0.05)
+    if scaling is not None:
+        await scaling
     _, hanging = await asyncio.wait(tasks, timeout=_SILENT_SECONDS)
     for task in hanging:
         task.cancel()
@@ -520,7 +584,7 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
 def _same(before: Counter[str], now: Counter[str]) -> bool:
     """Whether the processes are those of before; a spare one may still be missing."""
     return now["spare"] <= before["spare"] and all(
-        now[role] == before[role] for role in ("core", "worker", "node", "coordinator")
+        now[role] == before[role] for role in ROLES if role != "spare"
     )
 
 
@@ -530,6 +594,9 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
     site = Site(args.model, layout, args.flags, folder)
     with site:
         before, descriptors = site.at_rest(), site.num_descriptors()
+        print(
+            f"{layout}: ready after {time.monotonic() - started:.0f} s: {dict(before)}", flush=True
+        )
         wrong, num_answers, killer = asyncio.run(storm(site, args))
         try:
             _wait(
@@ -589,10 +656,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the storm in each layout; returns the exit status."""
     args, well = parse(argv), True
     for layout in args.layout:
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        with tempfile.TemporaryDirectory(prefix="ch-") as folder:  # Ray's sockets have long names
             well &= run(args, layout, Path(folder))
     return 0 if well else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
     sys.exit(main())

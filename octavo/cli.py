@@ -148,13 +148,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Puts each name of a flag on its own line where one line does not hold them all."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = super()._format_action_invocation(action)
+        return names if len(names) + 2 <= self._width else names.replace(", ", ",\n  ")
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `ConfigError` and whose flags are given once."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(
-            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
-        )
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
         self.register("action", None, StoreOnce)
 
     words: str | None = None

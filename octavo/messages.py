@@ -63,6 +63,8 @@ class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
     """Whether JSON may have white space between its parts."""
     additional_properties: bool = False
     """Whether JSON may have properties and items that its schema neither names nor forbids."""
+    strict: bool = False
+    """Refuse a schema with a `format` that cannot be enforced, instead of leaving it out."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -170,6 +172,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     their index, with their `output_token_ids`. None: all, from the start."""
     kv_transfer_params: dict[str, Any] | None = None
     """What the KV connector is told of it."""
+    flow: int | None = None
+    """Class of the client's address. Without tenants, tokens are shared fairly between flows."""
+
+    @property
+    def share(self) -> str | int | None:
+        """The tenant, or else the flow: tokens are shared fairly between shares."""
+        return self.flow if self.tenant is None else self.tenant
 
     @property
     def known_token_ids(self) -> list[int]:

@@ -98,6 +98,7 @@ class Request:
         "queue_key",
         "request_id",
         "sampling_params",
+        "share",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -120,6 +121,7 @@ class Request:
         self.priority = params.priority
         self.turn = core_request.turn
         self.tenant = core_request.tenant
+        self.share = core_request.share
         self.deadline = core_request.deadline
         self.first_token_deadline = core_request.first_token_deadline
         self.due = core_request.due

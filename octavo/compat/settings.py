@@ -286,7 +286,6 @@ FOREIGN: dict[str, Foreign] = {
             "tool calls are not parsed from answers yet; leave it out and parse them in your "
             "client, or ask for JSON with response_format",
             enable_auto_tool_choice=False,
-            exclude_tools_when_tool_choice_none=False,
             tool_call_parser=None,
             tool_parser_plugin="",
             tool_server=None,

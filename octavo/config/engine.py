@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import typing
 from typing import Any
 
@@ -88,6 +89,13 @@ class EngineConfig(Section, frozen=True):
         budget = sched.max_num_batched_tokens
         if model.max_model_len == 0:
             raise ConfigError("max_model_len=0 leaves no room; give -1 or more than 0.")
+        backend = model.guided_decoding_backend
+        if backend != "auto" and importlib.util.find_spec(backend) is None:
+            raise ConfigError(
+                f"guided_decoding_backend={backend!r} needs the package {backend}, which is not "
+                f"installed: install it (`pip install {backend}`), or leave "
+                "guided_decoding_backend out."
+            )
         if budget is not None and budget < sched.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={budget} is less than max_num_seqs={sched.max_num_seqs}: "

@@ -59,6 +59,12 @@ class ServerConfig(Section, frozen=True):
         str | None, Meta(description="Chat template: a file, or the template itself.")
     ] = None
     response_role: Annotated[str, Meta(description="Role of the answers in a chat.")] = "assistant"
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool,
+        Meta(
+            description="Leave tools out of the chat template when a request's tool_choice is none."
+        ),
+    ] = False
     max_num_queued_reqs: Annotated[
         int,
         Meta(

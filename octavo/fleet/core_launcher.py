@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from octavo.errors import reason_of, signal_name
 from octavo.plan.memory_plan import MemoryPlan
 from octavo.system import clock
 from octavo.system.device import is_stopped, num_cpus
+from octavo.system.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class CoreProcess:
     def __init__(self, *, warm: EngineConfig | None = None) -> None:
         self.input_address, self.output_address = "", ""
         """Where it takes requests, and where it sends outputs: it binds the first only."""
-        self._folder: str | None = None
+        self._folder: SocketFolder | None = None
         """Of the sockets."""
         self._process = subprocess.Popen(
             [
@@ -60,9 +59,9 @@ class CoreProcess:
     def start(self, setup: CoreProcessSetup) -> None:
         """Has it load the model and compute. Once only."""
         if setup.reached_by is None:
-            self._folder = tempfile.mkdtemp(prefix="octavo-")
+            self._folder = SocketFolder("octavo-engine-")
             self.input_address, self.output_address = (
-                f"ipc://{self._folder}/{name}" for name in ("input", "output")
+                f"ipc://{self._folder.path}/{name}" for name in ("input", "output")
             )
         setup = msgspec.structs.replace(
             setup,
@@ -135,7 +134,8 @@ class CoreProcess:
             self._process.kill()
             self._process.wait()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
+            self._folder = None
 
 
 class IpcChannel:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from octavo.fleet.data_parallel import DataParallelClient
@@ -37,6 +39,8 @@ class IsolatedClient:
         self._client = make()
         self._loop = asyncio.new_event_loop()
         self._thread = ThreadPoolExecutor(1, "octavo-engines")
+        # For a script that ends without `shutdown`; the system ends the engines then.
+        self._at_exit = atexit.register(partial(_cancel_tasks, self._loop))
 
         async def start() -> MemoryPlan:
             return (await self._read_until(self._client.ready)).plan
@@ -129,3 +133,12 @@ class IsolatedClient:
         finally:
             self._thread.shutdown()
             self._loop.close()
+            atexit.unregister(self._at_exit)
+
+
+def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what still waits in a loop that runs no more; asyncio would log each task."""
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks))

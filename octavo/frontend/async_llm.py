@@ -451,6 +451,7 @@ class AsyncLLM:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
         lora_request: None = None,
@@ -467,6 +468,7 @@ class AsyncLLM:
             deadline: second of `time.monotonic` after which the request fails.
             first_token_deadline: that after which it fails if it has no token yet.
             tenant: who asks: tokens and memory are shared fairly between tenants.
+            flow: class of the client's address: without tenants, tokens are shared between flows.
             add_special_tokens: whether the tokenizer adds its special tokens to a text.
             turn: how many prompts came before it in the same call: those behind let others pass.
             lora_request: adapters are not supported.
@@ -496,6 +498,7 @@ class AsyncLLM:
             deadline=deadline,
             first_token_deadline=first_token_deadline,
             tenant=tenant,
+            flow=flow,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
@@ -515,6 +518,7 @@ class AsyncLLM:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
     ) -> RequestOutput:
@@ -536,6 +540,7 @@ class AsyncLLM:
             deadline=deadline,
             first_token_deadline=first_token_deadline,
             tenant=tenant,
+            flow=flow,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
@@ -786,6 +791,7 @@ class AsyncLLM:
         deadline: float | None,
         first_token_deadline: float | None,
         tenant: str | None,
+        flow: int | None,
         add_special_tokens: bool,
         turn: int,
     ) -> tuple[EngineCoreRequest, str | None]:
@@ -805,6 +811,7 @@ class AsyncLLM:
             deadline=_from_monotonic(deadline),
             first_token_deadline=_from_monotonic(first_token_deadline),
             tenant=tenant,
+            flow=flow,
             add_special_tokens=add_special_tokens,
             turn=turn,
         )
@@ -911,12 +918,13 @@ class AsyncLLM:
         processed = self._output_processor.process_outputs(
             outputs.outputs, outputs.timestamp, index
         )
-        await self._client.abort_requests(processed.reqs_to_abort)
+        # Count the step first: requests read their outputs while the abort waits.
         if outputs.stats is not None:
             self.stats = outputs.stats
             if index < len(self._forecasts):  # one that is ended gets no more
                 self._forecasts[index].record(outputs.stats, outputs.timestamp)
             self._show(outputs.stats, index)
+        await self._client.abort_requests(processed.reqs_to_abort)
 
     async def render_metrics(self) -> bytes:
         """All metrics in Prometheus' text format, with those of other front ends."""

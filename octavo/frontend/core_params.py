@@ -93,6 +93,7 @@ def _grammar_spec(
         default_backend if wanted.backend == "auto" else wanted.backend,
         any_whitespace=not wanted.disable_any_whitespace,
         additional_properties=additional_properties,
+        strict=wanted.strict,
     )
 
 

@@ -139,9 +139,9 @@ class Forecast:
             worse = self._priority(other) - self._priority(request)
             if worse < 0:
                 ahead += tokens
-            elif worse == 0 and (other.tenant != request.tenant or other.due <= request.due):
-                of_tenants[other.tenant] += tokens
-        mine = of_tenants.pop(request.tenant, 0)
+            elif worse == 0 and (other.share != request.share or other.due <= request.due):
+                of_tenants[other.share] += tokens
+        mine = of_tenants.pop(request.share, 0)
         # While this tenant gets so many, each of the others gets no more, and less by its credit.
         share = max(0, mine + len(request.prompt_token_ids) - CREDIT_STEPS * self._budget)
         return ahead + mine + sum(min(tokens, share) for tokens in of_tenants.values())

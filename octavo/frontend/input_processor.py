@@ -121,6 +121,7 @@ class InputProcessor:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
     ) -> tuple[EngineCoreRequest, str | None]:
@@ -138,6 +139,7 @@ class InputProcessor:
             deadline: after which the request fails; likewise.
             first_token_deadline: after which it fails without a first token; likewise.
             tenant: who asks.
+            flow: class of the client's address.
             add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
                 for a rendered chat template.
             turn: how many prompts came before it in the same call.
@@ -194,6 +196,7 @@ class InputProcessor:
             prompt_embeds=embeds,
             first_token_deadline=first_token_deadline,
             tenant=tenant,
+            flow=flow,
             kv_transfer_params=_transfer_params(params),
         )
         return request, text
@@ -221,6 +224,7 @@ class InputProcessor:
             params,
             arrival_time=arrival_time,
             tenant=request.tenant,
+            flow=request.flow,
             turn=request.turn,
         )
         if embeds is not None:

@@ -26,10 +26,11 @@ from octavo.frontend.output_processor import OutputProcessor
 from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
+from octavo.models.weights import SHARDED_PATTERN
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.plan.memory_plan import resolve_max_model_len
+from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.sampling_params import SamplingParams
 from octavo.system import clock
 from octavo.text.tokenizer import Tokenizer, require_tokenizer
@@ -79,6 +80,7 @@ class LLMEngine:
         _check_parallel(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
+        self._path = path
         self.spec = read_spec(
             path, trust_remote_code=settings.trust_remote_code, overrides=settings.hf_overrides
         )
@@ -288,6 +290,53 @@ class LLMEngine:
     def apply_model(self, func: Callable[[Any], T]) -> list[T]:
         """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
         return self.collective_rpc(lambda worker: func(worker.runner.model))
+
+    @property
+    def engine_core(self) -> LLMEngine:
+        """Where scripts for vLLM find `save_sharded_state`."""
+        return self
+
+    def save_sharded_state(
+        self, path: str | Path, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """Save the weights in vLLM's sharded form, which `load_format=sharded_state` reads.
+
+        There are files for each of `tensor_parallel_size` ranks, as vLLM divides the model among
+        them. Config and tokenizer are not copied.
+
+        Args:
+            path: the folder to write to.
+            pattern: must be None, or vLLM's own: model-rank-{rank}-part-{part}.safetensors.
+            max_size: most bytes of a file; None: no limit.
+
+        Raises:
+            ConfigError: the folder holds such files already, or cannot be written to.
+            UnsupportedError: settings or the model do not allow it.
+        """
+        from octavo.models.sharded_save import save_sharded_state  # brings torch
+
+        config = self.config
+        if pattern not in (None, SHARDED_PATTERN):
+            raise UnsupportedError(
+                f"pattern={pattern!r} is not supported: files are named {SHARDED_PATTERN}; leave "
+                "it out.",
+                "pattern",
+            )
+        if config.device.pipeline_parallel_size > 1 or config.model.quantization is not None:
+            raise UnsupportedError(
+                "save_sharded_state is not supported with pipeline_parallel_size or quantization; "
+                "leave them out, and give them when the saved weights are loaded."
+            )
+        save_sharded_state(
+            self.spec,
+            self._path,
+            Path(path),
+            dtype=resolve_dtype(config, self.spec),
+            load_format=config.load.load_format,
+            seed=config.model.seed,
+            size=config.device.tensor_parallel_size,
+            max_size=max_size,
+        )
 
     def stats(self) -> SchedulerStats:
         """State and counters of the scheduler and the KV cache."""

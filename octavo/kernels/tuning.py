@@ -194,7 +194,7 @@ def _read(file: Path) -> Tuning | None:
         tuning = msgspec.json.decode(_read_small(file), type=Tuning)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         logger.debug("%s is written anew: %s", file, error)
         return None
     return tuning if tuning.spin_us in SPINS and tuning.grain in GRAINS else None
@@ -221,9 +221,13 @@ def _read_small(file: Path) -> bytes:
 
 def _write(file: Path, tuning: Tuning) -> None:
     descriptor, name = tempfile.mkstemp(".unfinished", dir=file.parent)
-    with open(descriptor, "wb") as stream:
-        stream.write(msgspec.json.encode(tuning))
-    os.replace(name, file)
+    try:
+        with open(descriptor, "wb") as stream:
+            stream.write(msgspec.json.encode(tuning))
+        os.replace(name, file)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 @contextlib.contextmanager

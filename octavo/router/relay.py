@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Statuses that say more of the server than of the request; 429: it is full.
 _ELSEWHERE = frozenset([429, 502, 503, 504])
-# Codes of errors within a stream that say so.
+# Codes of errors, also within a stream, of servers that cannot go on.
 _LOST_CODES = frozenset(["engine_unavailable", "unavailable", 503])
 # Servers that may die over a request, one after the other with no text between, until it is
 # taken for the cause.
@@ -184,6 +184,8 @@ class Relay(Response):
         finally:
             response.close()
         if answer.status in _ELSEWHERE:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a proxy's page
+                _check_error(answer.body)
             return answer
         if self._started:
             raise UnavailableError(
@@ -214,19 +216,20 @@ class Relay(Response):
         async for events in _events(self._chunks(upstream, response)):
             out: list[bytes] = []
             done = False
-            for data in events:
-                if data == _DONE:
-                    done = True
-                    break
-                out += self._take(data)
-            if done:
-                self._transcript.check_complete()
-                out.append(b"data: [DONE]\n\n")
-            if out:
-                await self._start(send, response)
-                await send(
-                    {"type": "http.response.body", "body": b"".join(out), "more_body": not done}
-                )
+            try:
+                for data in events:
+                    if data == _DONE:
+                        self._transcript.check_complete()
+                        out.append(b"data: [DONE]\n\n")
+                        done = True
+                        break
+                    out += self._take(data)
+            finally:  # what was taken counts as sent, also where the next event is an error
+                if out:
+                    await self._start(send, response)
+                    await send(
+                        {"type": "http.response.body", "body": b"".join(out), "more_body": not done}
+                    )
             if done:
                 with contextlib.suppress(aiohttp.ClientError, OSError):
                     async with asyncio.timeout(_END_SECONDS):
@@ -380,7 +383,9 @@ def _check_error(data: bytes) -> None:
     event = msgspec.json.decode(data)
     error = event.get("error") if isinstance(event, dict) else None
     if isinstance(error, dict) and error.get("code") in _LOST_CODES:
-        raise ServerLostError(f"it said: {str(error.get('message'))[:200]}", took=True)
+        # A server that is shut down does not die of the request.
+        took = error["code"] != "unavailable"
+        raise ServerLostError(f"it said: {str(error.get('message'))[:200]}", took=took)
 
 
 def _transfer_params(answer: bytes) -> Any:

@@ -15,8 +15,8 @@ from octavo.router.config import RouterConfig
 from octavo.router.metrics import RouterMetrics
 from octavo.router.own_servers import LocalStarter, OwnServers, Starter
 from octavo.router.pool import Pool, Upstream
-from octavo.router.socket_folder import SocketFolder
 from octavo.server.http_state import HttpState
+from octavo.system.socket_folder import SocketFolder
 
 
 class RouterState(HttpState):
@@ -47,7 +47,7 @@ class RouterState(HttpState):
         self._flags = flags
         self._own: list[OwnServers] = []
         self._num_admitted = 0
-        self._folder = SocketFolder()
+        self._folder = SocketFolder("octavo-router-")
         self._scaling: asyncio.Task[None] | None = None
 
     def start(self) -> None:

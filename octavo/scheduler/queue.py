@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from octavo.request import QueueKey, Request
-from octavo.scheduler.fairness import TenantCounters
+from octavo.scheduler.fairness import Tenant, TenantCounters
 
 Policy = Literal["fcfs", "priority"]
 
@@ -169,7 +169,7 @@ class WaitingQueue:
 
     def __init__(self, tenants: TenantCounters) -> None:
         self._tenants = tenants
-        self._queues: dict[str | None, TenantQueue] = {}
+        self._queues: dict[Tenant, TenantQueue] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -178,7 +178,7 @@ class WaitingQueue:
         return bool(self._queues)  # it is asked several times a step
 
     def __contains__(self, request: Request) -> bool:
-        return request.tenant in self._queues and request in self._queues[request.tenant]
+        return request.share in self._queues and request in self._queues[request.share]
 
     def __iter__(self) -> Iterator[Request]:
         """The requests, tenant by tenant. O(n log n)."""
@@ -187,7 +187,7 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Adds a request at its place."""
-        self._queues.setdefault(request.tenant, TenantQueue()).push(request)
+        self._queues.setdefault(request.share, TenantQueue()).push(request)
 
     def peek(self) -> Request:
         """The request to be served next; there must be one."""
@@ -196,18 +196,18 @@ class WaitingQueue:
     def rank(self, request: Request) -> tuple[int, ...]:
         """Whose turn it is among tenants' first requests: the smallest one's."""
         priority, *arrival = request.queue_key
-        return (priority, *self._tenants.rank(request.tenant), *arrival)
+        return (priority, *self._tenants.rank(request.share), *arrival)
 
     def start(self, request: Request) -> None:
         """Takes out a request that is started."""
-        self._queues[request.tenant].start(request)
-        self._drop_empty(request.tenant)
+        self._queues[request.share].start(request)
+        self._drop_empty(request.share)
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
-        self._queues[request.tenant].remove(request)
-        self._drop_empty(request.tenant)
+        self._queues[request.share].remove(request)
+        self._drop_empty(request.share)
 
-    def _drop_empty(self, tenant: str | None) -> None:
+    def _drop_empty(self, tenant: Tenant) -> None:
         if not self._queues[tenant]:
             del self._queues[tenant]

@@ -190,7 +190,7 @@ class Scheduler:
         request.queue_key = self._arrivals.next_key(request)
         self.requests[request.request_id] = request
         self._next_deadline = min(self._next_deadline, request.next_deadline)
-        self._tenants.arrive(request.tenant)
+        self._tenants.arrive(request.share)
         request.competes = True
         if self.paused and request.status == RequestStatus.WAITING:
             request.status = RequestStatus.WAITING_FOR_WAKE_UP
@@ -387,7 +387,7 @@ class Scheduler:
                     tokens = tokens[:count]
                     token_logprobs = token_logprobs and token_logprobs.select(0, count)
                 request.append_output_token_ids(tokens)
-                charge(request.tenant, OUTPUT_WEIGHT * len(tokens))
+                charge(request.share, OUTPUT_WEIGHT * len(tokens))
             new_prompt_logprobs = None
             if prompt_logprobs and req_id in prompt_logprobs:
                 new_prompt_logprobs = self._take_prompt_logprobs(
@@ -900,12 +900,12 @@ class Scheduler:
             # What was cached costs nothing, what is computed again was charged before.
             first, end = max(start, request.num_charged), min(end, request.num_prompt_tokens)
             if first < end:
-                self._tenants.charge(request.tenant, PROMPT_WEIGHT * (end - first))
+                self._tenants.charge(request.share, PROMPT_WEIGHT * (end - first))
                 request.num_charged = end
         if request.num_computed_tokens >= total:
             if request.competes:
                 request.competes = False
-                self._tenants.cease(request.tenant)
+                self._tenants.cease(request.share)
             num_sampled = scheduled.num_drafts + 1
             request.num_output_placeholders += num_sampled
             request.num_spec_in_flight += scheduled.num_drafts
@@ -1034,8 +1034,8 @@ class Scheduler:
         del self.requests[req_id]
         if request.competes:
             request.competes = False
-            self._tenants.cease(request.tenant)
-        self._tenants.leave(request.tenant)
+            self._tenants.cease(request.share)
+        self._tenants.leave(request.share)
         if request.status == RequestStatus.RUNNING:
             self.kv_cache_manager.free(request)
             self._finished_req_ids.append(req_id)

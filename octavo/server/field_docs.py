@@ -9,8 +9,17 @@ from octavo.server import schema, structured_outputs
 from octavo.server.body import Body
 
 FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
-    schema.GenerationBody: {
+    schema.ServedBody: {
         "model": "One of the served names; default: the first.",
+        "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or generated.",
+        "stream": "Stream the answer as server-sent events.",
+        "stream_options": "What a stream reports besides the answer; needs stream.",
+        "cache_salt": "Only requests with the same salt share the prefix cache.",
+        "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
+        "kv_transfer_params": "With --kv-transfer-config: what another server has computed of the "
+        "prompt, or that another one will go on with it.",
+    },
+    schema.GenerationBody: {
         "n": "Number of answers; with beam search, the number of beams. Default 1.",
         "temperature": "Divides the logits; 0 is greedy. Default 1, or the model's own.",
         "top_p": "Keep the most probable tokens that add up to this; 1: all. Default 1.",
@@ -20,8 +29,6 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "presence_penalty": "Above 0: repeat less; -2 to 2. Default 0.",
         "frequency_penalty": "Above 0: repeat less, the more often; -2 to 2. Default 0.",
         "logit_bias": "Token ids, and what is added to their logits, -100 to 100.",
-        "stream": "Stream the answer as server-sent events.",
-        "stream_options": "What a stream reports besides the text; needs stream.",
         "user": "The end user; it has no effect.",
         "top_k": "Keep this many most probable tokens; 0 or -1: all. Default 0.",
         "min_p": "Drop tokens less probable than this share of the best one. Default 0.",
@@ -41,16 +48,11 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "place of the most probable ones.",
         "allowed_token_ids": "The only tokens that may be generated.",
         "bad_words": "Texts that may not be generated.",
-        "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
-        "cache_salt": "Only requests with the same salt share the prefix cache.",
         "vllm_xargs": "Arguments for logits processors of plug-ins.",
-        "kv_transfer_params": "With --kv-transfer-config: what another server has computed of the "
-        "prompt, or that another one will go on with it.",
         "add_special_tokens": "Let the tokenizer add its special tokens to the prompt; default: "
         "true for a text, false for a chat, whose template writes them.",
         "return_tokens_as_token_ids": "Show tokens in logprobs by their ids: token_id:N.",
         "return_token_ids": "Return the token ids of prompt and answer.",
-        "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or generated.",
         "deadline_ms": "Milliseconds after which the request fails with 408; with 429, at once, "
         "if they cannot be enough. Also as the header X-Deadline-Ms.",
         "max_ttft_ms": "The same for the first token. Also as the header X-Max-TTFT-Ms.",
@@ -79,6 +81,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "chat_template_kwargs": "Variables for the chat template.",
         "reasoning_effort": "A variable for the chat template; it also sets enable_thinking there, "
         "unless chat_template_kwargs does.",
+        "documents": "Texts for retrieval, for templates that know them: objects of strings, such "
+        "as title and text. Other templates leave them out.",
         "tools": "Definitions of tools, for templates that know them; with tool_choice none.",
         "tool_choice": "none: the answer calls no tool. Needed with tools; other values are "
         "refused.",
@@ -136,7 +140,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
     structured_outputs.JsonSchema: {
         "name": "A name for the schema; it has no effect.",
         "description": "What it is for; it has no effect.",
-        "strict": "It has no effect: the answer always follows the schema.",
+        "strict": "Refuse a format that cannot be enforced, instead of leaving it out; the answer "
+        "follows the rest of the schema either way.",
         "schema": "The JSON schema.",
     },
     structured_outputs.StructuredOutputs: {
@@ -152,16 +157,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
     schema.GenerateBody: {
         "token_ids": "The prompt.",
         "sampling_params": "Fields of SamplingParams, such as max_tokens and temperature.",
-        "model": "One of the served names; default: the first.",
-        "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or generated.",
         "output_mode": "tokens (default), or text: return the text of the answer, too.",
         "return_token_ids": "Return the token ids of the prompt, too.",
-        "stream": "Stream the answer as server-sent events.",
-        "stream_options": "What a stream reports besides the tokens; needs stream.",
-        "cache_salt": "Only requests with the same salt share the prefix cache.",
-        "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
-        "kv_transfer_params": "With --kv-transfer-config: what another server has computed of the "
-        "prompt, or that another one will go on with it.",
     },
     schema.TokenizeBody: {
         "model": "One of the served names; default: the first.",
@@ -171,6 +168,8 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
         "continue_final_message": "Leave the last message open, to be continued.",
         "chat_template_kwargs": "Variables for the chat template.",
+        "documents": "Texts for retrieval, for templates that know them: objects of strings, such "
+        "as title and text. Other templates leave them out.",
         "tools": "Definitions of tools, for templates that know them.",
         "return_token_strs": "Return the text of each token, too.",
     },

@@ -20,7 +20,7 @@ from octavo.frontend.input_processor import EmbedsPrompt
 from octavo.frontend.request_memory import logprobs_nbytes
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.auth import private_salt
+from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
@@ -57,6 +57,7 @@ class _Options(TypedDict):
     deadline: float | None
     first_token_deadline: float | None
     tenant: str | None
+    flow: int | None
     add_special_tokens: bool
     turn: int
 
@@ -301,6 +302,7 @@ class Generation(ABC, Generic[B]):
                     deadline=self._own_deadline,
                     first_token_deadline=self._first_token_deadline,
                     tenant=tenant,
+                    flow=flow_of(self.context.address),
                     add_special_tokens=add_special_tokens,
                     turn=index * params.n,
                 )

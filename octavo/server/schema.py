@@ -30,6 +30,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096
 MAX_ENGINES = 1024
 MAX_ROLE_LENGTH = 64
+MAX_DOCUMENTS = 4096
 
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
@@ -328,6 +329,9 @@ Messages: TypeAlias = Annotated[
     list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
 ]
 Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)] | None
+Documents: TypeAlias = (
+    Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None
+)
 
 
 def _check_tool_choice(value: object) -> object:
@@ -361,10 +365,21 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(StructuredOutputsBody):
-    """The fields that both generation endpoints take. null means "not given" throughout."""
+class ServedBody(Body):
+    """The fields of every request for an answer that say how it is served."""
 
     model: str | None = None
+    request_id: RequestId | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    priority: Int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class GenerationBody(ServedBody, StructuredOutputsBody):
+    """The fields that both generation endpoints take. null means "not given" throughout."""
+
     n: Int | None = None
     temperature: Float | None = None
     top_p: Float | None = None
@@ -376,8 +391,6 @@ class GenerationBody(StructuredOutputsBody):
     logit_bias: Annotated[
         dict[str, Float] | None, BeforeValidator(_check_bias), AfterValidator(_clamp_bias)
     ] = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
 
     top_k: Int | None = None
@@ -395,14 +408,10 @@ class GenerationBody(StructuredOutputsBody):
     logprob_token_ids: Ints | None = None
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    priority: Int | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
-    kv_transfer_params: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    request_id: RequestId | None = None
     deadline_ms: Milliseconds | None = None
     max_ttft_ms: Milliseconds | None = None
 
@@ -636,6 +645,7 @@ class ChatFields(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    documents: Documents = None
     tools: Tools = None
     tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_check_tool_choice)] = None
 
@@ -718,7 +728,7 @@ _WITHOUT_BATCH: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class GenerateBody(Body):
+class GenerateBody(ServedBody):
     """POST /inference/v1/generate: vLLM's, tokens in and tokens out."""
 
     unsupported = known_fields.GENERATE
@@ -730,15 +740,8 @@ class GenerateBody(Body):
         BeforeValidator(_read_ints),
     ]
     sampling_params: dict[str, Any]
-    model: str | None = None
-    request_id: RequestId | None = None
     output_mode: Literal["tokens", "text"] | None = None
     return_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
-    priority: Int | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):
@@ -751,6 +754,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents = None
     tools: Tools = None
     return_token_strs: bool | None = None
 

@@ -41,7 +41,7 @@ ObjectOrText: TypeAlias = dict[str, Any] | str
 
 
 class JsonSchema(Body):
-    """`response_format.json_schema`. An answer always follows the schema, strict or not."""
+    """`response_format.json_schema`. An answer always follows the schema."""
 
     name: str | None = None
     description: str | None = None
@@ -160,6 +160,9 @@ class StructuredOutputsBody(Body):
         names = {kind: field, "backend": "guided_decoding_backend"}
         if self.guided_decoding_backend is not None:
             options["backend"] = self.guided_decoding_backend
+        if kind == "json" and self.response_format is not None:
+            schema = self.response_format.json_schema
+            options["strict"] = schema is not None and bool(schema.strict)
         wanted = self.structured_outputs
         if wanted is not None:
             options["disable_any_whitespace"] = bool(wanted.disable_any_whitespace)

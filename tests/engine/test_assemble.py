@@ -156,3 +156,11 @@ def test_what_fails_once_the_workers_are_there_ends_them(monkeypatch):
     with pytest.raises(MemoryError, match="no room"):
         make()
     assert order == ["shutdown"]
+
+
+def test_grammar_backends_that_are_not_installed_are_left_out(monkeypatch):
+    installed = {"llguidance"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    assert assemble.grammar_backends() == ["llguidance"]
+    installed.clear()
+    assert assemble.grammar_backends() == assemble.GRAMMAR_BACKENDS

@@ -15,6 +15,7 @@ def make_requests(
     deadlines=None,
     first_token_deadlines=None,
     tenants=None,
+    flows=None,
 ):
     """Requests that arrive in this order; their ids are "0", "1" ..."""
     arrivals = Arrivals(policy)
@@ -25,6 +26,7 @@ def make_requests(
         core.deadline = deadlines[i] if deadlines else None
         core.first_token_deadline = first_token_deadlines[i] if first_token_deadlines else None
         core.tenant = tenants[i] if tenants else None
+        core.flow = flows[i] if flows else None
         request = Request(core)
         request.queue_key = arrivals.next_key(request)
         requests.append(request)
@@ -185,6 +187,17 @@ class TestTenants:
         for tenant, tokens in (("a", 3), ("b", 2), ("c", 2)):
             counters.charge(tenant, tokens)
         assert start_order(WaitingQueue(counters), requests) == [2, 3, 0, 1]
+
+    @pytest.mark.parametrize(
+        ("tenants", "order"), [(None, [2, 0, 1]), (["a", "a", "a"], [0, 1, 2])]
+    )
+    def test_without_tenants_flows_take_turns(self, tenants, order):
+        counters = TenantCounters(0)
+        requests = make_requests(*[0] * 3, tenants=tenants, flows=[1, 1, 2])
+        for request in requests:
+            counters.arrive(request.share)
+        counters.charge("a" if tenants else 1, 3)
+        assert start_order(WaitingQueue(counters), requests) == order
 
     def test_priority_is_above_tenants(self):
         counters = TenantCounters(0)

@@ -130,6 +130,7 @@ class FakeAsyncLLM:
         deadline=None,
         first_token_deadline=None,
         tenant=None,
+        flow=None,
         add_special_tokens=True,
         turn=0,
     ):
@@ -138,6 +139,7 @@ class FakeAsyncLLM:
             "deadline": deadline,
             "first_token_deadline": first_token_deadline,
             "tenant": tenant,
+            "flow": flow,
             "add_special_tokens": add_special_tokens,
             "turn": turn,
         }

@@ -5,7 +5,14 @@ import pytest
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.server.auth import AllowedHosts, ApiKeys, private_salt, tenant_of, with_all_keys
+from octavo.server.auth import (
+    AllowedHosts,
+    ApiKeys,
+    flow_of,
+    private_salt,
+    tenant_of,
+    with_all_keys,
+)
 from octavo.server.errors import AuthenticationError, HostError
 from tests.server.fake_engine import with_server
 
@@ -175,12 +182,22 @@ def test_with_one_key_there_is_nobody_to_share_with():
     with_server(scenario, api_key=["a", "a"])
 
 
-def test_without_keys_there_are_no_tenants():
+def test_without_keys_there_are_no_tenants_but_flows():
+    """A flow has a share of the tokens, but no grammar processes, places or memory of its own."""
+
     async def scenario(served):
         await served.complete()
-        assert served.engine.requests[0].tenant is None
+        request = served.engine.requests[0]
+        assert request.tenant is None
+        assert request.flow == request.share == flow_of("127.0.0.1")
 
     with_server(scenario)
+
+
+def test_flows_are_few_and_the_same_in_each_front_end():
+    flows = [flow_of(f"10.0.{i // 250}.{i % 250}") for i in range(2000)]
+    assert {*flows} == {*range(64)}
+    assert (flow_of("10.0.0.1"), flow_of(None)) == (19, None)
 
 
 def test_each_key_has_its_own_prefix_cache():

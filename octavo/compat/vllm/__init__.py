@@ -108,6 +108,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.inputs": _INPUTS,
     "vllm.logger": {"init_logger": utils.init_logger},
     "vllm.logprobs": _LOGPROBS,
+    "vllm.model_executor": {},
+    "vllm.model_executor.model_loader": {"ShardedStateLoader": utils.ShardedStateLoader},
     "vllm.outputs": _OUTPUTS,
     "vllm.platforms": {"current_platform": utils.current_platform},
     "vllm.sampling_params": _SAMPLING,
@@ -163,12 +165,9 @@ _WITH_TORCH: dict[str, dict[str, str]] = {
 """Modules whose names are taken from `_TORCH_MODULE` when they are first asked for: that imports
 torch."""
 _TORCH_MODULE = "octavo.sampling.vllm_logits_processors"
-_ABOVE = ("vllm.model_executor",)
-"""Packages of vLLM's of which parts are described: they can be imported, and have nothing."""
 _NAMES: dict[str, Mapping[str, Any]] = {
     **_MODULES,
     **_WITH_TORCH,
-    **{name: {} for name in _ABOVE},
 }
 
 
@@ -297,7 +296,3 @@ def _explain(error: BaseException) -> str | None:
     except (ValueError, KeyError, TypeError):
         return None
     return f"the server answers {status}: {said}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

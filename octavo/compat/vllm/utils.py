@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.datasets import add_dataset_arguments, load_dataset
 from octavo.errors import UnsupportedError
+from octavo.models.weights import SHARDED_PATTERN
 from octavo.system.device import trim_memory
 from octavo.text.tokenizer import Tokenizer
 
@@ -167,6 +168,13 @@ class ProfilerConfig(dict[str, Any]):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(settings)
+
+
+class ShardedStateLoader:
+    """The names of files that scripts give to `save_sharded_state`."""
+
+    DEFAULT_PATTERN = TP_ONLY_PATTERN = SHARDED_PATTERN
+    PP_AND_TP_PATTERN = "model-pp-{pp_rank}-tp-{tp_rank}-part-{part}.safetensors"
 
 
 class Platform:

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     except ImportError as error:
         print(error)
     try:
-        from vllm.model_executor.model_loader import ShardedStateLoader
+        from vllm.model_executor.model_loader import DefaultModelLoader
     except ImportError as error:
         print(error)
     # Other libraries ask so whether vLLM is there.
@@ -75,9 +75,9 @@ def test_a_script_runs_unchanged(tmp_path):
         "6 generated True",
         "vllm.PoolingParams is the parameters of pooling models (embeddings, classes, scores), "
         "which Octavo does not have: Octavo generates text only.",
-        "vllm.model_executor.model_loader is vLLM's loaders of weights, which Octavo does not "
-        "have: Octavo reads safetensors files, and packs them once; see load_format in "
-        "docs/settings.md.",
+        "vllm.model_executor.model_loader.DefaultModelLoader belongs to "
+        "vllm.model_executor.model_loader, vLLM's loaders of weights, which Octavo does not have: "
+        "Octavo reads safetensors files, and packs them once; see load_format in docs/settings.md.",
         "True",
     ]
 

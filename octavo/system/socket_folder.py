@@ -1,4 +1,4 @@
-"""The folder of a router's Unix sockets; what a router that was killed has left is removed."""
+"""A folder for Unix sockets; the folders that killed processes have left are removed."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "octavo-router-"
-
 
 class SocketFolder:
-    """A new folder that only this user can open. While its router lives, it is locked.
+    """A new folder that only this user can open, locked as long as its process lives.
 
-    Removes the folders of this user's routers that live no more.
+    Removes the folders with the same prefix that processes of this user have left.
+
+    Args:
+        prefix: what its name begins with; all folders with it are of this class.
 
     Raises:
         OSError: it cannot be made.
     """
 
-    def __init__(self) -> None:
-        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    def __init__(self, prefix: str) -> None:
+        for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             _remove_if_left(folder)
-        self.path, self._lock = _make()
+        self.path, self._lock = _make(prefix)
 
     def close(self) -> None:
-        """Removes it."""
+        """Remove it; once only."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
-def _make() -> tuple[Path, int]:
+def _make(prefix: str) -> tuple[Path, int]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Another router may see it before it is locked, and remove it.
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+        # Another process may see it before it is locked, and remove it.
         with contextlib.suppress(FileNotFoundError):
             lock = _open(path)
             fcntl.flock(lock, fcntl.LOCK_EX)
