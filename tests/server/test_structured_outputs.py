@@ -178,7 +178,7 @@ WRONG = [
     ),
     (
         wanted(grammar="a") | {"guided_grammar": "b"},
-        "structured_outputs.grammar and guided_grammar both say what the answer has to look like "
+        "structured_outputs.grammar and guided_grammar both constrain the form of the answer "
         "and differ; give one of them.",
         "guided_grammar",
         None,
