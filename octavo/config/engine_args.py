@@ -46,7 +46,7 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
             settings[name] = [_class_name(kind) for kind in value]
         elif name == "task":  # vLLM's older name for runner
             if value not in (None, "auto", "generate"):
-                raise ConfigError(f"task={value!r} is not supported: models generate text here.")
+                raise ConfigError(f"task={value!r} is not supported; models generate text only.")
         elif name not in _IGNORED and not (name in _OWN and _is_default(name, value)):
             settings[name] = value
     if "dtype" in settings:  # torch's types are named "torch.float16"

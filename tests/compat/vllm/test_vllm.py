@@ -88,7 +88,7 @@ def test_what_cannot_be_run_is_said(tmp_path, capsys, monkeypatch):
     assert vllm.main([]) == vllm.main(["--help"]) == 2
     assert "usage" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    with pytest.raises(RuntimeError, match="imported already"):
+    with pytest.raises(RuntimeError, match="already imported"):
         vllm.install()
 
 
