@@ -156,7 +156,7 @@ FOREIGN: dict[str, Foreign] = {
             max_parallel_loading_workers=ANY,
         ),
         _group(
-            "Nsight is not supported; record a profile with profiler_dir",
+            "use profiler_dir to record a profile; Nsight is not supported",
             ray_workers_use_nsight=False,
         ),
         _group(
@@ -377,7 +377,7 @@ FOREIGN: dict[str, Foreign] = {
         _group(
             "Octavo always checks on arrival if a request fits", scheduler_reserve_full_isl=EITHER
         ),
-        _group("each token is sent at once; leave it out", stream_interval=1),
+        _group("tokens are sent as soon as they are generated; leave it out", stream_interval=1),
         _group(
             "models need a config.json in Hugging Face's format; change its fields with "
             "hf_overrides",
@@ -538,7 +538,7 @@ FOREIGN: dict[str, Foreign] = {
             ssl_ciphers=None,
         ),
         _group("/docs already needs no other server", enable_offline_docs=EITHER),
-        _group("POST /inference/v1/generate is always available", enable_scale_out=EITHER),
+        _group("the server always has POST /inference/v1/generate", enable_scale_out=EITHER),
         _group(
             "all routes are always available; use POST /inference/v1/generate", tokens_only=False
         ),

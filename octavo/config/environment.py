@@ -140,6 +140,6 @@ def settings_from_environment() -> dict[str, Any]:
 
 
 def unknown_variables() -> list[str]:
-    """Return the names of VLLM_ environment variables that Octavo ignores."""
+    """Return the VLLM_ environment variables that Octavo ignores with a warning."""
     known = {f"VLLM_{name}" for name in (*ENVIRONMENT, *_NO_MEANING)} | {*API_KEY_VARIABLES}
     return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in known)

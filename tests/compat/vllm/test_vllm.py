@@ -76,7 +76,7 @@ def test_a_script_runs_unchanged(tmp_path):
         "vllm.PoolingParams is the parameters of pooling models (embeddings, classes, scores), "
         "which Octavo does not have: Octavo generates text only.",
         "vllm.model_executor.model_loader is vLLM's loaders of weights, which Octavo does not "
-        "have: Octavo reads safetensors files, and packs them once; see load_format in "
+        "have: Octavo reads safetensors files and packs them once; see load_format in "
         "docs/settings.md.",
         "True",
     ]
@@ -107,12 +107,12 @@ def installed(monkeypatch):
     ("statement", "said"),
     [
         ("from vllm import PoolingParams", "parameters of pooling models"),
-        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support of adapters"),
+        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support for adapters"),
         ("import vllm.v1.core.sched.output", "sched belongs to vllm.v1.core, vLLM's scheduler"),
         ("from vllm.config import SamplingParams", "is in vllm and vllm.sampling_params, not in"),
         ("from vllm.utils import get_ip", "Octavo's get_ip is in vllm.utils.network_utils"),
-        ("from vllm import LMM", "no name of vLLM .* knows; did you mean vllm.LLM?"),
-        ("import vllm.frobnicate", "no name of vLLM .* knows; check the spelling"),
+        ("from vllm import LMM", "knows no name vllm.LMM of vLLM .*; did you mean vllm.LLM?"),
+        ("import vllm.frobnicate", "knows no name .* of vLLM .*; check the spelling"),
     ],
 )
 def test_an_import_of_what_is_absent_says_what_it_is(installed, statement, said):
@@ -181,7 +181,7 @@ def test_flags_of_a_script_and_of_the_engine():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support of adapters"),
+        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support for adapters"),
         ("import vllm; vllm.PoolingParams", "vllm.PoolingParams is"),
         ("import vllm; vllm.LLM(enable_lora=True)", "merge the adapter"),
         ("import frobnicate", "the package frobnicate is not installed"),
