@@ -27,7 +27,7 @@ class DeviceConfig(Section, frozen=True):
         bool,
         Meta(
             description="Compute the same result for a request, bit for bit, regardless of the "
-            "rest of its batch, at some cost in speed. For CUDA; always on on a CPU."
+            "rest of its batch, at some cost in speed. For CUDA; a CPU always does so."
         ),
     ] = False
     tensor_parallel_size: Annotated[

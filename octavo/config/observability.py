@@ -22,7 +22,7 @@ class ObservabilityConfig(Section, frozen=True):
     disable_log_stats: Annotated[
         bool,
         Meta(
-            description="Do not log a server's statistics every log_stats_interval seconds; in"
-            " LLM(...), do not collect metrics, where the default is on."
+            description="Do not log a server's statistics every log_stats_interval seconds. In"
+            " LLM(...), collect no metrics; there the default is on."
         ),
     ] = False
