@@ -157,8 +157,8 @@ WRONG = [
     ),
     (
         json_schema(schema={}) | {"guided_regex": "a"},
-        "response_format.json_schema.schema and guided_regex both say what the answer has to look "
-        "like; give one of them.",
+        "response_format.json_schema.schema and guided_regex both constrain the form of the "
+        "answer; give one of them.",
         "guided_regex",
         None,
     ),
@@ -171,8 +171,8 @@ WRONG = [
     ),
     (
         wanted(json={}, regex="a"),
-        "structured_outputs.json and structured_outputs.regex both say what the answer has to look "
-        "like; give one of them.",
+        "structured_outputs.json and structured_outputs.regex both constrain the form of the "
+        "answer; give one of them.",
         "structured_outputs.regex",
         None,
     ),

@@ -108,7 +108,10 @@ def installed(monkeypatch):
     [
         ("from vllm import PoolingParams", "parameters of pooling models"),
         ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support for adapters"),
-        ("import vllm.v1.core.sched.output", "sched belongs to vllm.v1.core, vLLM's scheduler"),
+        (
+            "import vllm.v1.core.sched.output",
+            "sched belongs to vllm.v1.core, vLLM's internal scheduler",
+        ),
         ("from vllm.config import SamplingParams", "is in vllm and vllm.sampling_params, not in"),
         ("from vllm.utils import get_ip", "Octavo's get_ip is in vllm.utils.network_utils"),
         ("from vllm import LMM", "knows no name vllm.LMM of vLLM .*; did you mean vllm.LLM?"),
