@@ -63,7 +63,7 @@ def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
 
 
 def test_one_front_end_has_all_engines():
-    with pytest.raises(ConfigError, match="Ray can have workers"):
+    with pytest.raises(ConfigError, match="Ray can run workers"):
         EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_backend="ray")
     with pytest.raises(ConfigError, match="start a server for each"):
         EngineConfig.from_kwargs(data_parallel_multi_port_external_lb=True)

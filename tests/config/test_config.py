@@ -527,8 +527,8 @@ def test_levels_of_the_log_in_the_environment(monkeypatch, text, level):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"methd": "ngram"}, " has no part called 'methd'; did you mean method?"),
-        ({"method": "ngram", "zzz": 1}, " has no part called 'zzz'; it has method, model, "),
+        ({"methd": "ngram"}, " has no key 'methd'; did you mean method?"),
+        ({"method": "ngram", "zzz": 1}, " has no key 'zzz'; its keys are method, model, "),
         ({"method": "mtp"}, ": method='mtp' is not allowed; choose one of ngram, suffix, "),
         ({"method": "ngram", "acceptance": []}, ": acceptance=[] is not allowed; choose one of"),
     ],

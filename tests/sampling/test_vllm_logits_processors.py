@@ -248,7 +248,7 @@ def test_answers_in_an_engine():
     class Hidden(Alternating):
         pass
 
-    with pytest.raises(ConfigError, match="define it outside of functions"):
+    with pytest.raises(ConfigError, match="define it at module level"):
         LLM(logits_processors=[Hidden])
 
 

@@ -159,8 +159,8 @@ WRONG = [
     ),
     (
         json_schema(schema={}) | {"guided_regex": "a"},
-        "response_format.json_schema.schema and guided_regex both say what the answer has to look "
-        "like; give one of them.",
+        "response_format.json_schema.schema and guided_regex both constrain the form of the "
+        "answer; give one of them.",
         "guided_regex",
         None,
     ),
@@ -173,14 +173,14 @@ WRONG = [
     ),
     (
         wanted(json={}, regex="a"),
-        "structured_outputs.json and structured_outputs.regex both say what the answer has to look "
-        "like; give one of them.",
+        "structured_outputs.json and structured_outputs.regex both constrain the form of the "
+        "answer; give one of them.",
         "structured_outputs.regex",
         None,
     ),
     (
         wanted(grammar="a") | {"guided_grammar": "b"},
-        "structured_outputs.grammar and guided_grammar both say what the answer has to look like "
+        "structured_outputs.grammar and guided_grammar both constrain the form of the answer "
         "and differ; give one of them.",
         "guided_grammar",
         None,
