@@ -262,7 +262,7 @@ def test_every_server_setting_is_tested():
 def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch):
     EngineConfig.from_kwargs(guided_decoding_backend="xgrammar")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    message = refused(guided_decoding_backend="guidance")
+    message = refused(guided_decoding_backend="llguidance")
     assert "guided_decoding_backend='llguidance' needs the package llguidance" in message
 
 
