@@ -30,8 +30,7 @@ constexpr int64_t kLongK = 4800, kLongFrom = 128, kLongGroups = 16, kLongDepth =
 constexpr int64_t kOwnFrom = 64;  // more rows than these may be cut into parts of single threads
 constexpr int64_t kPastCaches = 256;  // minimum number of rows for writing out past the caches
 constexpr int64_t kTasks = 4;  // for each thread, if panels alone are too few
-constexpr int64_t kTogether = 2048;  // maximum number of rows cut together: this bounds their
-memory
+constexpr int64_t kTogether = 2048;  // maximum rows cut together, which bounds memory
 constexpr int64_t kFetchAhead = 4096;  // bytes, for weights that are read once
 constexpr int64_t kSumsNbytes = 2 * kMostGroups * kStepNbytes;  // of a part, at most: gate and up
 static_assert(kLongPanels * kLongGroups <= 2 * kMostGroups);
@@ -143,11 +142,10 @@ INLINE void tile_block(const char* x, int64_t next_group, const char* w, int64_t
 }
 
 struct TileCut {
-    int64_t groups, part, parts;  // groups of 16 rows, number of groups in a part, and of parts
-    int64_t depth;  // steps in a block of K
-    int64_t set, sets;  // panels of out that a part is multiplied by together, and number of such
-    sets
-    bool own;  // a thread processes whole parts, and makes their tiles only for itself
+  int64_t groups, part, parts;  // groups of 16 rows, number of groups in a part, and of parts
+  int64_t depth;  // steps in a block of K
+  int64_t set, sets;  // panels of out that a part is multiplied by together; number of such sets
+  bool own;  // a thread processes whole parts, and makes their tiles only for itself
 };
 
 template <class Args>

@@ -236,8 +236,8 @@ struct SamplingRow {
   float temperature;  // 0: greedy
   float min_p;  // 0: all
   double top_p;  // 1: all
-    uint64_t seed;  // key of the random numbers
-    uint32_t position, stream;  // first half of the random numbers' counter
+  uint64_t seed;  // key of the random numbers
+  uint32_t position, stream;  // first half of the random numbers' counter
   int64_t top_k;  // 0: all
 };
 

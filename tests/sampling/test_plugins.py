@@ -178,7 +178,7 @@ def test_two_cannot_take_one_key(tmp_path, monkeypatch):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         install(tmp_path / name, monkeypatch, NO_REPEAT, "NoRepeat", name)
-    with pytest.raises(ConfigError, match=r"first_point takes the key 'no_repeat'.*already"):
+    with pytest.raises(ConfigError, match=r"first_point already accepts the key 'no_repeat'"):
         load_plugins(2, VOCAB)
 
 

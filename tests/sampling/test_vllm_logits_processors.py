@@ -180,7 +180,7 @@ def test_parameters_that_it_does_not_like_fail_their_request(module):
     [
         ("NoRepeat", "write it as module:Class"),
         ("written_for_vllm:Missing", "Missing"),
-        ("written_for_vllm:torch", "it is no class"),
+        ("written_for_vllm:torch", "it is not a class"),
         ("written_for_vllm:SamplingParams", "not a subclass"),
         ("frobnicate:X", "No module named 'frobnicate'"),
         ("__main__:X", "process of its own"),
