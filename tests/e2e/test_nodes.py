@@ -94,7 +94,7 @@ def test_a_node_without_the_key_or_for_a_taken_engine_is_turned_away(cluster, se
         assert "turns this node away: the cluster_key_file must be the same" in log.read_text()
     with cluster.node() as (node, log):
         assert node.wait(30) == 2
-        assert "refuses this node: engine 1 is another node's already" in log.read_text()
+        assert "rejects this node: engine 1 is another node's already" in log.read_text()
 
 
 def test_an_engine_and_then_its_node_are_killed_and_come_back(cluster, server, expected):
