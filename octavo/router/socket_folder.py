@@ -1,4 +1,4 @@
-"""The folder of a router's Unix sockets; what a router that was killed has left is removed."""
+"""Folder of a router's Unix sockets; folders of killed routers are removed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PREFIX = "octavo-router-"
 
 
 class SocketFolder:
-    """A new folder that only this user can open. While its router lives, it is locked.
+    """New folder that only this user can open. It is locked while its router lives.
 
-    Removes the folders of this user's routers that live no more.
+    Construction removes the folders of this user's dead routers.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SocketFolder:
         self.path, self._lock = _make()
 
     def close(self) -> None:
-        """Removes it."""
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -35,7 +35,7 @@ class SocketFolder:
 def _make() -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Another router may see it before it is locked, and remove it.
+        # Another router may remove it before it is locked.
         with contextlib.suppress(FileNotFoundError):
             lock = _open(path)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,7 +49,7 @@ def _open(path: Path) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+    with contextlib.suppress(OSError):  # it may be another user's, or removed meanwhile
         if path.lstat().st_uid != os.getuid():
             return
         lock = _open(path)
