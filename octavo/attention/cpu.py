@@ -41,7 +41,7 @@ def _cache_code(kv_cache: Tensor, dtype: torch.dtype) -> int:
 class CPUAttention:
     """Implementation of `AttentionBackend` for the CPU.
 
-    A token's result has the same bits whether it is decoded alone, in a batch, or in a chunk of any
+    A token's result has the same bits if it is decoded alone, in a batch, or in a chunk of any
     size, and for any number of threads.
     """
 

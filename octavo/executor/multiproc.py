@@ -569,8 +569,8 @@ class _ProcessGroup(WorkerGroup):
         try:
             self._watch_workers()
         except Exception as error:  # such as a message that cannot be decoded
-            logger.exception("the workers cannot be understood")
-            self._fail(f"the workers cannot be understood ({type(error).__name__}: {error})")
+            logger.exception("watching the workers failed")
+            self._fail(f"watching the workers failed ({type(error).__name__}: {error})")
 
     def _launch(self, rank: int) -> _Worker:
         steps = self._step_queue.for_reader(rank)

@@ -403,8 +403,8 @@ class _ActorGroup(WorkerGroup):
             try:
                 self._listen()
             except Exception as error:  # such as a disconnection from Ray
-                logger.exception("the workers cannot be understood")
-                self._fail(f"the workers cannot be understood ({type(error).__name__}: {error})")
+                logger.exception("watching the workers failed")
+                self._fail(f"watching the workers failed ({type(error).__name__}: {error})")
         finally:
             self._release()
 

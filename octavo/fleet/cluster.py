@@ -3,7 +3,7 @@
 A node (`node.py`) joins, and starts engine processes on request. Each of these connects to the same
 port itself, once for its requests and once for its outputs. Everything is encrypted with CurveZMQ
 under one key pair that is derived from the cluster's key. The handshake needs its public half,
-which is never sent, so no message without the key gets through. Nothing is unpickled.
+which is never sent, so messages without the key are dropped. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class Hub:
             why = f"engine {taken} is another node's already"
         self._asked.pop(name, None)
         if why is not None:
-            logger.warning("the node %s was refused: %s", join.host, why)
+            logger.warning("rejected the node %s: %s", join.host, why)
             self.tell(name, REFUSED, why)
             return
         logger.info("the node %s has joined, for engines %s", join.host, _span(ranks))
@@ -388,8 +388,8 @@ class Hub:
             count += 1
             if count & (count - 1) == 0:  # nodes retry continually
                 logger.warning(
-                    "somebody tried to join the cluster without its key (another "
-                    "cluster_key_file?), and was turned away (times: %d)",
+                    "rejected a connection without the cluster's key (another cluster_key_file?; "
+                    "times: %d)",
                     count,
                 )
 

@@ -57,8 +57,8 @@ def share_cores(config: EngineConfig) -> EngineConfig:
     threads = device.num_threads or max(1, cores // workers)
     if workers * threads > cores:
         logger.warning(
-            "%d processes with %d threads each are more than the %d cores there are for them: they "
-            "wait for each other, and every step takes longer",
+            "%d processes with %d threads each exceed the %d available cores: they wait for each "
+            "other, which slows every step",
             workers,
             threads,
             cores,
@@ -501,13 +501,15 @@ class DataParallelClient:
                 count += len(request.child_ids)
         if count:
             number = self._first + index
-            logger.warning("requests of engine %d go on at others (requests: %d)", number, count)
+            logger.warning(
+                "other engines continue requests of engine %d (requests: %d)", number, count
+            )
         return count
 
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
         """Give an engine up; raise `error` if it was the last, or was never ready.
 
-        An engine without a node restarts when a node joins, unless it was the last one.
+        If others are left, an engine without a node restarts when a node joins.
         """
         others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
         missing = isinstance(error, NodeMissingError)

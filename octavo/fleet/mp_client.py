@@ -121,7 +121,7 @@ class AsyncMPClient:
                 # An engine on another machine may be any program with the key: the others must
                 # continue.
                 self.process.kill("the engine sent an invalid message")
-                raise EngineDeadError(f"the engine cannot be understood: {error}") from error
+                raise EngineDeadError(f"the engine sent an invalid message: {error}") from error
             if outputs is not None:
                 return outputs
 

@@ -297,12 +297,12 @@ class _Node:
             return f"the head node {self._reached.address} has not answered for {seconds:.0f} s"
         if self._connected_at is not None:
             return (
-                f"the head node {self._reached.address} is there, but turns this node away: the "
+                f"the head node {self._reached.address} is there, but rejects this node: the "
                 "cluster_key_file must be the same on all machines"
             )
         return (
-            f"the head node {self._reached.address} was not reached in {seconds:.0f} s: see "
-            "--data-parallel-address and --data-parallel-rpc-port, and whether it runs"
+            f"the head node {self._reached.address} was not reached in {seconds:.0f} s: check "
+            "--data-parallel-address and --data-parallel-rpc-port, and that it runs"
         )
 
     def _note_connections(self) -> None:

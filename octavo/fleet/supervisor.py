@@ -326,7 +326,7 @@ class Supervisor:
             (noticed, reason, count), self._began = self._began, None
             seconds = time.monotonic() - noticed
             self._logger.warning(
-                "%s; another one was ready after %.1f s (requests that go on: %d)",
+                "%s; another one was ready after %.1f s (requests that continue: %d)",
                 reason,
                 seconds,
                 count,
@@ -361,7 +361,7 @@ class Supervisor:
         await self._client.shutdown(timeout=0.0)
         while True:
             if self._fruitless:
-                self._logger.warning("%s again before it brought anything", error)
+                self._logger.warning("%s again before it produced output", error)
                 delay = _FIRST_DELAY * 2 ** (self._fruitless - 1)
                 await asyncio.sleep(min(delay, _MOST_DELAY))
             self._fruitless += 1
@@ -425,7 +425,7 @@ class Supervisor:
                 culprit,
                 [],
                 finish_reason=FinishReason.ERROR,
-                error="The engine died again and again with this request in flight, so it is "
+                error="The engine died repeatedly with this request in flight, so it is "
                 f"given up: {reason}.",
                 error_kind="GivenUpError",
             )

@@ -117,7 +117,7 @@ class Codes:
 class Ops(Protocol):
     """Operations on tensors of one device.
 
-    T is the number of tokens, which may be 0. Unless stated otherwise, tensors are float32,
+    T is the number of tokens, which may be 0. By default, tensors are float32,
     bfloat16 or float16, and all tensors of a call have the same dtype. Sums run in float32. Inputs
     may be views with any row stride if the last dimension is dense; results are new, dense tensors.
     Shapes and dtypes are asserted, not validated: only the engine's layers call these methods.

@@ -109,7 +109,7 @@ class Arena:
         nbytes = math.prod(shape) * dtype.itemsize
         size = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         index = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
-        assert index is not None, "more activations than the memory plan knows of"
+        assert index is not None, "the activations exceed the memory plan"
         offset, free = self._free[index]
         self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
         self.peak = max(self.peak, offset + size)

@@ -246,11 +246,11 @@ class BlockPool:
             if block.block_hash is not None:
                 num_hashed += 1
                 if self._cached[block.group_id].get(block.block_hash) is not block:
-                    raise AssertionError(f"the prefix cache does not know {block}")
+                    raise AssertionError(f"the prefix cache does not list {block}")
                 if block.ref_cnt == 0 and not self.enable_caching:
                     raise AssertionError(f"{block} is kept though caching is off")
         if num_hashed != sum(map(len, self._cached)):
-            raise AssertionError("the prefix cache knows blocks that do not know of it")
+            raise AssertionError("the prefix cache lists blocks without a hash")
         null = self.null_block
         if null.ref_cnt != 1 or null.block_hash is not None or null.block_id in in_queue:
             raise AssertionError(f"the null block was used: {null}")

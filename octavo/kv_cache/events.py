@@ -54,7 +54,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class KVEventLog:
-    """Log of events of one KV-cache group, until they are taken.
+    """Log of events of one KV-cache group, until `take` returns them.
 
     Args:
         group_id: the group with blocks that determine a request's hits.

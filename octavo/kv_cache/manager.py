@@ -360,7 +360,7 @@ class KVCacheManager:
                     ref_counts[block.block_id] += 1
             for _, block, _ in load.new:
                 if block.ref_cnt != 1 or block.block_hash is not None:
-                    raise AssertionError(f"{block} is being loaded, and somebody else has it")
+                    raise AssertionError(f"{block} is being loaded, and is also in use")
         for req_id, held in self._requests.items():
             self._check_request(live[req_id], held, ref_counts)
         self.pool.check_integrity(ref_counts)

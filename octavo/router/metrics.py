@@ -26,7 +26,7 @@ class RouterMetrics(Collector):
         self._registry.register(self)
         self.retries = Counter(
             "octavo:router_retries",
-            "Requests that went to another server, by reason: unreachable, lost, or refused.",
+            "Requests that were sent to another server, by reason: unreachable, lost, or refused.",
             ["reason"],
             registry=self._registry,
         )

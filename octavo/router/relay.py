@@ -144,7 +144,7 @@ class Relay(Response):
                 state.metrics.retries.labels("refused").inc()
             except ServerLostError as error:
                 logger.warning(
-                    "request goes to another server",
+                    "request is sent to another server",
                     extra={"server": upstream.name, "reason": str(error)},
                 )
                 state.metrics.retries.labels("lost" if error.took else "unreachable").inc()
@@ -291,7 +291,7 @@ class Relay(Response):
                         response.close()
             except ServerLostError as error:
                 logger.warning(
-                    "prefill goes to another server",
+                    "prefill is sent to another server",
                     extra={"server": upstream.name, "reason": str(error)},
                 )
                 pool.suspect(upstream)

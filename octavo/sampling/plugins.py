@@ -183,7 +183,7 @@ class _Plugin(LogitsProcessor):
             selected = self._inner.select(step)
             own = set(zip(step.at.tolist(), step.rows.tolist(), strict=True))
             if not own.issuperset(zip(selected.at.tolist(), selected.rows.tolist(), strict=True)):
-                raise ValueError("select returned rows that it was not given")
+                raise ValueError("select returned rows that were not passed to it")
         except _FAULTS as error:
             self._failed |= dict.fromkeys(step.rows.tolist(), error)
             return step

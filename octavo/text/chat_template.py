@@ -110,7 +110,7 @@ class ChatTemplate:
         for name in template_kwargs or {}:
             if name in RESERVED_VARIABLES:
                 raise RequestError(
-                    f"{name!r} is a variable of its own; do not give it in chat_template_kwargs.",
+                    f"{name!r} is a reserved variable; do not pass it in chat_template_kwargs.",
                     "chat_template_kwargs",
                 )
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
