@@ -272,8 +272,7 @@ class Site:
         self._node = self._start(self._node_flags, self._node_log)
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
-        """Return all processes except the front end, with their roles: core, worker, spare,
-        node."""
+        """Return (role, process) of all processes except the front end."""
         found: list[tuple[str, psutil.Process]] = []
         if self._node is not None and self._node.poll() is None:
             node = psutil.Process(self._node.pid)
@@ -448,8 +447,7 @@ class Killer(threading.Thread):
         self._wait_for_ends(struck)
 
     def _wait_for_ends(self, struck: list[tuple[str, str, psutil.Process]]) -> None:
-        """Wait until stopped processes are found and killed, except for spares, which may be
-        unused."""
+        """Wait until killed and stopped processes have ended, except for spares."""
         for role, kind, process in struck:
             if role != "spare":
                 what = f"{role} {process.pid} is there after {kind}"

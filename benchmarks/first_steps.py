@@ -32,8 +32,7 @@ STEPS: list[tuple[str, Callable[[], str]]] = []
 
 
 def step(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Add a step; its function returns an observation, and raises AssertionError if that is
-    wrong."""
+    """Add a step: a function that returns an observation, or raises AssertionError."""
 
     def add(function: Callable[[], str]) -> Callable[[], str]:
         STEPS.append((name, function))

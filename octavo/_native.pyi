@@ -23,8 +23,7 @@ class InputGatherer:
     def run(self, num_reqs: int, to: StepArrays, /) -> int: ...
 
 class SuffixAutomaton:
-    """Index of token sequences that finds continuations of a suffix; see
-    csrc/suffix_automaton.h."""
+    """Index of the continuations of token sequences; see csrc/suffix_automaton.h."""
 
     def __init__(self) -> None: ...
     def __len__(self) -> int:

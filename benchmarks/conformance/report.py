@@ -55,8 +55,7 @@ class Line:
 
 
 def read_expected(path: Path) -> list[Expected]:
-    """Read the reasons in a file: `[[deviation]]` with `reason`, then `[[missing]]` with
-    `feature`."""
+    """Read the reasons in a file: `[[deviation]]` and `[[missing]]` entries."""
     data = tomllib.loads(path.read_text())
     deviations = [
         Expected("deviation", entry["reason"], entry["tests"]) for entry in data["deviation"]

@@ -162,8 +162,7 @@ class Gpu:
         return torch.cuda.get_device_name()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median time of the work that `run` launches, with cold caches, without
-        launching.
+        """Return the median time of the GPU work that `run` launches, with cold caches.
 
         `run` must not wait for the GPU.
         """

@@ -208,8 +208,7 @@ def rows_of(case: Case, iteration: int) -> tuple[list[Row], list[Row]]:
 
 
 def best_reads(output: str) -> tuple[str, dict[str, list[float]]]:
-    """Parse lines `WAY BLOCK GB/S`; return the way with the highest median, and its speeds by
-    block."""
+    """Parse lines `WAY BLOCK GB/S`; return the fastest way, and its speeds by block."""
     ways: dict[str, dict[str, list[float]]] = {}
     for line in output.splitlines():
         way, block, speed = line.split()

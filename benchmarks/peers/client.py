@@ -47,8 +47,7 @@ class Stream:
         self.lines: list[tuple[float, bytes]] = []
 
     def parse(self) -> tuple[Answer, list[float]]:
-        """Return the first and last time and the exact number of tokens; and the times of the
-        pieces.
+        """Return the first and last time, the number of tokens, and the times of the pieces.
 
         Raises:
             ValueError: the server did not send a stream of completions.

@@ -112,8 +112,7 @@ class Llama(Peer):
         write_marker(folder, note)
 
     def build_kernels(self, root: Path) -> None:
-        """Build missing kernels for the instruction set; the rest of the engine is the installed
-        one.
+        """Build missing kernels for the instruction set, for use in the installed engine.
 
         Raises:
             CompareError: the build failed.

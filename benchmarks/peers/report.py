@@ -103,8 +103,7 @@ class Spread:
 
 
 def advantage(own: Spread, other: Spread, *, less: bool) -> float | None:
-    """Return how many times better the own median is; above 1 it is ahead. None: one of them is
-    0."""
+    """Return how many times better the own median is, or None if one of them is 0."""
     if not own.median or not other.median:
         return None
     return other.median / own.median if less else own.median / other.median
@@ -154,8 +153,7 @@ def highest_rates(data: dict[str, Any], engine: str, case: str) -> list[float]:
 
 
 def limits(data: dict[str, Any], name: str, group: str | None = None) -> Spread | None:
-    """Return a limit of the machine: over the whole run, or at the beginnings of a group's
-    turns."""
+    """Return a limit of the machine: over the whole run, or in a group's turns."""
     chosen = [limit for limit in data["limits"] if group is None or limit["group"] == group]
     return Spread.of([limit[name] for limit in chosen])
 

@@ -68,8 +68,7 @@ class ReferenceAttention:
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     def scratch_nbytes(self, largest: LargestStep) -> int:
-        """Return the bytes of a request's logits, their copies, and its keys and values per
-        head."""
+        """Return the bytes of a request's logits, their copies, and its keys and values."""
         length = largest.max_model_len
         rows = min(largest.num_tokens, length)
         logits = (4 * _LOGITS_COPIES * largest.num_heads + 16) * rows * length

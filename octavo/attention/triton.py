@@ -129,8 +129,7 @@ class TritonAttention:
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """Run one launch, and a second one to merge splits if programs share those of a decode
-        row."""
+        """Run one launch, and a second one if programs shared the splits of a decode row."""
         if metadata.num_tokens == 0:
             return
         format = _FORMATS.get(kv_cache.dtype, 0)

@@ -213,8 +213,7 @@ def _random(source: _Source) -> list[BenchRequest]:
 
 
 def _prefix_repetition(source: _Source) -> list[BenchRequest]:
-    """Make equal numbers of prompts for each prefix, shuffled; drop the remainder of the
-    division."""
+    """Make equal numbers of prompts for each prefix, shuffled."""
     num_prefixes = source.length("prefix-repetition-num-prefixes")
     prefix_len = source.length("prefix-repetition-prefix-len")
     suffix_len = source.length("prefix-repetition-suffix-len")
@@ -325,8 +324,7 @@ def _sonnet(source: _Source) -> list[BenchRequest]:
 
 
 def _workload(source: _Source) -> list[BenchRequest]:
-    """Read JSON lines of prompt_token_ids, max_tokens and optionally arrival_unit (seconds x
-    rate)."""
+    """Read JSON lines of prompt_token_ids, max_tokens and maybe arrival_unit (seconds x rate)."""
     requests, rate = [], source.request_rate
     for where, row in itertools.islice(_json_lines(source.path), source.args.num_prompts):
         ids = _field(row, "prompt_token_ids", list, where)

@@ -244,8 +244,7 @@ def print_summary(
 
 
 def _most_tokens_in_a_second(records: Sequence[RequestRecord]) -> float:
-    """Return the tokens of the best whole second; a record's arrivals have equal shares of
-    tokens."""
+    """Return the tokens of the best whole second; arrivals of a record share its tokens."""
     times = [t for r in records for t in r.token_times]
     if not times:
         return 0.0
@@ -255,8 +254,7 @@ def _most_tokens_in_a_second(records: Sequence[RequestRecord]) -> float:
 
 
 def _most_at_once(records: Sequence[RequestRecord]) -> int:
-    """Return the maximum number of concurrent requests; an end precedes a start at the same
-    time."""
+    """Return the maximum number of concurrent requests; ends precede starts."""
     changes = [(r.start_time, 1) for r in records] + [(r.end_time, -1) for r in records]
     most = now = 0
     for _, change in sorted(changes):

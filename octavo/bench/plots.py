@@ -581,8 +581,7 @@ def _check_positive(name: str, value: Any) -> None:
 
 
 def _new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure in inches, without pyplot, so that neither display nor globals are
-    used."""
+    """Make an empty figure in inches, without pyplot's display and globals."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")

@@ -69,8 +69,7 @@ class Slos:
         return [match[1] for match in found if match]
 
     def excess(self, result: Mapping[str, Any]) -> float:
-        """Return the largest relative excess of a result over its levels; at most 0 within all
-        levels.
+        """Return the largest relative excess of a result over its levels.
 
         A failed request violates the levels: its user waited in vain. Missing measurements (no TPOT
         of one token) violate none.
@@ -690,8 +689,7 @@ def _bench_list(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _read_params(flag: str, path: str | None) -> list[dict[str, Any]]:
-    """Read a JSON list of objects; names with underscores. Without a file, return one empty
-    object."""
+    """Read a JSON list of objects; without a file, return one empty object."""
     if path is None:
         return [{}]
     try:

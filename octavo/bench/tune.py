@@ -519,8 +519,7 @@ def _serve_args(text: str, space: Mapping[str, Any]) -> list[str]:
 
 
 def _is_valid(config: Config) -> bool:
-    """Return True if the engine allows the configuration, and it is not equivalent to another
-    one."""
+    """Return True if the engine allows the configuration, and no other is equivalent."""
     if config["long_prefill_token_threshold"] >= config["max_num_batched_tokens"]:
         return False
     try:

@@ -51,8 +51,7 @@ class Executor(ABC):
 
     @abstractmethod
     def measure_memory(self) -> MemoryBudget:
-        """Measure the memory left for the KV cache, with the model loaded, by a step of the largest
-        size.
+        """Measure the memory left for the KV cache by a step of the largest size.
 
         Only for platforms that cannot predict it.
         """

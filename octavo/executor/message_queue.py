@@ -103,8 +103,7 @@ class _End:
         self._closed = False
 
     def close(self) -> None:
-        """Raise `QueueClosedError` in present and future waits at this end. Any thread may call
-        it."""
+        """Raise `QueueClosedError` in present and future waits at this end. Thread-safe."""
         self._closed = True
         with contextlib.suppress(OSError):  # released already
             os.eventfd_write(self._stop, 1)

@@ -335,8 +335,7 @@ class _Actor:
         return self.place.pid
 
     def is_stopped(self) -> bool:
-        """Return True if a signal such as SIGSTOP has stopped the worker; False on other
-        machines."""
+        """Return True if a signal such as SIGSTOP has stopped a worker of this machine."""
         if self.place.host != _host():
             return False
         try:

@@ -34,8 +34,9 @@ class Session:
         self._cluster: subprocess.Popen[str] | None = None
 
     def join(self) -> None:
-        """Connect if not connected. Do not call this in the main thread: Ray would replace
-        SIGTERM's handler there.
+        """Connect if not connected.
+
+        Do not call this in the main thread: Ray would replace its handler of SIGTERM.
 
         Raises:
             ConfigError: RAY_ADDRESS leads to no cluster, or no cluster can be started.

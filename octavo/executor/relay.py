@@ -141,8 +141,7 @@ class Relay:
         """Address of this relay."""
 
     def connect(self, others: Mapping[int, tuple[str, str]]) -> None:
-        """Connect to the other hosts and begin to mirror; all hosts must call this at about the
-        same time.
+        """Connect to the other hosts and begin to mirror; all hosts must do so concurrently.
 
         Args:
             others: name and address of each other host.

@@ -113,8 +113,7 @@ MAX_DESCRIPTORS = 16
 
 
 class WorkerProcessSetup(msgspec.Struct):
-    """Message from an executor to a process on its standard input, together with the
-    descriptors."""
+    """Message that starts a worker, with descriptors, on a process' standard input."""
 
     setup: PlainSetup
     worker_cls: str
@@ -170,8 +169,7 @@ class Failure(msgspec.Struct, array_like=True):
         return f"{self.kind}: {self.message}"
 
     def to_exception(self) -> Exception:
-        """Return an exception with the same text, of the same class if that is Octavo's or
-        Python's."""
+        """Return an exception of the same class, if that is Octavo's or Python's."""
         octavos = make_error(self.kind, self.message)
         if type(octavos) is not OctavoError:
             return octavos

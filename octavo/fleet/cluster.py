@@ -501,8 +501,7 @@ class RemoteProcess:
 
 
 class RemoteLauncher:
-    """Variant of `CoreLauncher` that starts an engine's processes on the node that has joined for
-    it.
+    """Launcher of an engine's processes on the node that has joined for it.
 
     Args:
         hub: connection to the nodes.

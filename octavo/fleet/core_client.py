@@ -56,8 +56,7 @@ class WatchedClient(EngineClient, Protocol):
 
     @property
     def ready(self) -> asyncio.Future[CoreReady]:
-        """Future that resolves once all engines have loaded the model; `EngineDeadError` if one
-        cannot."""
+        """Future that resolves once all engines are loaded; `EngineDeadError` if one fails."""
         ...
 
     def get_output_nowait(self) -> EngineCoreOutputs | None:

@@ -104,8 +104,7 @@ class CoreProcess:
         return self.describe_exit() is None and not is_stopped(self.pid)
 
     def kill(self, reason: str) -> None:
-        """Kill the process at once, for a reason that `describe_exit` reports; ignore an ended
-        one."""
+        """Kill a live process at once, for a reason that `describe_exit` reports."""
         if self._killed_for is None and self._process.poll() is None:
             self._killed_for = reason
             self._process.kill()

@@ -36,8 +36,7 @@ _JOIN_POLL = 1.0
 
 
 def share_cores(config: EngineConfig) -> EngineConfig:
-    """Return the settings of each engine: without a configured number of threads, a share of the
-    cores.
+    """Return the settings of each engine, with its share of the cores.
 
     Raises:
         ConfigError: the device cannot be shared.
@@ -168,8 +167,7 @@ class DataParallelClient:
 
     @cached_property
     def ready(self) -> asyncio.Future[CoreReady]:
-        """Future that resolves once all engines have loaded the model; `EngineDeadError` if one
-        cannot."""
+        """Future that resolves once all engines are loaded; `EngineDeadError` if one fails."""
         return asyncio.get_running_loop().create_future()
 
     @property
@@ -377,8 +375,7 @@ class DataParallelClient:
         return (item for item in self._supervisors.items() if item[0] not in self._gone)
 
     def _candidates(self, but: int | None = None) -> list[int]:
-        """Return the engines that may receive a request: those that serve, or else those that
-        will."""
+        """Return the engines that may receive a request: serving ones, or else all."""
         alive = [(i, s) for i, s in self._alive() if i != but and i not in self._leaving]
         return [index for index, s in alive if s.serving] or [index for index, _ in alive]
 

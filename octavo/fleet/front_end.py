@@ -151,8 +151,7 @@ class FrontEndClient(AsyncMPClient):
             await self.add_request(request)
 
     async def pages(self) -> list[bytes]:
-        """Return the metrics pages of all front ends, including this one, and of the
-        coordinator."""
+        """Return the metrics pages of all front ends and of the coordinator."""
         return [page.encode() for page in await self.call_utility(PAGES)]
 
     def close(self) -> None:

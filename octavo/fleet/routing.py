@@ -163,8 +163,7 @@ class Router:
         self._prefixes.forget(engine)
 
     def _hash(self, request: EngineCoreRequest) -> list[bytes]:
-        """Return chained hashes of the prompt's first full blocks, if the prefix cache uses
-        them."""
+        """Return chained hashes of the prompt's first full blocks for the prefix cache."""
         if not self._caching or request.prompt_embeds is not None:
             return []
         parent, hashes, size = root_hash(request.cache_salt), [], self._block_size

@@ -125,8 +125,7 @@ class Ops(Protocol):
 
     name: str
     packs_weights: bool
-    """True if packed weights have a layout of this table and so need memory in addition to the
-    source."""
+    """True if packed weights have a special layout: they need separate memory and a cache."""
 
     def pack_weight(
         self,
@@ -192,8 +191,7 @@ class Ops(Protocol):
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Apply the root-mean-square norm to the last dimension of x [T, D] or [T, H, D] (any
-        strides).
+        """Apply the root-mean-square norm to rows of x [T, D] or [T, H, D] (any strides).
 
         Zhang and Sennrich, "Root Mean Square Layer Normalization". With weight_offset 0, as in
         Llama: the normed value is rounded to x's dtype, then multiplied by weight [D]. Otherwise,
@@ -243,8 +241,7 @@ class Ops(Protocol):
         activation: Gate,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return `act_and_mul` of `linear`: [T, K] to [T, N / 2], bit-identical to separate
-        calls."""
+        """Return `act_and_mul` of `linear`: [T, K] to [T, N / 2], with the same bits."""
         ...
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
@@ -372,8 +369,7 @@ class Ops(Protocol):
         ...
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest of each float32 row [M, V], largest first: values, int64 indices [M,
-        k].
+        """Return the k largest of each float32 row [M, V] in order: values, int64 indices [M, k].
 
         Equals are ordered by index; NaN counts as -inf.
         """

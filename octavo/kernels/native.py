@@ -84,8 +84,7 @@ _VIEWS |= {"view"}
 
 
 class _OnlyViews(TorchFunctionMode):
-    """Mode that lets torch only make views while a plan records: other operations would run
-    once."""
+    """Mode that rejects torch operations other than views while a plan records."""
 
     def __torch_function__(
         self,

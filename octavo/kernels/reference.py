@@ -126,8 +126,7 @@ def token_numbers(params: NDArray[np.void], vocab_size: int) -> NDArray[np.float
 
 
 def to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize the last dimension to whole numbers from -127 to 127; return these and their
-    scales."""
+    """Quantize the last dimension to whole numbers up to 127; return them and their scales."""
     most = x.abs().amax(-1, keepdim=True)
     inverse = _ratio(torch.full_like(most, 127.0), most)
     return torch.round(x * inverse), torch.where(most < 1e-35, 0.0, most / 127)
@@ -229,8 +228,7 @@ class ReferenceOps:
     def pack_quantized(
         self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
-        """Store numbers in units of their scales [N, groups, group], each group followed by its
-        scale."""
+        """Store numbers in units of their scales [N, groups, group], a scale after each group."""
         rows = []
         for part in parts:
             match format:

@@ -53,8 +53,7 @@ class KVCacheConfig:
 
     @cached_property
     def group_size(self) -> int:
-        """Number of layers of the largest group: physical tensors, each with `num_blocks`
-        blocks."""
+        """Number of layers of the largest group, and of physical tensors of `num_blocks` blocks."""
         return _group_size(self.groups)
 
     @cached_property
@@ -137,8 +136,7 @@ def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str)
 
 
 def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
-    """Return the first group with full attention, which keeps all tokens' pages; None without
-    one."""
+    """Return the first group with full attention, or None."""
     for index, group in enumerate(groups):
         if isinstance(group.cache, AttentionCache) and group.cache.sliding_window is None:
             return index
@@ -148,8 +146,7 @@ def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
 def max_blocks_per_request(
     groups: Sequence[KVCacheGroup], block_size: int, num_tokens: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the maximum number of blocks that one request of `num_tokens` tokens holds at a
-    time."""
+    """Return the maximum number of blocks that a request of `num_tokens` tokens holds."""
     return sum(
         make_manager(group.cache, block_size).max_blocks(num_tokens, max_num_batched_tokens)
         for group in groups

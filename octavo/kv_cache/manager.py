@@ -330,8 +330,7 @@ class KVCacheManager:
         return pairs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all known prefixes; return False, with nothing changed, while requests hold
-        blocks.
+        """Forget all known prefixes; change nothing and return False while requests hold blocks.
 
         Blocks that are being loaded will not become known either.
         """
@@ -366,8 +365,7 @@ class KVCacheManager:
         self.pool.check_integrity(ref_counts)
 
     def _last_prompt_blocks(self, request: Request) -> list[KVCacheBlock] | None:
-        """Return for each group the leader's block of the prompt's end, if it can be copied (rule
-        6)."""
+        """Return each group's copyable block of the leader's prompt's end (rule 6), or None."""
         leader, index = request.leader, request.num_prompt_tokens // self.block_size
         held = None if leader is None else self._requests.get(leader.request_id)
         if leader is None or held is None or leader.request_id in self._begun:
@@ -381,8 +379,7 @@ class KVCacheManager:
         return None if self.pool.null_block in blocks else blocks
 
     def _ends_in_block_without_content(self, request: Request, num_blocks: int) -> bool:
-        """Return True if a hit of all blocks would copy from a block that this step has yet to
-        fill."""
+        """Return True if a full hit would copy from a block that this step has yet to fill."""
         if not self._made_known or num_blocks * self.block_size < request.num_tokens:
             return False
         last = request.block_hashes[num_blocks - 1]

@@ -86,8 +86,7 @@ class Attention:
         return self.o_proj(whole)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, num_heads, D], keys, values [T, num_kv_heads, D]; normed, not
-        rotated."""
+        """Return normed queries [T, num_heads, D], keys and values [T, num_kv_heads, D]."""
         heads = self.qkv_proj(x)
         if self.clip is not None:
             self.ops.clamp_(heads, self.clip)

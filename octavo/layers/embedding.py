@@ -35,8 +35,7 @@ class Embedding:
             self.scale = torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
     def look_up(self, input_ids: Tensor) -> Tensor:
-        """Map input_ids [T] int64 to [T, embed_size], the form in which prompts may supply
-        embeddings."""
+        """Map input_ids [T] int64 to [T, embed_size], the form of prompts' embeddings."""
         x = self.ops.embedding(self.weight, input_ids)
         if self.scale is not None and not self.scale_given:
             self.ops.scale_(x, self.scale)

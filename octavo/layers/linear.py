@@ -46,8 +46,7 @@ class Linear:
 
 @dataclass(slots=True)
 class SummedLinear(Linear):
-    """Linear layer that sums the results of several ranks, each with some of the inputs, in
-    order."""
+    """Linear layer that sums the results of the ranks' inputs, in order."""
 
     num_summands: int = 1
 

@@ -82,8 +82,7 @@ class Upstream:
     async def ask(
         self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
     ) -> aiohttp.ClientResponse:
-        """Send a request; return when the head of the answer has arrived. The caller closes the
-        answer.
+        """Send a request; return an answer with its head, which the caller closes.
 
         Raises:
             aiohttp.ClientError: the server cannot be reached, or broke the connection.

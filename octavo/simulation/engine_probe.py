@@ -64,8 +64,7 @@ class EngineProbe:
         self._engine.shutdown()
 
     def measure_steps(self, quiet: bool = False) -> StepTimes:
-        """Run requests of many sizes with low and high concurrency, and fit the times of their
-        steps.
+        """Run requests of many sizes and concurrencies, and fit the times of their steps.
 
         Args:
             quiet: show no progress.

@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """True if it ended for reasons of its own, not of the engine's, and has no gap."""
+        """True if it ended by a stop or its length, and has no gap."""
         return self.end is not None and self.end.reason in _COMPLETE and self.sure is None
 
     def miss(self) -> None:

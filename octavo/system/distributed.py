@@ -58,8 +58,7 @@ class Rank:
 
     @classmethod
     def of(cls, number: int, device: DeviceConfig) -> Rank:
-        """Return the rank of process `number`; the processes of a stage are numbered
-        successively."""
+        """Return the rank of process `number`; numbers of a stage are successive."""
         size, num_stages = device.tensor_parallel_size, device.pipeline_parallel_size
         reduces = device.tensor_parallel_mode == "reduce" and size > 1
         splits = device.enable_sequence_parallel

@@ -43,8 +43,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter of one JSON object a line: time (seconds since 1970), level, logger, message,
-    fields."""
+    """Formatter of JSON lines: time (seconds since 1970), level, logger, message, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one line; a traceback becomes the field `exception`."""

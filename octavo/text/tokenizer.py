@@ -392,8 +392,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Return the token as written in the vocabulary ("Ġworld", "▁world"), None for unknown
-        ids."""
+        """Return the token as in the vocabulary ("Ġworld", "▁world"), or None."""
         try:
             return self._backend.id_to_token(token_id)
         except OverflowError:

@@ -14,8 +14,7 @@ E4M3, E5M2 = 1, 2
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr):
-    """Convert float32 to uint8: round to nearest even, clamp to the largest finite number, keep
-    NaN."""
+    """Convert float32 to uint8: round to nearest even, clamp to finite numbers, keep NaN."""
     MANTISSA: tl.constexpr = 3 if FORMAT == 1 else 2
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 15
     LARGEST: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0

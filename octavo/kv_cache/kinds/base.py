@@ -40,8 +40,7 @@ class SingleTypeKVCacheManager(ABC):
         """
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the table's length once the first `num_tokens` tokens have slots. Never
-        decreases."""
+        """Return the table's length for slots of `num_tokens` tokens. Never decreases."""
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_admit(self, end: int, num_tokens: int) -> int:
