@@ -567,7 +567,6 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -50,11 +50,9 @@ class PacedStep(Future[ModelRunnerOutput]):
         self._end, self._output = end, output
 
     def drafts(self) -> dict[str, list[int]]:
-        """Implement `StepHandle`."""
         return {}
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """Implement `StepHandle`."""
         return self
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
@@ -72,7 +70,6 @@ class PacedExecutor(Executor):
         self._reader, self._free_at = BatchReader(), 0.0
 
     def execute(self, work: SchedulerOutput) -> PacedStep:
-        """Implement `Executor`."""
         _, sampled = self._reader.read(work)
         self._free_at = max(self._free_at, time.monotonic()) + sum(sampled) / self._rate
         output = ModelRunnerOutput(
@@ -152,7 +149,6 @@ async def measure(rate: float, engines: int, requests: int, seconds: float) -> N
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[25e3, 50e3, 100e3, 150e3])
     parser.add_argument("--engines", type=int, default=4)

@@ -422,7 +422,6 @@ class Auto(GrammarBackend):
     name = "auto"
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Implement `GrammarBackend`."""
         messages = []
         for backend in self.backends:
             try:
@@ -451,7 +450,6 @@ def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--suite", type=Path, help="the JSON-Schema-Test-Suite's tests")
     parser.add_argument("--functions", type=Path, help="function-calling data")

@@ -26,7 +26,6 @@ PROMPT = (
 
 
 def main() -> int:
-    """Measure, and print a line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -442,7 +442,6 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -83,7 +83,6 @@ def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste
 
 
 def main() -> None:
-    """Print the figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)

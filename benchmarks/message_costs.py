@@ -162,7 +162,6 @@ def processing(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2000)
     rounds = parser.parse_args().rounds

@@ -80,7 +80,6 @@ def print_peers(root: Path, model: Path, rows: list[list[int]]) -> None:
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("text", type=Path)

@@ -31,7 +31,6 @@ MAX_TOKENS = 96
 
 
 def main() -> int:
-    """Measure, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

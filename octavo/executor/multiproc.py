@@ -189,11 +189,9 @@ class _Step:
             self.drafted.set_result({})
 
     def drafts(self) -> Drafts:
-        """Implement `StepHandle`."""
         return self.drafted.result()
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """Implement `StepHandle`."""
         self._group.write(Sample(self._number, grammar))
         return self.sampled
 
@@ -526,7 +524,6 @@ class _ProcessGroup(WorkerGroup):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def shutdown(self) -> None:
-        """Implement `WorkerGroup`."""
         with self._lock:
             self._ending = True
         self._writer.close()
@@ -558,7 +555,6 @@ class _ProcessGroup(WorkerGroup):
             os.close(self._memory)
 
     def _watch(self) -> None:
-        """Implement `WorkerGroup`."""
         try:
             for rank in range(self._world_size):
                 self.workers.append(self._launch(rank))
@@ -649,11 +645,9 @@ class _ProcessGroup(WorkerGroup):
             worker.stopped = stopped
 
     def _send(self, data: bytes) -> None:
-        """Implement `WorkerGroup`."""
         self._writer.write(data)
 
     def _kill(self) -> None:
-        """Implement `WorkerGroup`."""
         self._writer.close()
         for worker in self.workers:
             worker.process.kill()

@@ -237,13 +237,11 @@ class _Inbox:
         self._changed = threading.Condition()
 
     def put(self, number: int, data: bytes) -> None:
-        """Implement `WorkerActor.tell`."""
         with self._changed:
             self._early[number] = data
             self._changed.notify()
 
     def read(self) -> bytes:
-        """Implement `Steps`."""
         with self._changed:
             self._changed.wait_for(lambda: self._next in self._early)
             data = self._early.pop(self._next)
@@ -260,11 +258,9 @@ class _Outbox:
         self._messages: queue.SimpleQueue[msgspec.Raw | None] = queue.SimpleQueue()
 
     def write(self, message: FromWorker) -> None:
-        """Implement `Rare`."""
         self.write_encoded(msgspec.msgpack.encode(message))
 
     def write_encoded(self, data: bytes) -> None:
-        """Implement `Rare`."""
         self._messages.put(msgspec.Raw(data))
 
     def end(self) -> None:
@@ -360,7 +356,6 @@ class _ActorGroup(WorkerGroup):
         self._closed = False
 
     def shutdown(self) -> None:
-        """Implement `WorkerGroup`."""
         with self._lock:
             self._ending = True
         self._end_waiting()
@@ -371,7 +366,6 @@ class _ActorGroup(WorkerGroup):
             os.close(self._memory)
 
     def _send(self, data: bytes) -> None:
-        """Implement `WorkerGroup`."""
         with self._sending:
             if self._closed:
                 raise QueueClosedError
@@ -385,7 +379,6 @@ class _ActorGroup(WorkerGroup):
             self._closed = True
 
     def _watch(self) -> None:
-        """Implement `WorkerGroup`."""
         try:
             SESSION.join()
         except BaseException as error:

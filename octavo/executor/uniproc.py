@@ -128,7 +128,6 @@ class _UniProcStep:
         return drafts
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """Implement `StepHandle`."""
         with self._lock:
             self._wanted, self._grammar = True, grammar
             computed = self._computed

@@ -172,7 +172,6 @@ class _WatchedExecutor(Executor):
         self.steps = []
 
     def execute(self, work: SchedulerOutput) -> StepHandle:
-        """Implement `Executor`."""
         batch, _ = self._reader.read(work)
         step = MeasuredStep(batch, len(work.scheduled_reqs), 0.0, None)
         begin = time.perf_counter()
@@ -197,11 +196,9 @@ class _WatchedExecutor(Executor):
             self._last_taken = time.perf_counter()
 
     def measure_memory(self) -> MemoryBudget:
-        """Implement `Executor`."""
         return self.executor.measure_memory()
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """Implement `Executor`."""
         self.executor.initialize_kv_cache(kv_cache)
 
     def collective_rpc(
@@ -211,7 +208,6 @@ class _WatchedExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Implement `Executor`."""
         return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     @property
@@ -220,11 +216,9 @@ class _WatchedExecutor(Executor):
         return self.executor.pids
 
     def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
-        """Implement `Executor`."""
         self.executor.register_failure_callback(callback)
 
     def shutdown(self) -> None:
-        """Implement `Executor`."""
         self.executor.shutdown()
 
 
@@ -238,11 +232,9 @@ class _WatchedStep:
         self._step, self._begin = step, begin
 
     def drafts(self) -> dict[str, list[int]]:
-        """Implement `StepHandle`."""
         return self._handle.drafts()
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """Implement `StepHandle`."""
         result = self._handle.sample(grammar)
         result.add_done_callback(lambda _: self._executor.note(self._step, self._begin))
         return _WatchedResult(self._executor, self._step, result)

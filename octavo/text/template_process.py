@@ -133,7 +133,6 @@ class _Templates:
             self._compile(name)
 
     def render(self, request: RenderRequest) -> str:
-        """Implement `ChatTemplate.render`."""
         messages, tools, documents = request.messages, request.tools, request.documents
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages must be a list of at least one message.", "messages")
