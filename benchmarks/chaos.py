@@ -315,7 +315,7 @@ class Site:
 
     @property
     def logs(self) -> list[Path]:
-        """Return the logs of the server, and of its node if it has one."""
+        """Logs of the server, and of its node if it has one."""
         return [path for path in (self.log, self._node_log) if path.exists()]
 
     def num_descriptors(self) -> int:

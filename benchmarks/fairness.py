@@ -1,5 +1,4 @@
-"""Measure how long one API key's requests wait for first tokens while another key floods the
-server.
+"""Measure one API key's waits for first tokens while another key floods the server.
 
     python benchmarks/fairness.py [--seconds 30] [--flooders 32] [--flags "--max-num-seqs 32"]
 

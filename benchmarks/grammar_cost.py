@@ -1,4 +1,4 @@
-"""Measure the cost of structured output: as many tokens with and without grammars, in turn.
+"""Measure the cost of structured output: the same tokens with and without grammars, in turn.
 
     python benchmarks/grammar_cost.py MODEL --functions FOLDER
 

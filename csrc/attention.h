@@ -328,7 +328,8 @@ struct Row {
   float max, sum;  // of the current segment
 };
 
-// Result of a row for some positions: exponentials relative to `max`, and their sum.
+// Result of a row for some positions, without the values: maximum, and sum of exponentials
+// relative to it.
 struct Partial {
   float max, sum;
 };

@@ -20,7 +20,7 @@ constexpr bool kOnTiles = false;
 constexpr int kPositionsOnTiles = 128;  // per step of the softmax
 constexpr int kRowsOnTiles = 128;  // rows that share paired values
 constexpr int kStepRowsOnTiles = 32;  // rows that share the tile registers
-constexpr int kFetchTo = 2;  // cache level for prefetches: L2 has room for one more tile
+constexpr int kFetchTo = 2;  // prefetch locality: L2 has room for one more tile
 
 // Products of type T.
 template <class T>

@@ -62,7 +62,7 @@ class AttentionMetadata:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Return query_start_loc, seq_lens and block_table as addresses, and the last's stride."""
+        """Addresses of query_start_loc, seq_lens and block_table, and block_table's stride."""
         for tensor in (self.query_start_loc, self.seq_lens, self.block_table):
             assert tensor.dtype == torch.int32
             assert tensor.stride(-1) == 1

@@ -106,17 +106,17 @@ class FrontEndClient(AsyncMPClient):
 
     @property
     def up(self) -> bool:
-        """Implement `WatchedClient`."""
+        """True if an engine accepts requests now."""
         return self.ready.done() and self._state.up
 
     @property
     def missing(self) -> list[int]:
-        """Implement `WatchedClient`."""
+        """Indices of the engines without a node so far."""
         return self._state.missing
 
     @property
     def down(self) -> dict[int, str]:
-        """Implement `WatchedClient`."""
+        """Engines that are not serving, by index, with their state."""
         return self._state.down
 
     def family_of(self, index: int) -> list[int]:

@@ -198,7 +198,7 @@ class Supervisor:
 
     @property
     def down(self) -> dict[int, str]:
-        """Implement `WatchedClient`."""
+        """State of the engine by its number, if it is not serving."""
         return {} if self.up else {self._number or 0: "is being started"}
 
     @property

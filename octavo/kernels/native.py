@@ -500,7 +500,7 @@ class NativeOps:
         return self._unary(_GELU[approximate], x, out)
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compare."""
+        """Compute in one pass."""
         return self._unary(_RELU, x, out)
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
@@ -562,7 +562,7 @@ class NativeOps:
         self._unary_into(x, _SCALE, x, factor)
 
     def clamp_(self, x: Tensor, bound: float) -> None:
-        """Compare twice."""
+        """Compute in one pass."""
         self._unary_into(x, _CLAMP, x, bound)
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:

@@ -227,7 +227,7 @@ class KVCacheManager:
 
     @property
     def num_loads(self) -> int:
-        """Return the number of requests with blocks being loaded."""
+        """Number of requests with blocks being loaded."""
         return len(self._loads)
 
     def is_loading(self, request_id: str, block_hashes: Iterable[bytes]) -> bool:

@@ -106,7 +106,7 @@ class RouterState(HttpState):
 
     @property
     def num_restarts(self) -> int:
-        """Return the number of restarts of its own servers."""
+        """Number of restarts of its own servers."""
         return sum(own.num_restarts for own in self._own)
 
     @property
