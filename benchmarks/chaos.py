@@ -1,18 +1,18 @@
-"""Kills a server's processes under load, again and again, and looks whether any stream shows it.
+"""Kill a server's processes under load repeatedly, and check that no stream is affected.
 
     python benchmarks/chaos.py --kills 1000 [--layout nodes-tp2] [--model FOLDER] [--seed 0]
 
-A server is started, or a router with two servers; each of some mixed requests (greedy and sampled,
-n = 4, logprobs, prompt logprobs, penalties, stop texts, bad words, grammars, chats, beams) is
-answered once undisturbed. Then they are asked together, over and over, while processes of the
-layout die at random moments, any but those that hold clients' connections, and what starts them:
-engine cores, workers, warm spares, the headless node, the coordinator of several front ends, a
-router's servers, and actors of Ray. Kinds of processes take turns. SIGKILL, SIGSEGV, SIGSTOP (found
-by `--progress-timeout`, or sooner; nobody continues what was stopped) and a limit on the memory.
-A node that died is started again, as an init system would. Every answer is held against the
-undisturbed one, byte for byte; and when all is over no process, descriptor or file of the server
-may be left. Each kill prints a line when it happens, and one when all streams have gone on. Exit
-status 1: something was lost, changed or left.
+The script starts a server, or a router with two servers. It sends each of some mixed requests (greedy
+and sampled, n = 4, logprobs, prompt logprobs, penalties, stop texts, bad words, grammars, chats,
+beams) once, undisturbed. Then it sends them together, repeatedly, while processes of the layout die at
+random moments: engine cores, workers, warm spares, the headless node, the coordinator of several
+front ends, a router's servers, actors of Ray. Kinds of processes take turns. Processes with clients'
+connections, and their parents, are spared. The causes are SIGKILL, SIGSEGV, SIGSTOP (detected by
+`--progress-timeout`, or sooner; stopped processes are not continued) and a limit on the memory. A node
+that died is started again, as by an init system. Every answer is compared with the undisturbed one,
+byte for byte. At the end no process, descriptor or file of the server may be left. Each kill prints a
+line when it happens, and one when all streams continue. Exit status 1: something was lost, changed or
+left.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LAYOUTS = {
     "router": ["--replicas", "2", "--health-check-interval", "0.2"],
     "router-ray": ["--replicas", "2", "--backend", "ray", "--num-threads", "1"],
 }
-"""Flags of each; with engines on nodes there is one, with the second engine."""
+"""Flags of each layout; with engines on nodes there is one node, with the second engine."""
 _MODULES = {
     "octavo.engine.core_process": "core",
     "octavo.executor.worker_process": "worker",
@@ -73,15 +73,15 @@ _ACTORS = {"ray::WorkerActor": "worker", "ray::ServerActor": "actor"}
 _SIZES = (3, 1, 2)
 # In the environment of all processes of a run.
 _MARK = "OCTAVO_CHAOS_RUN"
-# Longer than this no stream is silent, and nothing that was stopped is left alone.
+# No stream may be silent for longer, and no stopped process may exist for longer.
 _SILENT_SECONDS = 120.0
-# Of a node's deaths: it takes eight seconds to find that one is stopped.
+# Share of SIGKILL among a node's deaths: detecting a stopped node takes eight seconds.
 _NODE_KILLED = 0.8
-# Spares begin within that time after their engine has.
+# Time after an engine's start in which its spares start.
 _REST_SECONDS = 2.0
-# How long a limit on its memory gets to end a process, before it is ended otherwise.
+# Time for a memory limit to end a process, before it is killed.
 _MEMORY_SECONDS = 1.0
-# From that age on, a process has the system end it with its parent, also while it is stopped.
+# Age from which the system ends a process with its parent, even while it is stopped.
 _BOUND_SECONDS = 2.0
 _SCHEMA = {
     "type": "object",
@@ -89,12 +89,12 @@ _SCHEMA = {
     "required": ["name", "age"],
 }
 TEXT = "Once upon a time there was a little dog who found a big red ball in the park"
-# What tells two askings of the same apart.
+# Fields that differ between equal answers.
 _OWN = ("id", "created")
 
 
 def requests(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies of mixed requests, the same ones each time."""
+    """Return paths and bodies of mixed requests, the same ones each time."""
     rng = random.Random(0)
     words = TEXT.split()
     kinds: list[dict[str, Any]] = [
@@ -130,15 +130,15 @@ def requests(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class Answer:
-    """What a request got, however it was cut into events."""
+    """Answer to a request, independent of its division into events."""
 
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=dict)
-    """What came once."""
+    """Fields of the first event."""
     error: str | None = None
 
     def add(self, event: dict[str, Any]) -> None:
-        """Takes in an event of the stream, or the whole answer."""
+        """Add an event of the stream, or the whole answer."""
         if "error" in event:
             self.error = json.dumps(event["error"])
         for choice in event.get("choices", ()):
@@ -149,7 +149,7 @@ class Answer:
 
 
 def _join(held: dict[str, Any], new: dict[str, Any]) -> None:
-    """Appends texts and lists, at any depth."""
+    """Append texts and lists, at any depth."""
     for name, value in new.items():
         before = held.get(name)
         if isinstance(value, dict):
@@ -163,22 +163,22 @@ def _join(held: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 class Load:
-    """Asks requests of a server, and notes when something came."""
+    """Client that sends requests to a server, and records the times of events."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.AsyncClient(
             base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
         )
         self.heard: dict[int, float] = {}
-        """When each stream in flight brought something last."""
+        """Time of the latest event of each stream in flight."""
         self._count = 0
 
     async def close(self) -> None:
-        """Closes its connections."""
+        """Close its connections."""
         await self._client.aclose()
 
     async def ask(self, path: str, body: dict[str, Any]) -> Answer:
-        """The answer to one request."""
+        """Return the answer to one request."""
         answer = Answer()
         self._count = number = self._count + 1
         try:
@@ -203,18 +203,18 @@ class Load:
         return f"{answer.status_code} {answer.text}"
 
     async def ask_all(self, asked: list[tuple[str, dict[str, Any]]]) -> list[Answer]:
-        """The answers to all, asked at once."""
+        """Return the answers to concurrent requests."""
         return await asyncio.gather(*(self.ask(path, body) for path, body in asked))
 
 
 class Site:
-    """A server with all its processes.
+    """Server with all its processes.
 
     Args:
-        model: the folder; None: the built-in one.
+        model: the folder; None: the built-in model.
         layout: one of `LAYOUTS`.
-        flags: more of `octavo serve`.
-        folder: for logs and the cluster's key.
+        flags: more flags of `octavo serve`.
+        folder: folder for logs and the cluster's key.
     """
 
     def __init__(self, model: str | None, layout: str, flags: list[str], folder: Path) -> None:
@@ -246,7 +246,7 @@ class Site:
         self._of_node: list[psutil.Process] = []
         self.log, self._node_log = folder / "server.log", folder / "node.log"
         self.left: list[str] = []
-        """What there is of it after its end: processes and files."""
+        """Processes and files that are left after its end."""
 
     def __enter__(self) -> Site:
         self.server = self._start(self._head_flags, self.log)
@@ -279,10 +279,10 @@ class Site:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
     def start_node(self) -> None:
-        """Starts the node, also in the place of one that is dead or stopped.
+        """Start the node, or replace a dead or stopped one.
 
-        As an init system does, it ends what is stopped of it: what was stopped after the node had
-        died sees nobody's death.
+        Like an init system, this kills the node's stopped processes: a process that was stopped
+        after the node's death cannot notice the death.
         """
         if self._node is not None:
             self._node.kill()
@@ -294,7 +294,7 @@ class Site:
         self._node = self._start(self._node_flags, self._node_log)
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
-        """All but the front end or the router, with their roles (`ROLES`)."""
+        """Return (role, process) of all processes except the front end or the router."""
         found: list[tuple[str, psutil.Process]] = []
         if self._node is not None and self._node.poll() is None:
             node = psutil.Process(self._node.pid)
@@ -314,10 +314,10 @@ class Site:
         return found
 
     def settle(self) -> Counter[str]:
-        """Waits until all engines are there, and what was stopped is gone; counts the processes.
+        """Wait until all engines are up, and stopped processes are gone; count the processes.
 
         Raises:
-            RuntimeError: they do not come.
+            RuntimeError: the engines do not come up.
         """
 
         def settled() -> bool:
@@ -332,7 +332,7 @@ class Site:
         return Counter(role for role, _ in self.processes())
 
     def at_rest(self) -> Counter[str]:
-        """Waits until no process has come for a while, spares included; counts them."""
+        """Wait until no process has started for a while, including spares; count them."""
         counts, since = self.settle(), time.monotonic()
         while time.monotonic() - since < _REST_SECONDS:
             time.sleep(0.1)
@@ -342,11 +342,11 @@ class Site:
 
     @property
     def logs(self) -> list[Path]:
-        """Of the server, and of its node if it has one."""
+        """Logs of the server, and of its node if it has one."""
         return [path for path in (self.log, self._node_log) if path.exists()]
 
     def num_descriptors(self) -> int:
-        """Of the front end."""
+        """Return the number of descriptors of the front end."""
         return int(psutil.Process(self.server.pid).num_fds())
 
     def _all_files(self) -> set[str]:
@@ -359,7 +359,7 @@ class Site:
                     yield f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
 
     def _end(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what is left is told
+        with contextlib.suppress(subprocess.TimeoutExpired):  # remaining processes are reported
             self.server.send_signal(signal.SIGINT)
             self.server.wait(30)
             if self._node is not None:
@@ -380,7 +380,7 @@ def _role(words: list[str]) -> str | None:
 
 
 def _talks(core: psutil.Process) -> bool:
-    """Whether it has been told what to do: a spare one has no address."""
+    """Return True if a core is in use: a spare one has no address."""
     return any(it.laddr for it in core.net_connections(kind="all"))
 
 
@@ -398,17 +398,17 @@ def _wait(condition: Callable[[], bool], what: Callable[[], str]) -> None:
 
 
 class Killer(threading.Thread):
-    """Ends processes of a server, one after another, or some at once.
+    """Thread that kills processes of a server, one after another or several at once.
 
     Args:
         site: the server.
-        load: what it is under.
-        kills: how many.
-        roles: of what, as `Site.processes` has them.
-        kinds: how, by turns at random.
-        at_once: the most that die together.
-        pause: seconds between, at most.
-        seed: of the random numbers.
+        load: the server's load.
+        kills: number of kills.
+        roles: roles of killed processes, as in `Site.processes`.
+        kinds: causes of death, chosen at random.
+        at_once: maximum number of simultaneous kills.
+        pause: maximum seconds between kills.
+        seed: seed of the random numbers.
     """
 
     def __init__(
@@ -424,9 +424,9 @@ class Killer(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.done: Counter[tuple[str, str]] = Counter()
-        """By what died, and of what."""
+        """Number of kills by role and cause."""
         self.seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        """Likewise, where it died alone: from the kill until one and until all streams went on."""
+        """Seconds from single kills until one stream, and until all streams, continued."""
         self.failure: str | None = None
         self._site, self._load, self._rng = site, load, random.Random(seed)
         self._kills, self._roles, self._kinds = kills, roles, kinds
@@ -434,7 +434,7 @@ class Killer(threading.Thread):
         self._begun = time.monotonic()
 
     def run(self) -> None:
-        """Kills until all is done."""
+        """Kill until the number of kills is reached."""
         try:
             while self.done.total() < self._kills:
                 self._strike()
@@ -443,8 +443,8 @@ class Killer(threading.Thread):
             self.failure = repr(error)
 
     def _strike(self) -> None:
-        """Ends some processes, and waits until every stream that was in flight has gone on."""
-        # Not before streams have brought something: deaths in a row without would be a request's.
+        """Kill some processes, and wait until every stream that was in flight has continued."""
+        # First wait for output: consecutive deaths without output would be attributed to a request.
         begun, load, rng = time.monotonic(), self._load, self._rng
         _wait(lambda: any(t > begun for t in load.heard.copy().values()), lambda: "no token came")
         time.sleep(rng.uniform(0.0, 0.3))
@@ -456,11 +456,11 @@ class Killer(threading.Thread):
         names = ", ".join(f"{kind} of {role} {process.pid}" for role, kind, process in struck)
         self.tell(f"{names or 'none there to kill'}; {len(in_flight)} streams")
         node = next((kind for role, kind, _ in struck if role == "node"), None)
-        if node is None:  # else its engines end with it
+        if node is None:  # otherwise its engines end with it
             self._wait_for_ends(struck)
         elif node != "SIGSTOP":
             self._site.start_node()
-        gone = time.monotonic() + 0.05  # what was on its way has come
+        gone = time.monotonic() + 0.05  # messages in transit have arrived
 
         def silent() -> list[int]:
             heard = load.heard.copy()
@@ -477,7 +477,7 @@ class Killer(threading.Thread):
             key = struck[0][:2]
             times = first - killed, time.monotonic() - killed
             self.seconds.setdefault(key, []).append(times)
-        if node == "SIGSTOP":  # only somebody on its machine can end it
+        if node == "SIGSTOP":  # it can only be killed on its machine
             self._site.start_node()
         self._wait_for_ends(struck)
 
@@ -501,14 +501,14 @@ class Killer(threading.Thread):
         print(f"{seconds:4.0f} s, kill {self.done.total()} of {self._kills}: {text}", flush=True)
 
     def _wait_for_ends(self, struck: list[tuple[str, str, psutil.Process]]) -> None:
-        """What was stopped is found and ended; but spares only when they are needed."""
+        """Wait until killed and stopped processes have ended, except for spares."""
         for role, kind, process in struck:
             if role != "spare":
                 what = f"{role} {process.pid} is there after {kind}"
                 _wait(lambda p=process: not _runs(p), lambda w=what: w)  # type: ignore[misc]
 
     def _kill(self, role: str, process: psutil.Process) -> str:
-        """Ends a process; returns how."""
+        """Kill a process; return the cause."""
         kind = self._rng.choice(self._kinds)
         if role == "node" and "SIGKILL" in self._kinds and self._rng.random() < _NODE_KILLED:
             kind = "SIGKILL"
@@ -534,7 +534,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, Killer]:
-    """Asks while processes die; returns what was wrong, how many were answered, the killer."""
+    """Send requests while processes die; return errors, the number of answers, and the killer."""
     load = Load(site.url)
     asked = requests(args.streams, args.max_tokens)
     wanted = await load.ask_all(asked)
@@ -582,14 +582,14 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
 
 
 def _same(before: Counter[str], now: Counter[str]) -> bool:
-    """Whether the processes are those of before; a spare one may still be missing."""
+    """Return True if the processes are those of before; a spare may still be missing."""
     return now["spare"] <= before["spare"] and all(
         now[role] == before[role] for role in ROLES if role != "spare"
     )
 
 
 def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
-    """Runs the storm in a layout and prints what came of it; whether all was well."""
+    """Run the storm in a layout and print the results; return True if there were no errors."""
     started = time.monotonic()
     site = Site(args.model, layout, args.flags, folder)
     with site:
@@ -634,7 +634,6 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -653,7 +652,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the storm in each layout; returns the exit status."""
+    """Run the storm in each layout; return the exit status."""
     args, well = parse(argv), True
     for layout in args.layout:
         with tempfile.TemporaryDirectory(prefix="ch-") as folder:  # Ray's sockets have long names

@@ -1,4 +1,4 @@
-"""Layers: a mixer and a feed-forward part around the residual stream."""
+"""Decoder layers: a mixer and a feed-forward part around the residual stream."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from octavo.layers.step import StepContext
 
 
 class Mixer(Protocol):
-    """The part of a layer that lets a token see others."""
+    """Part of a layer in which a token attends to others."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size], a new one."""
+        """Map [T, hidden_size] to a new tensor [T, hidden_size]."""
         ...
 
 
 class FeedForward(Protocol):
-    """The part of a layer in which each token is by itself."""
+    """Part of a layer that processes each token separately."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size], a new one."""
+        """Map [T, hidden_size] to a new tensor [T, hidden_size]."""
         ...
 
 
 class Layer(Protocol):
-    """One of a decoder's layers."""
+    """Interface of a decoder layer."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """(x, residual), whose sum is the residual stream, to the same behind the layer.
+        """Map (x, residual) before the layer to the same pair after it.
 
-        All are [T, hidden_size]. With None for a residual x alone is the stream.
+        Their sum is the residual stream; if the residual is None, x alone is. All are [T,
+        hidden_size].
         """
         ...
 
 
 @dataclass(slots=True)
 class SequentialLayer:
-    """The mixer, then the feed-forward part; norms before and behind each."""
+    """Layer that runs the mixer, then the feed-forward part, with norms before and after each."""
 
     ops: Ops
     input_norm: Norm
@@ -53,19 +54,19 @@ class SequentialLayer:
     feed_forward: FeedForward
     feed_forward_out_norm: Norm
     multiplier: float | None
-    """Factor on what is added to the residual stream."""
+    """Factor of the results that are added to the residual stream."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`."""
+        """Implement `Layer`."""
         if residual is None:
             x, residual = self.input_norm(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
         x = self.mixer_out_norm(self.mixer(x, step))
         if self.multiplier is not None:
-            x = self.ops.scale(x, self.multiplier)  # other ranks may have x, too
+            x = self.ops.scale(x, self.multiplier)  # other ranks may share x
         x, residual = self.feed_forward_norm.add(x, residual)
         x = self.feed_forward_out_norm(self.feed_forward(x))
         if self.multiplier is not None:
@@ -75,19 +76,19 @@ class SequentialLayer:
 
 @dataclass(slots=True)
 class ParallelLayer:
-    """Both parts beside each other: x + mixer(norm(x)) + feed_forward(norm(x))."""
+    """Layer with both parts in parallel: x + mixer(norm(x)) + feed_forward(norm(x))."""
 
     ops: Ops
     input_norm: Norm
     mixer: Mixer
     feed_forward_norm: Norm | None
-    """None: the feed-forward part reads what the mixer does."""
+    """Norm of the feed-forward part; None: it reads the mixer's input."""
     feed_forward: FeedForward
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`."""
+        """Implement `Layer`."""
         if residual is None:
             x, residual = self.input_norm(x), x
         else:
@@ -100,7 +101,7 @@ class ParallelLayer:
 
 @dataclass(slots=True)
 class PostNormLayer:
-    """A layer that norms the sum of each part's input and result (OPT-350m)."""
+    """Layer that norms the sum of each part's input and result (OPT-350m)."""
 
     mixer: Mixer
     mixer_norm: Norm
@@ -110,7 +111,7 @@ class PostNormLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`; there is never a residual apart from x."""
+        """Implement `Layer`; the residual is always None."""
         assert residual is None
         x, _ = self.mixer_norm.add(self.mixer(x, step), x)
         x, _ = self.feed_forward_norm.add(self.feed_forward(x), x)

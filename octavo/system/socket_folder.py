@@ -1,4 +1,4 @@
-"""A folder for Unix sockets; the folders that killed processes have left are removed."""
+"""Folder of Unix sockets; folders of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 
 class SocketFolder:
-    """A new folder that only this user can open, locked as long as its process lives.
+    """New folder that only this user can open. It is locked while its process lives.
 
-    Removes the folders with the same prefix that processes of this user have left.
+    Construction removes the folders with the same prefix that dead processes of this user left.
 
     Args:
-        prefix: what its name begins with; all folders with it are of this class.
+        prefix: prefix of the folder's name, the same for all folders of this kind.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -28,7 +28,7 @@ class SocketFolder:
         self.path, self._lock = _make(prefix)
 
     def close(self) -> None:
-        """Remove it; once only."""
+        """Remove the folder. Call this once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -50,7 +50,7 @@ def _open(path: Path) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+    with contextlib.suppress(OSError):  # it may be another user's, or removed meanwhile
         if path.lstat().st_uid != os.getuid():
             return
         lock = _open(path)

@@ -1,4 +1,4 @@
-"""`octavo completion`: scripts with which a shell completes commands, flags and their values."""
+"""`octavo completion`: scripts for shells that complete commands, flags and their values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 Parsers = Mapping[tuple[str, ...], argparse.ArgumentParser]
-"""The parser of each command by its words: ("serve",), ("bench", "serve")."""
+"""Parsers of the commands by their words: ("serve",), ("bench", "serve")."""
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -45,11 +45,11 @@ end
 
 
 def script(shell: str, parsers: Parsers) -> str:
-    """Return what a shell reads.
+    """Return the completion script of a shell.
 
     Args:
         shell: one of `SHELLS`.
-        parsers: what there is to complete.
+        parsers: parsers of the commands to complete.
     """
     if shell == "fish":
         return _fish(parsers)
@@ -110,12 +110,12 @@ def _at(words: tuple[str, ...]) -> str:
 
 
 def _next(parsers: Parsers, words: tuple[str, ...]) -> list[str]:
-    """The words of commands that may come after others."""
+    """Return the words of commands that may follow others."""
     return [found[-1] for found in parsers if found[:-1] == words]
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[tuple[str, ...], argparse.Action]:
-    """The long flags that the help shows, of each action together."""
+    """Return the long flags shown in the help, grouped by action."""
     return {
         names: action
         for action in parser._actions

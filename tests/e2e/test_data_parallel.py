@@ -118,7 +118,7 @@ def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected
         if of_engines(server, "octavo:requests_recovered_total")[1]:
             break
     assert of_engines(server, "octavo:requests_recovered_total")[1] > 0
-    assert "requests of engine 1 go on at others" in server.log.read_text()
+    assert "other engines continue requests of engine 1" in server.log.read_text()
     assert asyncio.run(ask_all(server)) == expected
     assert of_engines(server, "octavo:num_requests_running") == [0, 0]
 

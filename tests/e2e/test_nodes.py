@@ -89,12 +89,12 @@ def test_the_answers_are_those_of_one_engine(server, expected):
 def test_a_node_without_the_key_or_for_a_taken_engine_is_turned_away(cluster, server):
     other = cluster.make_key("other", "j" * 40)
     with cluster.node(key=other) as (node, log):
-        asyncio.run(until(lambda: "without its key" in server.log.read_text(), log))
+        asyncio.run(until(lambda: "without the cluster's key" in server.log.read_text(), log))
         assert node.wait(30) == 1
-        assert "turns this node away: the cluster_key_file must be the same" in log.read_text()
+        assert "rejects this node: the cluster_key_file must be the same" in log.read_text()
     with cluster.node() as (node, log):
         assert node.wait(30) == 2
-        assert "refuses this node: engine 1 is another node's already" in log.read_text()
+        assert "rejects this node: engine 1 is another node's already" in log.read_text()
 
 
 def test_an_engine_and_then_its_node_are_killed_and_come_back(cluster, server, expected):

@@ -304,7 +304,7 @@ def test_another_coordinator_goes_on(tmp_path):
         a.live = [msgspec.structs.replace(request("r#1.0"), output_token_ids=[1])]
         b.live = [msgspec.structs.replace(request("r#2.0"), output_token_ids=[2])]
         await bench.replace()
-        with pytest.raises(StepFailedError, match="ask again"):
+        with pytest.raises(StepFailedError, match="try again"):
             await asked
         assert not a.up
         await until(lambda: sorted(bench.engines.sent) == ["r#1.0", "r#2.0"])

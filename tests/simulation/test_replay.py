@@ -200,7 +200,7 @@ def test_logprobs_are_compared_up_to_the_first_token_that_differs():
 def test_answers_that_got_nothing_are_left_out():
     report = compared([end("a", 0, FinishReason.ABORT)], [])
     assert next(report.lines()) == (
-        "1 requests, 0 answers with 0 tokens; 1 that got nothing are left out"
+        "1 requests, 0 answers with 0 tokens; 1 without tokens are left out"
     )
 
 
