@@ -2,17 +2,17 @@
 
     python benchmarks/chaos.py --kills 1000 [--layout nodes-tp2] [--model FOLDER] [--seed 0]
 
-The script starts a server, or a router with two servers. It sends each of some mixed requests (greedy
-and sampled, n = 4, logprobs, prompt logprobs, penalties, stop texts, bad words, grammars, chats,
-beams) once, undisturbed. Then it sends them together, repeatedly, while processes of the layout die at
-random moments: engine cores, workers, warm spares, the headless node, the coordinator of several
-front ends, a router's servers, actors of Ray. Kinds of processes take turns. Processes with clients'
-connections, and their parents, are spared. The causes are SIGKILL, SIGSEGV, SIGSTOP (detected by
-`--progress-timeout`, or sooner; stopped processes are not continued) and a limit on the memory. A node
-that died is started again, as by an init system. Every answer is compared with the undisturbed one,
-byte for byte. At the end no process, descriptor or file of the server may be left. Each kill prints a
-line when it happens, and one when all streams continue. Exit status 1: something was lost, changed or
-left.
+The script starts a server, or a router with two servers. It sends each of some mixed requests
+(greedy and sampled, n = 4, logprobs, prompt logprobs, penalties, stop texts, bad words, grammars,
+chats, beams) once, undisturbed. Then it sends them together, repeatedly, while processes of the
+layout die at random moments: engine cores, workers, warm spares, the headless node, the coordinator
+of several front ends, a router's servers, actors of Ray. Kinds of processes take turns. Processes
+with clients' connections, and their parents, are spared. The causes are SIGKILL, SIGSEGV, SIGSTOP
+(detected by `--progress-timeout`, or sooner; stopped processes are not continued) and a limit on
+the memory. A node that died is started again, as by an init system. Every answer is compared with
+the undisturbed one, byte for byte. At the end no process, descriptor or file of the server may be
+left. Each kill prints a line when it happens, and one when all streams continue. Exit status 1:
+something was lost, changed or left.
 """
 
 from __future__ import annotations
