@@ -278,9 +278,9 @@ class GrammarHelper:
         return int.from_bytes(data, "little", signed=True)
 
 
-def send(connection: socket.socket, message: bytes) -> None:
-    """Send one message."""
-    connection.sendall(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+def send(connection: socket.socket, message: bytes, rows: bytes | memoryview = b"") -> None:
+    """Send one message at once, and after it rows of bitmasks."""
+    connection.sendall(b"".join((len(message).to_bytes(_LENGTH_BYTES, "little"), message, rows)))
 
 
 def receive(connection: socket.socket) -> bytes | None:
@@ -301,8 +301,12 @@ def receive_into(connection: socket.socket, view: memoryview) -> bool:
     """
     timeout = connection.gettimeout()
     deadline = None if timeout is None else time.monotonic() + timeout
-    got = 0
+    got = connection.recv_into(view)
+    if got in (0, len(view)):  # at once, as nearly always
+        return got == len(view)
     try:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         while got < len(view):
             count = connection.recv_into(view[got:])
             if not count:

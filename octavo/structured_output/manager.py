@@ -19,8 +19,6 @@ from functools import partial
 from weakref import WeakKeyDictionary, finalize
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from octavo.errors import GrammarError, RequestError
 from octavo.messages import GrammarOutput
@@ -57,6 +55,8 @@ _STEP_SECONDS, _STEP_SECONDS_PER_ROW, _STEP_SECONDS_PER_TOKEN = 0.15, 0.002, 0.0
 # Seconds within which a process must answer, however busy the machine is.
 _ANSWER_SECONDS = 10.0
 
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Matched])
+
 _MAX_ALONE, _MAX_REFUSED = 10_000, 1_000
 
 
@@ -81,10 +81,10 @@ class _Job:
 
     request: Request
     drafts: list[int]
-    rows: NDArray[np.int32]
-    """[1 + drafts, words]"""
     num_forced: int
     """Forced tokens wanted, those of this step included."""
+    rows: memoryview | bytes = b""
+    """int32 [1 + drafts, words], as bytes."""
     forced: list[int] = field(default_factory=list)
     error: str | None = None
 
@@ -104,7 +104,7 @@ class StructuredOutputManager:
         self.wake: Callable[[], None] = lambda: None
         """Called, on another thread, when `take_finished` has something."""
         self._start_helper, self._backends = start_helper, backends
-        self._num_words = -(-vocab_size // 32)
+        self._row_nbytes = 4 * -(-vocab_size // 32)
         self._compiler: GrammarCompiler | None = None
         self._ready: dict[Key, Placed] = {}
         self._alone: set[int] = set()
@@ -180,19 +180,10 @@ class StructuredOutputManager:
         Returns:
             The worker's part, and requests that fail, with the reason.
         """
-        counts = [1 + len(drafts.get(request.request_id, ())) for request, _ in requests]
-        words = np.zeros((sum(counts), self._num_words), np.int32)
-        jobs, end = [], 0
-        for (request, wanted), count in zip(requests, counts, strict=True):
-            end += count
-            jobs.append(
-                _Job(
-                    request,
-                    drafts.get(request.request_id, []),
-                    words[end - count : end],
-                    wanted and wanted + count,
-                )
-            )
+        jobs = []
+        for request, wanted in requests:
+            tokens = drafts.get(request.request_id, [])
+            jobs.append(_Job(request, tokens, wanted and wanted + 1 + len(tokens)))
         lost = self._match(jobs)
         if lost:  # something else has killed the process: the tokens bring it all back
             self._revive(lost)
@@ -201,7 +192,7 @@ class StructuredOutputManager:
         good = [job for job in jobs if job.error is None]
         output = GrammarOutput(
             [job.request.request_id for job in good],
-            b"".join(job.rows.tobytes() for job in good),
+            b"".join([job.rows for job in good]),
             {job.request.request_id: job.forced for job in good if job.forced},
         )
         return output, {job.request: job.error for job in jobs if job.error is not None}
@@ -322,7 +313,7 @@ class StructuredOutputManager:
             began[process], limits[process] = process.seconds, _limit(message)
             try:
                 process.steps.settimeout(_ANSWER_SECONDS)
-                send(process.steps, msgspec.msgpack.encode(message))
+                send(process.steps, _ENCODER.encode(message))
                 poll.register(process.steps, select.POLLIN)
             except OSError:
                 del pending[process.steps.fileno()]
@@ -360,13 +351,17 @@ class StructuredOutputManager:
             data = receive(process.steps)
             if data is None:
                 return False
-            answers = msgspec.msgpack.decode(data, type=list[Matched])
-            for job in group:
-                if not receive_into(process.steps, job.rows.data.cast("B")):
-                    return False
+            answers = _DECODER.decode(data)
+            counts = [1 + len(job.drafts) for job in group]
+            rows = memoryview(bytearray(sum(counts) * self._row_nbytes))
+            if not receive_into(process.steps, rows):
+                return False
         except OSError:
             return False
-        for job, answer in zip(group, answers, strict=True):
+        end = 0
+        for job, count, answer in zip(group, counts, answers, strict=True):
+            begin, end = end, end + count * self._row_nbytes
+            job.rows = rows[begin:end]
             state = self._states[job.request]
             state.seconds += answer.seconds
             job.error, job.forced = answer.error, answer.forced

@@ -65,6 +65,8 @@ _BACKENDS = {"llguidance": "LLGuidanceBackend", "xgrammar": "XGrammarBackend"}
 # A trial of a new grammar: tokens of a text that it allows, and processor time of each mask.
 _TRIAL_TOKENS, _TRIAL_SECONDS = 8, 0.05
 
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Match)
+
 MakeBackend = Callable[[HelperSetup], GrammarBackend]
 
 
@@ -181,7 +183,7 @@ class GrammarServer:
                 if data is None:
                     return
                 if fd == steps.fileno():
-                    self._match(msgspec.msgpack.decode(data, type=Match), steps)
+                    self._match(_DECODER.decode(data), steps)
                     continue
                 message = msgspec.msgpack.decode(data, type=Compile | Feed)
                 if isinstance(message, Compile):
@@ -263,8 +265,8 @@ class GrammarServer:
         for job, count in zip(match.jobs, counts, strict=True):
             end += count
             answers.append(self._run(job, rows[end - count : end]))
-        send(steps, msgspec.msgpack.encode(answers))
-        steps.sendall(rows.data)
+        # In one piece: the engine must not wake for less.
+        send(steps, _ENCODER.encode(answers), rows.data.cast("B"))
 
     def _run(self, job: MatchJob, rows: NDArray[np.int32]) -> Matched:
         """Advance a request by its new tokens, and fill its rows.
