@@ -80,6 +80,7 @@ class _Job:
     """A request's part of a step."""
 
     request: Request
+    state: _State
     drafts: list[int]
     num_forced: int
     """Forced tokens wanted, those of this step included."""
@@ -183,7 +184,8 @@ class StructuredOutputManager:
         jobs = []
         for request, wanted in requests:
             tokens = drafts.get(request.request_id, [])
-            jobs.append(_Job(request, tokens, wanted and wanted + 1 + len(tokens)))
+            forced = wanted and wanted + 1 + len(tokens)
+            jobs.append(_Job(request, self._states[request], tokens, forced))
         lost = self._match(jobs)
         if lost:  # something else has killed the process: the tokens bring it all back
             self._revive(lost)
@@ -302,7 +304,7 @@ class StructuredOutputManager:
         """Have the processes do a step; return the jobs of those that somebody else has killed."""
         groups: dict[GrammarProcess, list[_Job]] = {}
         for job in jobs:
-            groups.setdefault(self._states[job.request].process, []).append(job)
+            groups.setdefault(job.state.process, []).append(job)
         pending = {process.steps.fileno(): process for process in groups}
         began: dict[GrammarProcess, float | None] = {}
         limits: dict[GrammarProcess, float] = {}
@@ -338,7 +340,7 @@ class StructuredOutputManager:
         process.known -= ended
         jobs = []
         for job in group:
-            request, state = job.request, self._states[job.request]
+            request, state = job.request, job.state
             new = request.all_token_ids[request.num_prompt_tokens + state.num_sent :]
             state.num_sent += len(new)
             process.known.add(state.key)
@@ -362,11 +364,10 @@ class StructuredOutputManager:
         for job, count, answer in zip(group, counts, answers, strict=True):
             begin, end = end, end + count * self._row_nbytes
             job.rows = rows[begin:end]
-            state = self._states[job.request]
-            state.seconds += answer.seconds
             job.error, job.forced = answer.error, answer.forced
+            job.state.seconds += answer.seconds
             allowed = MATCH_SECONDS + MATCH_SECONDS_PER_TOKEN * job.request.num_output_tokens
-            if state.seconds > allowed:
+            if job.state.seconds > allowed:
                 job.error = TOO_SLOW_TO_MATCH
         return True
 
@@ -416,7 +417,11 @@ class StructuredOutputManager:
                 if request not in left:
                     others.append((request, error))
                     continue
-                left.pop(request).error = None if error is None else error.message
+                job = left.pop(request)
+                if error is None:
+                    job.state = self._states[request]
+                else:
+                    job.error = error.message
             self._found += others
         for job in left.values():
             job.error = "the process of its grammar was killed, and no other one came in time"

@@ -261,34 +261,36 @@ class GrammarServer:
             self._grammars.pop(key, None)
         counts = [1 + len(job.drafts) for job in match.jobs]
         rows = np.zeros((sum(counts), self._num_words), np.int32)
-        answers, end = [], 0
+        answers, end, began = [], 0, time.process_time()
         for job, count in zip(match.jobs, counts, strict=True):
             end += count
-            answers.append(self._run(job, rows[end - count : end]))
+            error, forced = self._run(job, rows[end - count : end])
+            began, before = time.process_time(), began
+            answers.append(Matched(error, began - before, forced))
         # In one piece: the engine must not wake for less.
         send(steps, _ENCODER.encode(answers), rows.data.cast("B"))
 
-    def _run(self, job: MatchJob, rows: NDArray[np.int32]) -> Matched:
+    def _run(self, job: MatchJob, rows: NDArray[np.int32]) -> tuple[str | None, list[int]]:
         """Advance a request by its new tokens, and fill its rows.
 
         Args:
             job: the request's part of the step.
             rows: int32 [1 + drafts, words], zero.
+
+        Returns:
+            Why the request fails, and its forced tokens.
         """
-        began, error, forced = time.process_time(), None, list[int]()
         try:
             grammar = self._get_grammar(job.key, job.grammar)
             accepted = grammar.accept_tokens(job.token_ids)
             if accepted < len(job.token_ids):
-                error = (
-                    f"internal error: token {job.token_ids[accepted]} was sampled, which its "
-                    "grammar does not allow"
-                )
-            else:
-                forced = _fill(grammar, job, rows)
+                token = job.token_ids[accepted]
+                return (
+                    f"internal error: token {token} was sampled, which its grammar does not allow"
+                ), []
+            return None, _fill(grammar, job, rows)
         except Exception as failure:
-            error = _describe(failure)
-        return Matched(error, time.process_time() - began, forced)
+            return _describe(failure), []
 
     def _get_grammar(self, key: int, number: int) -> Grammar:
         """Return where a request stands in a grammar: at its beginning if the request is new."""
