@@ -21,6 +21,7 @@ from octavo.device import private_memory, process_seconds
 from octavo.messages import GrammarSpec
 
 _LENGTH_BYTES = 8
+_MOST_MESSAGE_NBYTES = 2**26
 _FORK, _WAIT = b"f", b"w"
 # The helper answers in milliseconds, unless the machine is very busy.
 _HELPER_SECONDS = 10.0
@@ -288,9 +289,15 @@ def receive(connection: socket.socket) -> bytes | None:
 
     Raises:
         TimeoutError: the socket has a timeout, and no whole message came in that time.
+        DecodeError: the message claims to be larger than any message is.
     """
     head = _receive_exactly(connection, _LENGTH_BYTES)
-    return None if head is None else _receive_exactly(connection, int.from_bytes(head, "little"))
+    if head is None:
+        return None
+    size = int.from_bytes(head, "little")
+    if size > _MOST_MESSAGE_NBYTES:
+        raise msgspec.DecodeError(f"a message of {size} bytes")
+    return _receive_exactly(connection, size)
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> bool:

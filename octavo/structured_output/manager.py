@@ -34,6 +34,7 @@ from octavo.structured_output.client import (
     send,
 )
 from octavo.structured_output.compiler import (
+    BROKEN_ANSWER,
     MATCH_SECONDS,
     MATCH_SECONDS_PER_TOKEN,
     TOO_SLOW_TO_MATCH,
@@ -354,11 +355,16 @@ class StructuredOutputManager:
             if data is None:
                 return False
             answers = _DECODER.decode(data)
+            if len(answers) != len(group):
+                raise msgspec.ValidationError("another number of answers than of requests")
             counts = [1 + len(job.drafts) for job in group]
             rows = memoryview(bytearray(sum(counts) * self._row_nbytes))
             if not receive_into(process.steps, rows):
                 return False
         except OSError:
+            return False
+        except msgspec.MsgspecError:
+            process.kill(BROKEN_ANSWER)
             return False
         end = 0
         for job, count, answer in zip(group, counts, answers, strict=True):
