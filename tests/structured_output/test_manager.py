@@ -270,6 +270,22 @@ def test_a_process_that_does_not_answer_is_killed(manager, monkeypatch):
     assert "takes too long to match" in errors[request]
 
 
+@pytest.mark.parametrize(
+    "answer", [b"\1" + bytes(7) + b"\xc1", b"\1" + bytes(7) + b"\x90", b"\xff" * 8]
+)
+def test_an_answer_that_cannot_be_read_fails_its_request_only(manager, monkeypatch, answer):
+    broken, other = make("3", tenant="1"), make("4", request_id="1", tenant="2")
+    finish(manager, broken, other)
+    manager.make_output([(broken, 0), (other, 0)], {})
+    server = manager._states[broken].process.server
+    monkeypatch.setattr(server, "_match", lambda message, steps: steps.sendall(answer))
+    output, errors = manager.make_output([(broken, 0), (other, 0)], {})
+    assert "unreadable" in errors[broken]
+    assert allowed(output) == [[4]]
+    with pytest.raises(GrammarError, match="used before"):
+        manager.add(make("3", tenant="1"))
+
+
 def test_requests_survive_a_process_that_was_killed_from_outside(manager, backend):
     requests = [make("3,4 5,6 7,8", request_id=str(i)) for i in range(2)]
     other = make("9", request_id="2")
