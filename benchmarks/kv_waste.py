@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, EngineCoreRequest, ModelRunnerOutput
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, ModelRunnerOutput, RequestOptions
 from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
@@ -65,7 +65,7 @@ def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste
             prompt = [0] * lognormal_length(rng, MEAN_PROMPT, MAX_MODEL_LEN // 2)
             output = lognormal_length(rng, MEAN_OUTPUT, MAX_MODEL_LEN - len(prompt))
             params = CoreSamplingParams(max_tokens=output)
-            core = EngineCoreRequest(str(arrivals), prompt, params, float(arrivals))
+            core = EngineCoreRequest(str(arrivals), prompt, params, RequestOptions(float(arrivals)))
             scheduler.add_request(Request(core))
             arrivals += 1
             coming += len(prompt) / KV_TOKENS

@@ -28,6 +28,7 @@ from octavo.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    RequestOptions,
     SchedulerStats,
 )
 from octavo.models.hub import resolve_model
@@ -132,7 +133,9 @@ def routing(rounds: int) -> dict[str, float]:
             tail = [rng.randrange(50000) for _ in range(PROMPT // 2)]
             first = rng.choice(prefixes) if number % 2 else tail[::-1]
             requests.append(
-                EngineCoreRequest(str(number), [*first, *tail], CoreSamplingParams(), 0.0)
+                EngineCoreRequest(
+                    str(number), [*first, *tail], CoreSamplingParams(), RequestOptions(0.0)
+                )
             )
         coming = iter(requests)
 
@@ -151,7 +154,9 @@ def processing(rounds: int) -> dict[str, float]:
     tokenizer = Tokenizer.from_folder(folder)
     processor = OutputProcessor(tokenizer, EngineMetrics("m", 2**20))
     for number in range(BATCH):
-        request = EngineCoreRequest(str(number), [5, 6, 7], CoreSamplingParams(), time.time())
+        request = EngineCoreRequest(
+            str(number), [5, 6, 7], CoreSamplingParams(), RequestOptions(time.time())
+        )
         processor.add_request(request, SamplingParams(max_tokens=2**20, ignore_eos=True), "a b c")
     rng = random.Random(0)
 

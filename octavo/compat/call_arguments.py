@@ -35,15 +35,33 @@ def check_stat_loggers(given: Sequence[object] | None) -> None:
             )
 
 
-def refuse_adapter(lora_request: object) -> None:
-    """Raise UnsupportedError for an adapter, or for a list with an adapter."""
-    given = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
-    if any(adapter is not None for adapter in given):
-        raise UnsupportedError(
-            "lora_request: adapters are not supported yet; merge the adapter into the weights and "
-            "load the merged model.",
-            "lora_request",
-        )
+_UNSUPPORTED = {
+    "lora_request": "merge the adapter into the weights and load the merged model",
+    "mm_processor_kwargs": "models accept text only; leave it out",
+    "trace_headers": "requests are not traced; leave them out",
+    "data_parallel_rank": "each request goes to the engine with the least load; leave it out",
+    "chat_template_content_format": "each template gets the format that it can handle; leave it "
+    "out",
+}
+"""Reason and remedy for each argument that is not supported."""
+
+
+def refuse_unsupported(**given: object) -> None:
+    """Reject arguments of vLLM's calls that have no counterpart here.
+
+    Args:
+        given: the arguments by name. None, a list of None, an empty dict and "auto" request
+            nothing.
+
+    Raises:
+        UnsupportedError: an argument requests something.
+    """
+    for name, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(one not in (None, {}, "auto") for one in values):
+            raise UnsupportedError(
+                f"{name}={value!r} is not supported: {_UNSUPPORTED[name]}.", name
+            )
 
 
 def apply_tokenization(

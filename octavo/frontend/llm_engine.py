@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
-from octavo.compat.call_arguments import (
-    apply_tokenization,
-    refuse_adapter,
-)
+from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import EngineConfig, ModelConfig
 from octavo.config.engine_args import EngineArgs
 from octavo.engine.assemble import make_engine_core
@@ -23,7 +20,7 @@ from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
-from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
+from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.models.weights import SHARDED_PATTERN
@@ -185,9 +182,7 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string.", "request_id")
-        refuse_adapter(lora_request)
-        if trace_headers:
-            raise UnsupportedError("trace_headers are not supported; leave them out.")
+        refuse_unsupported(lora_request=lora_request, trace_headers=trace_headers)
         params, special = apply_tokenization(params, tokenization_kwargs)
         if priority:
             params = msgspec.structs.replace(params, priority=priority)
@@ -428,7 +423,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         add_special_tokens: bool = True,
     ) -> tuple[EngineCoreRequest, str | None]:
-        """The core request of a prompt, and its text; see `InputProcessor.process`."""
+        """Return the core request of a prompt, and its text; see `InputProcessor.process`."""
         if request_id is None:
             ids = map(str, self._request_ids)
             request_id = next(i for i in ids if i not in self._added)
@@ -436,7 +431,7 @@ class LLMEngine:
             request_id,
             prompt,
             params,
-            arrival_time=clock.now() if arrival_time is None else arrival_time,
+            RequestOptions(clock.now() if arrival_time is None else arrival_time),
             add_special_tokens=add_special_tokens,
         )
 

@@ -59,7 +59,8 @@ def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> B
         start = len(hashes) * block_size
         if len(tokens) - start < block_size:
             return []
-        parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.cache_scope)
+        salt, scope = request.options.cache_salt, request.cache_scope
+        parent = hashes[-1] if hashes else root_hash(salt, scope)
         new = []
         for end in range(start + block_size, len(tokens) + 1, block_size):
             extra = extra_keys(request, end - block_size, end) if extra_keys is not None else ()

@@ -182,7 +182,7 @@ class Transcript:
     def ttfts(self) -> list[float]:
         """Return the seconds from each request's arrival to its first token."""
         firsts = (
-            (arrival.request.arrival_time, self.answers[i].first_time)
+            (arrival.request.options.arrival_time, self.answers[i].first_time)
             for arrival in self.arrivals.values()
             for i in arrival.request.child_ids[:1]
         )
@@ -195,7 +195,7 @@ class Transcript:
     def seconds(self) -> float:
         """Return the seconds from the first arrival to the last token."""
         last = [a.last_time for a in self.answers.values() if a.last_time is not None]
-        arrived = [a.request.arrival_time for a in self.arrivals.values()]
+        arrived = [a.request.options.arrival_time for a in self.arrivals.values()]
         return max(last) - min(arrived) if last and arrived else 0.0
 
 

@@ -26,6 +26,7 @@ from octavo.messages import (
     EngineCoreRequest,
     GrammarOutput,
     ModelRunnerOutput,
+    RequestOptions,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -278,7 +279,7 @@ def _core_request(request_id: str, request: BenchRequest, at: float) -> EngineCo
         request_id,
         _ids(request),
         CoreSamplingParams(temperature=0.0, max_tokens=request.max_tokens),
-        arrival_time=clock.from_monotonic(at),
+        RequestOptions(clock.from_monotonic(at)),
     )
 
 

@@ -436,7 +436,7 @@ class StructuredOutputManager:
 def _key_of(request: Request) -> Key:
     spec = request.sampling_params.grammar
     assert spec is not None
-    return request.tenant, spec
+    return request.options.tenant, spec
 
 
 def _is_wanted(waiting: Sequence[Request]) -> bool:

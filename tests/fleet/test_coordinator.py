@@ -13,7 +13,13 @@ from octavo.fleet.coordinator import Coordinator, FrontEnd
 from octavo.fleet.front_end import CoordinatorProcess, FrontEndClient, addresses_of
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend.input_processor import InputProcessor
-from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
+from octavo.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    RequestOptions,
+    SchedulerStats,
+)
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.sampling_params import SamplingParams
 from tests.frontend.test_output_processor import Spec, byte_level
@@ -23,7 +29,7 @@ INPUTS = InputProcessor(ModelConfig(), Spec(), byte_level(), 1000)
 
 
 def request(name):
-    return INPUTS.process(name, "ab", SamplingParams(max_tokens=9), arrival_time=0.0)[0]
+    return INPUTS.process(name, "ab", SamplingParams(max_tokens=9), RequestOptions(0.0))[0]
 
 
 class Engines:

@@ -31,6 +31,7 @@ from octavo.messages import (
 )
 from octavo.platforms.cuda import CUDAPlatform
 from tests.fleet.test_supervisor import KILLED, READY, Client, Process
+from tests.params import core_request
 
 
 class Engines:
@@ -69,9 +70,7 @@ class Engines:
 
     async def add(self, *ids, prompt=(1, 2), **fields):
         for request_id in ids:
-            request = EngineCoreRequest(
-                request_id, list(prompt), CoreSamplingParams(), 0.0, **fields
-            )
+            request = core_request(request_id, list(prompt), CoreSamplingParams(), **fields)
             self.records[request_id] = request
             await self.client.add_request(request)
 

@@ -140,7 +140,7 @@ def test_each_key_is_a_tenant():
             await served.http.post(
                 "/v1/completions", json={"prompt": ["hi", "you"], "n": 2}, headers=bearer(key)
             )
-        tenants = [r.tenant for r in served.engine.requests]
+        tenants = [r.options.tenant for r in served.engine.requests]
         assert tenants == [tenant_of(key) for key in "aabbaa"]
         assert len({*tenants, private_salt("a", None), "a"}) == 4
 
@@ -177,7 +177,7 @@ def test_one_keys_flood_leaves_places_for_others():
 def test_with_one_key_there_is_nobody_to_share_with():
     async def scenario(served):
         await served.http.post("/v1/completions", json={"prompt": "hi"}, headers=bearer("a"))
-        assert served.engine.requests[0].tenant is None
+        assert served.engine.requests[0].options.tenant is None
 
     with_server(scenario, api_key=["a", "a"])
 
@@ -187,9 +187,9 @@ def test_without_keys_there_are_no_tenants_but_flows():
 
     async def scenario(served):
         await served.complete()
-        request = served.engine.requests[0]
-        assert request.tenant is None
-        assert request.flow == request.share == flow_of("127.0.0.1")
+        options = served.engine.requests[0].options
+        assert options.tenant is None
+        assert options.flow == options.share == flow_of("127.0.0.1")
 
     with_server(scenario)
 
@@ -207,7 +207,7 @@ def test_each_key_has_its_own_prefix_cache():
                 await served.http.post(
                     "/v1/completions", json={"prompt": "hi", **body}, headers=bearer(key)
                 )
-        salts = [r.cache_salt for r in served.engine.requests]
+        salts = [r.options.cache_salt for r in served.engine.requests]
         assert None not in salts
         assert salts[:2] == salts[4:]
         assert len(set(salts)) == 4

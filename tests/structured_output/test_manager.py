@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from octavo.errors import GrammarError
-from octavo.messages import EngineCoreRequest
 from octavo.request import Request, RequestStatus
 from octavo.structured_output import compiler
 from octavo.structured_output import manager as module
 from octavo.structured_output.manager import MAX_TEXT, StructuredOutputManager
-from tests.params import core_params
+from tests.params import core_params, core_request
 from tests.structured_output.toys import (
     STOP,
     ThreadHelper,
@@ -48,9 +47,7 @@ def manager(backend):
 
 def make(text, output=(), request_id="0", backend="auto", tenant=None):
     params = msgspec.structs.replace(core_params(VOCAB), grammar=spec(text, backend))
-    core = EngineCoreRequest(
-        request_id, [5], params, 0.0, output_token_ids=list(output), tenant=tenant
-    )
+    core = core_request(request_id, [5], params, output_token_ids=list(output), tenant=tenant)
     request = Request(core)
     request.status = RequestStatus.WAITING_FOR_FSM
     return request
